@@ -1,0 +1,30 @@
+# Two commands need nothing but Python 3.10+ and a network to install from: `make demo` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint types bench clean
+
+demo: .venv/.installed
+	$(BIN)/thinwire demo
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+bench: .venv/.installed
+	$(BIN)/python benchmarks/bench_codec.py
+	$(BIN)/python benchmarks/bench_quality.py
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,1 @@
+"""Thinwire: data-parallel PyTorch training over slow networks."""
