@@ -1,1 +1,41 @@
-"""Thinwire: data-parallel PyTorch training over slow networks."""
+"""Thinwire trains PyTorch models data-parallel over slow networks.
+
+It sends small messages (low-rank PowerSGD factors, 16-bit gradients) instead of whole gradients, and
+gives back the same model. Start with `attach`.
+"""
+
+from thinwire import hooks
+from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.ddp import attach
+from thinwire.errors import (
+    AttachError,
+    CommunicationError,
+    ConfigError,
+    GradientError,
+    StateError,
+    StepError,
+    ThinwireError,
+)
+from thinwire.plan import Plan
+from thinwire.sync import GradientSync, Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AllReduce",
+    "AttachError",
+    "BatchedPowerSGD",
+    "Cast",
+    "CommunicationError",
+    "ConfigError",
+    "GradientError",
+    "GradientSync",
+    "Plan",
+    "PowerSGD",
+    "StateError",
+    "Stats",
+    "StepError",
+    "ThinwireError",
+    "attach",
+    "hooks",
+]

@@ -1,0 +1,73 @@
+"""The protocol of an algorithm: a frozen config whose `exchange` is a generator of messages."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from thinwire.plan import ParameterSpec, Plan
+
+__all__ = ["Algorithm", "Bucket", "Memory", "Rounds"]
+
+Rounds: TypeAlias = Generator["torch.Tensor | None", torch.Tensor, None]
+"""Yields a message and receives its mean; `yield None` is the gate before memory is written."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that become ready together.
+
+    Attributes:
+        specs: The parameters, in the order their gradients lie in `flat`.
+        flat: Their gradients one after the other, shape (sum of elements,), each in its parameter's
+            order of memory. The exchange turns it into the mean, in place.
+        loss_scale: What the loss was multiplied by, a tensor of one element; None if it was not.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    flat: torch.Tensor
+    loss_scale: torch.Tensor | None = None
+
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """One flat view into the bucket a parameter."""
+        return self.flat.split_with_sizes([spec.numel for spec in self.specs])
+
+
+@dataclass
+class Memory:
+    """What an algorithm keeps between steps, by parameter name.
+
+    Attributes:
+        step: Steps taken so far, skipped ones included.
+        error: What this process still owes: fp32, shape (elements,), in the parameter's order of
+            memory, in units of the unscaled loss. Differs between processes.
+        factor: The last right factors, fp32, shape (matrix rank, columns). The same on all processes.
+        sent: This process's own last right factors, from which the relative error is told. Not saved.
+    """
+
+    step: int = 0
+    error: dict[str, torch.Tensor] = field(default_factory=dict)
+    factor: dict[str, torch.Tensor] = field(default_factory=dict)
+    sent: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Algorithm(ABC):
+    """How gradients become their mean over the group: a frozen config and pure tensor code."""
+
+    @abstractmethod
+    def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
+        """How each of a bucket's parameters travels. Cost: arithmetic on shapes only."""
+
+    @abstractmethod
+    def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
+        """Turn `bucket.flat` into the mean over the group, in place.
+
+        A generator. Each message it yields is a flat tensor that it gives away; it receives the
+        mean over the group, to read. Before it writes to `memory` it passes the gate, `yield None`: it is
+        resumed only when every mean of the step, in all buckets, is known and finite, and closed
+        otherwise. Until then it only reads `memory`, and may use `bucket.flat` as it likes.
+        """

@@ -1,0 +1,81 @@
+"""What every low-rank algorithm shares: its settings, and what they imply for sizes and types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
+from thinwire.algorithms.cast import WireDtype, wire_dtype_of
+from thinwire.algorithms.exact import exchange_whole
+from thinwire.errors import ConfigError, GradientError
+from thinwire.plan import ParameterSpec, Route
+
+__all__ = ["LowRank"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Algorithm):
+    """The settings; `PowerSGD` says what each means."""
+
+    matrix_rank: int
+    min_compression_ratio: float = 2
+    warmup_steps: int = 0
+    error_feedback: bool = True
+    warm_start: bool = True
+    seed: int = 0
+    wire_dtype: WireDtype | None = None
+    power_iterations: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("matrix_rank", 1), ("warmup_steps", 0), ("seed", 0), ("power_iterations", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        for name in ("error_feedback", "warm_start"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        ratio = self.min_compression_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio > 0:
+            raise ConfigError(f"min_compression_ratio must be a number above 0, got {ratio!r}")
+        if self.wire_dtype is not None:
+            wire_dtype_of(self.wire_dtype)
+
+    def exchange_uncompressed(self, bucket: Bucket, memory: Memory) -> Rounds:
+        """One round of whole gradients, for the warm-up and for buckets with nothing to compress."""
+        own_dtype = self.wire_dtype is None and memory.step < self.warmup_steps
+        yield from exchange_whole(
+            bucket, memory, None if own_dtype else self.message_dtype(bucket.flat.dtype)
+        )
+
+    def rank_of(self, rows: int, columns: int) -> int | None:
+        """The rank at which a matrix is compressed; None if that saves too little to be worth it."""
+        matrix_rank = min(self.matrix_rank, rows, columns)
+        sent = (rows + columns) * matrix_rank * self.power_iterations
+        return matrix_rank if sent * self.min_compression_ratio < rows * columns else None
+
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which the first message of a bucket of `dtype` travels; the second, as of fp32."""
+        if self.wire_dtype is not None:
+            return wire_dtype_of(self.wire_dtype)
+        return torch.promote_types(dtype, torch.float32)
+
+    def whole_route(self, spec: ParameterSpec) -> Route:
+        """The route of a parameter that is not compressed.
+
+        Raises:
+            GradientError: It is complex and would have to travel in 16 bits.
+        """
+        if spec.dtype.is_complex and self.wire_dtype is not None:
+            raise GradientError(
+                f"{spec.name} is {spec.dtype}: a complex gradient has no 16-bit form; use wire_dtype=None"
+            )
+        sent = spec.numel * self.message_dtype(spec.dtype).itemsize
+        return Route((spec.name,), spec.gradient_bytes, sent)
+
+    def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
+        """Bytes of a step's left and right factors of one (rows, columns) matrix."""
+        left = shape[0] * self.message_dtype(dtype).itemsize
+        right = shape[1] * self.message_dtype(torch.float32).itemsize
+        return matrix_rank * (left + right) * self.power_iterations

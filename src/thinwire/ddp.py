@@ -1,0 +1,179 @@
+"""The front for DistributedDataParallel: one communication hook, and what it drives can be switched."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+from collections.abc import Iterable
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.amp.grad_scaler import GradScaler
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.algorithms import Algorithm
+from thinwire.channel import ProcessGroupChannel
+from thinwire.errors import AttachError, ConfigError, GradientError, ThinwireError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import GradientSync, LossScale
+
+__all__ = ["BucketFront", "attach", "dense_buffer"]
+
+
+def attach(
+    ddp_model: DistributedDataParallel, algorithm: Algorithm, *, grad_scaler: GradScaler | None = None
+) -> GradientSync:
+    """Let `algorithm` average the gradients of a DDP model from its next backward pass on.
+
+    The training loop stays as it is. To be called on every process of the model's group, with the
+    same algorithm.
+
+    Args:
+        ddp_model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
+            backend, over any process group, with any of DDP's options.
+        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
+        grad_scaler: The scaler that scales the loss, if there is one. Error memory is then kept in
+            unscaled units, so that a change of scale changes no result.
+
+    Returns:
+        The handle: plan, statistics, state, and switching the algorithm.
+
+    Cost: one host synchronisation a step with low-rank algorithms; see each algorithm's own.
+
+    Raises:
+        AttachError: Not a DDP model, one that has a communication hook already, or one with sparse
+            gradients.
+        ConfigError: `algorithm` or `grad_scaler` is not one.
+        GradientError: A parameter's gradient can't be averaged by the algorithm.
+
+    >>> from torch.nn import Linear
+    >>> ddp_model = DistributedDataParallel(Linear(64, 32))  # in a process group
+    >>> sync = attach(ddp_model, PowerSGD(matrix_rank=2))
+    >>> ddp_model(torch.ones(1, 64)).sum().backward()
+    >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
+    (1, 9.3)
+    """
+    model = _checked_model(ddp_model)
+    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
+    names = {
+        parameter: name
+        for name, parameter in model.module.named_parameters()
+        if parameter.requires_grad and name not in model.parameters_to_ignore
+    }
+    sync = GradientSync(
+        algorithm,
+        ProcessGroupChannel(model.process_group),
+        [ParameterSpec.of(name, parameter) for parameter, name in names.items()],
+        loss_scale=None if grad_scaler is None else _scale_of(grad_scaler),
+    )
+    model.register_comm_hook(BucketFront(sync, names), thinwire_hook)
+    return sync
+
+
+class BucketFront:
+    """Feeds DDP's buckets to a `GradientSync` and hands their means back as futures.
+
+    The work of all buckets is finished inside the call for the last one, on the thread that runs the
+    backward pass: no collective is ever issued from a future's callback.
+
+    Args:
+        sync: What averages.
+        names: The name of each parameter. Those that are missing are named by position.
+    """
+
+    def __init__(self, sync: GradientSync, names: dict[torch.nn.Parameter, str] | None = None) -> None:
+        self.sync = sync
+        # The parameters are kept so that no other object can take over an id.
+        self._names: dict[int, tuple[torch.Tensor, str]] = {
+            id(p): (p, name) for p, name in (names or {}).items()
+        }
+        self._specs: dict[tuple[int, ...], tuple[ParameterSpec, ...]] = {}
+        self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Take a bucket; at the last one, finish them all."""
+        flat = dense_buffer(bucket)
+        try:
+            self.sync.start(self._specs_of(bucket), flat)
+            future = _new_future(flat.device)
+            self._waiting.append((future, flat))
+            if bucket.is_last():
+                self.sync.finish()
+                self._release()
+        except ThinwireError:
+            self._waiting = []
+            raise
+        return future
+
+    def _release(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for future, flat in waiting:
+            future.set_result(flat)
+
+    def _specs_of(self, bucket: GradBucket) -> tuple[ParameterSpec, ...]:
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._specs:
+            self._name(reversed(parameters))
+            self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
+        return self._specs[key]
+
+    def _name(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Name unknown parameters by their position from the model's end.
+
+        DDP's first buckets hold the parameters in reverse, so the names are the same in every run of
+        the model, whatever the size of its buckets.
+        """
+        for parameter in parameters:
+            if id(parameter) not in self._names:
+                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
+
+
+def thinwire_hook(state: BucketFront, bucket: GradBucket) -> Future[torch.Tensor]:
+    """The hook that `attach` registers."""
+    return state.run(bucket)
+
+
+def dense_buffer(bucket: GradBucket) -> torch.Tensor:
+    """A bucket's flat gradients.
+
+    Raises:
+        GradientError: They are sparse.
+    """
+    flat = bucket.buffer()
+    if flat.is_sparse:
+        raise GradientError("a sparse gradient can't be averaged; build the embedding with sparse=False")
+    return flat
+
+
+def _new_future(device: torch.device) -> Future[torch.Tensor]:
+    return Future(devices=None if device.type == "cpu" else [device])
+
+
+def _scale_of(grad_scaler: GradScaler) -> LossScale:
+    """The scale as a tensor, without reading it back from the device."""
+
+    def scale(device: torch.device) -> torch.Tensor:
+        return grad_scaler.scale(torch.ones((), device=device))
+
+    return scale
+
+
+def _checked_model(ddp_model: object) -> DistributedDataParallel:
+    """The DDP model, after refusing what can't be attached."""
+    model = getattr(ddp_model, "_orig_mod", ddp_model)
+    if not isinstance(model, DistributedDataParallel):
+        raise AttachError(
+            f"expected a DistributedDataParallel model, got {type(ddp_model).__name__}; "
+            "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
+        )
+    if model._comm_hooks:
+        raise AttachError(
+            "the model has a communication hook already, and DDP allows one only; "
+            "if it is Thinwire's, switch its algorithm with sync.use(…)"
+        )
+    for name, module in model.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            raise AttachError(
+                f"{name} makes sparse gradients, which can't be averaged here; use sparse=False"
+            )
+    return model

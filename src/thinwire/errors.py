@@ -1,0 +1,54 @@
+"""Everything Thinwire raises on purpose, as one small tree.
+
+```
+ThinwireError
+├── ConfigError           (also a ValueError)    an argument is wrong
+├── AttachError           (also a RuntimeError)  this model or process group can't be attached
+├── GradientError         (also a TypeError)     a gradient of a kind that can't be averaged
+├── StateError            (also a ValueError)    a state dict does not fit
+├── StepError             (also a RuntimeError)  start and finish were called out of order
+└── CommunicationError    (also a RuntimeError)  a collective failed; the backend's error is the cause
+```
+
+Each message says what was got, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AttachError",
+    "CommunicationError",
+    "ConfigError",
+    "GradientError",
+    "StateError",
+    "StepError",
+    "ThinwireError",
+]
+
+
+class ThinwireError(Exception):
+    """The root of the tree: `except ThinwireError` catches all that Thinwire raises on purpose."""
+
+
+class ConfigError(ThinwireError, ValueError):
+    """An argument has the wrong type or an impossible value. Nothing was changed."""
+
+
+class AttachError(ThinwireError, RuntimeError):
+    """This model or process group can't be attached. Nothing was changed."""
+
+
+class GradientError(ThinwireError, TypeError):
+    """A gradient is of a kind that the algorithm can't average, such as a sparse one."""
+
+
+class StateError(ThinwireError, ValueError):
+    """A state dict belongs to another model or another version. Nothing was loaded."""
+
+
+class StepError(ThinwireError, RuntimeError):
+    """A step was started, finished or switched out of order. The memory is as before the step."""
+
+
+class CommunicationError(ThinwireError, RuntimeError):
+    """A collective failed. The backend's own error is attached as the cause; the memory is as before."""

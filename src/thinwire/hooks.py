@@ -1,0 +1,251 @@
+"""PyTorch's DDP communication hooks, with torch's names, signatures and defaults, on Thinwire's core.
+
+Change `torch.distributed.algorithms.ddp_comm_hooks` to `thinwire.hooks` and register them as before:
+
+    state = PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=100)
+    ddp_model.register_comm_hook(state, powerSGD_hook)
+
+What behaves differently is told in docs/powersgd.md.
+"""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory, PowerSGD
+from thinwire.algorithms.cast import WireDtype
+from thinwire.channel import ProcessGroupChannel
+from thinwire.ddp import BucketFront, dense_buffer
+from thinwire.errors import ConfigError
+from thinwire.plan import Plan
+from thinwire.state import checked_state, packed_state
+from thinwire.sync import GradientSync, Stats
+
+__all__ = [
+    "PowerSGDState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "powerSGD_hook",
+]
+
+logger = logging.getLogger(__name__)
+
+Hook: TypeAlias = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+
+class PowerSGDState:
+    """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
+
+    Memory is kept by parameter, so compression may start at step 0. With a plain
+    `register_comm_hook` Thinwire can't see the names of the parameters: they are called by their
+    position from the model's end. `thinwire.attach` knows the real names.
+
+    Args:
+        process_group: The model's process group, None for the default one.
+        matrix_approximation_rank: Matrix rank of the factors.
+        start_powerSGD_iter: Steps at the start that average whole gradients. With the default, a run
+            of fewer than 1 000 steps never compresses; `stats()` shows it.
+        min_compression_rate: A matrix is compressed only if that shrinks it more than this.
+        use_error_feedback: Add to each gradient what earlier steps did not transmit.
+        warm_start: Start each power iteration from the last step's factor.
+        orthogonalization_epsilon: Accepted and not used: Thinwire's orthonormalisation is safe without.
+        random_seed: Of the random factors, the same on all processes.
+        compression_stats_logging_frequency: Every so many steps the statistics are logged, at level INFO.
+        batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+    ) -> None:
+        _check_number("orthogonalization_epsilon", orthogonalization_epsilon, least=0)
+        _check_number("compression_stats_logging_frequency", compression_stats_logging_frequency, least=1)
+        if not isinstance(batch_tensors_with_same_shape, bool):
+            raise ConfigError(
+                f"batch_tensors_with_same_shape must be True or False, got {batch_tensors_with_same_shape!r}"
+            )
+        self.process_group = process_group
+        self._settings: dict[str, Any] = {
+            "matrix_rank": matrix_approximation_rank,
+            "warmup_steps": start_powerSGD_iter,
+            "min_compression_ratio": min_compression_rate,
+            "error_feedback": use_error_feedback,
+            "warm_start": warm_start,
+            "seed": random_seed,
+        }
+        PowerSGD(**self._settings)
+        self._log_every_steps = compression_stats_logging_frequency
+        self._front: BucketFront | None = None
+        self._loaded: Mapping[str, Any] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter travels how; empty before the first step."""
+        return Plan(()) if self._front is None else self._front.sync.plan
+
+    def stats(self) -> Stats:
+        """What has been done so far; see `thinwire.Stats`."""
+        return Stats(0, 0, 0, 0, 0, 0.0, {}) if self._front is None else self._front.sync.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
+        if self._front is not None:
+            return self._front.sync.state_dict()
+        if self._loaded is not None:
+            return dict(self._loaded)
+        return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, 0)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state; see `GradientSync.load_state_dict`.
+
+        Raises:
+            StateError: It is not such a state. That it belongs to another model shows at the first step.
+        """
+        if self._front is not None:
+            self._front.sync.load_state_dict(state)
+        else:
+            checked_state(state, specs=None)
+            self._loaded = state
+
+    def run(
+        self,
+        kind: type[PowerSGD] | type[BatchedPowerSGD],
+        wire_dtype: WireDtype | None,
+        bucket: GradBucket,
+    ) -> Future[torch.Tensor]:
+        """For hooks: exchange a bucket.
+
+        Raises:
+            ConfigError: The state has been used with another hook or wrapper.
+        """
+        algorithm = kind(**self._settings, wire_dtype=wire_dtype)
+        if self._front is None:
+            sync = GradientSync(algorithm, ProcessGroupChannel(self.process_group))
+            if self._loaded is not None:
+                sync.load_state_dict(self._loaded)
+            self._front = BucketFront(sync)
+        if self._front.sync.algorithm != algorithm:
+            raise ConfigError(
+                f"this PowerSGDState has been used with {self._front.sync.algorithm}, now with {algorithm}; "
+                "make one state for each model and hook"
+            )
+        future = self._front.run(bucket)
+        if bucket.is_last():
+            self._log(self._front.sync)
+        return future
+
+    def _log(self, sync: GradientSync) -> None:
+        if not logger.isEnabledFor(logging.INFO):
+            return
+        stats = sync.stats()
+        if stats.steps % self._log_every_steps == 0:
+            logger.info("step %d: compression ratio %.1f, %s", stats.steps, stats.compression_ratio, stats)
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """PowerSGD layer by layer; see `thinwire.PowerSGD`."""
+    return state.run(PowerSGD, None, bucket)
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """PowerSGD on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
+    return state.run(BatchedPowerSGD, None, bucket)
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average whole gradients, as DDP does without a hook."""
+    return _one_round(AllReduce(), process_group, bucket)
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average gradients in fp16; see `thinwire.Cast`."""
+    return _one_round(Cast("fp16"), process_group, bucket)
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average gradients in bf16, on any backend that carries it, Gloo included; see `thinwire.Cast`."""
+    return _one_round(Cast("bf16"), process_group, bucket)
+
+
+# DDP refuses hooks of the usual name unless CUDA and NCCL are there.
+bf16_compress_hook.__name__ = "thinwire_bf16_compress_hook"
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook` with its messages in fp16: the factors of PowerSGD, not its memory, which stays fp32.
+
+    Raises:
+        ConfigError: Not one of this module's hooks: the messages of another can't be reached.
+    """
+    return _wrapped(hook, "fp16")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """`hook` with its messages in bf16; see `fp16_compress_wrapper`.
+
+    Raises:
+        ConfigError: Not one of this module's hooks.
+    """
+    return _wrapped(hook, "bf16")
+
+
+def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
+    if hook is powerSGD_hook or hook is batched_powerSGD_hook:
+        kind = PowerSGD if hook is powerSGD_hook else BatchedPowerSGD
+
+        def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+            return state.run(kind, wire_dtype, bucket)
+
+        return low_rank_in_16_bits
+    if hook is allreduce_hook:
+        return fp16_compress_hook if wire_dtype == "fp16" else bf16_compress_hook
+    raise ConfigError(
+        f"expected powerSGD_hook, batched_powerSGD_hook or allreduce_hook of thinwire.hooks, got {hook!r}; "
+        "the messages of another hook can't be reached from outside: use torch's own wrapper for it"
+    )
+
+
+def _one_round(
+    algorithm: AllReduce | Cast, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """One message a bucket, which DDP waits for; nothing is kept between steps."""
+    flat = dense_buffer(bucket)
+    rounds = algorithm.exchange(Bucket((), flat), Memory())
+    message = next(rounds)
+    if message is None:
+        raise AssertionError(f"{algorithm} sent no message")
+
+    def write_back(done: Future[torch.Tensor]) -> torch.Tensor:
+        with suppress(StopIteration):
+            rounds.send(done.value())
+        return flat
+
+    return ProcessGroupChannel(process_group).average_later(message).then(write_back)
+
+
+def _check_number(name: str, value: object, *, least: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        raise ConfigError(f"{name} must be a number of at least {least}, got {value!r}")

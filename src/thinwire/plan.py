@@ -1,0 +1,147 @@
+"""The plan: which parameter travels how, and what it weighs. Made once from shapes, frozen, printable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["ParameterSpec", "Plan", "Route"]
+
+
+class ParameterSpec(NamedTuple):
+    """What an algorithm needs to know of a parameter: everything but its values.
+
+    Attributes:
+        name: The parameter's name in the model, the key of all state about it.
+        shape: Its shape.
+        stride: Its strides in elements: the order in which a flat gradient holds its elements.
+        dtype: The type of its gradient.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> ParameterSpec:
+        """The spec of `tensor`, called `name`.
+
+        A tensor whose memory has gaps or overlaps is described as contiguous: DDP lays out the
+        gradient of such a parameter that way.
+
+        >>> ParameterSpec.of("weight", torch.zeros(3, 2).t()).stride
+        (1, 2)
+        """
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        if not _is_dense(shape, stride):
+            stride = tuple(torch.empty(shape, device="meta").stride())
+        return cls(name, shape, stride, tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the uncompressed gradient."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def matrix_shape(self) -> tuple[int, int] | None:
+        """The gradient as a matrix, (rows, columns), in its order of memory; None for vectors and scalars.
+
+        Rows are the outermost dimension in memory: the output features of a linear layer or of a
+        convolution, channels-last or not. A matrix stored transposed is seen transposed, which
+        changes nothing, since its transpose has the same rank.
+        """
+        if len(self.shape) < 2 or self.numel == 0:
+            return None
+        rows = max(zip(self.shape, self.stride, strict=True), key=lambda dim: (dim[0] > 1, dim[1]))[0]
+        return rows, self.numel // rows
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether memory is filled without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one gradient travels: whole, or as the two factors of a low-rank matrix.
+
+    Attributes:
+        names: The parameters that travel together; several only where a whole bucket is one matrix.
+        gradient_bytes: Bytes a process would send a step without Thinwire.
+        message_bytes: Bytes a process sends a step, all rounds together, once past the warm-up.
+        matrix_shape: (rows, columns) of the compressed matrix, None if it travels whole.
+        matrix_rank: Rank of its approximation, None if it travels whole.
+    """
+
+    names: tuple[str, ...]
+    gradient_bytes: int
+    message_bytes: int
+    matrix_shape: tuple[int, int] | None = None
+    matrix_rank: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The parameter's name, or the first and last of several."""
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} … {self.names[-1]}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which parameter travels how. Printing it gives a table.
+
+    Attributes:
+        routes: One route a parameter (or a bucket, where the algorithm sees a bucket as one matrix).
+    """
+
+    routes: tuple[Route, ...]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes a process would send a step without Thinwire."""
+        return sum(route.gradient_bytes for route in self.routes)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes a process sends a step, all rounds together, once past the warm-up."""
+        return sum(route.message_bytes for route in self.routes)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Uncompressed over compressed; 1.0 for a model without gradients."""
+        return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0
+
+    def __str__(self) -> str:
+        rows = [("parameter", "matrix shape", "matrix rank", "bytes before", "bytes after")]
+        rows += [_row(route.label, route) for route in self.routes]
+        rows.append(("total", "", "", f"{self.gradient_bytes:,}", f"{self.message_bytes:,}"))
+        return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f}"
+
+
+def _row(label: str, route: Route) -> tuple[str, str, str, str, str]:
+    shape = "whole" if route.matrix_shape is None else "×".join(map(str, route.matrix_shape))
+    matrix_rank = "" if route.matrix_rank is None else str(route.matrix_rank)
+    return label, shape, matrix_rank, f"{route.gradient_bytes:,}", f"{route.message_bytes:,}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for label, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([label.ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(lines)

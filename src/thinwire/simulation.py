@@ -1,0 +1,85 @@
+"""Simulated workers: one process stands for many, to see what an algorithm does to gradients.
+
+The workers run the same algorithms and the same exchange as real ones; only the channel differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.algorithms import Algorithm
+from thinwire.channel import InProcessChannel, lockstep
+from thinwire.errors import ConfigError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import GradientSync, LossScale, exact_arithmetic
+
+__all__ = ["Simulation"]
+
+
+class Simulation:
+    """Workers of one group, driven together.
+
+    Args:
+        algorithm: How gradients become their mean.
+        buckets: The parameters of each bucket.
+        num_workers: Members of the group.
+        loss_scale: Tells what the loss is multiplied by; None if it is not.
+
+    Attributes:
+        syncs: The `GradientSync` of each worker.
+
+    >>> weight = ParameterSpec("weight", (2,), (1,), torch.float32)
+    >>> simulation = Simulation(AllReduce(), [(weight,)], num_workers=2)
+    >>> gradients = [[torch.tensor([0.0, 2.0])], [torch.tensor([4.0, 0.0])]]
+    >>> simulation.step(gradients), gradients[0]
+    (True, [tensor([2., 1.])])
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        buckets: Sequence[tuple[ParameterSpec, ...]],
+        *,
+        num_workers: int,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        if num_workers < 1:
+            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
+        self.buckets = list(buckets)
+        specs = [spec for bucket in self.buckets for spec in bucket]
+        self.syncs = [
+            GradientSync(algorithm, channel, specs, loss_scale=loss_scale)
+            for channel in InProcessChannel.group(num_workers)
+        ]
+
+    def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Average one step's gradients, in place.
+
+        Args:
+            gradients: By worker and bucket, flat tensors.
+
+        Returns:
+            Whether the step was committed; see `GradientSync.finish`.
+        """
+        for sync, of_worker in zip(self.syncs, gradients, strict=True):
+            for specs, flat in zip(self.buckets, of_worker, strict=True):
+                sync.start(specs, flat)
+        committed: list[bool] = []
+        with exact_arithmetic(torch.device("cpu")):
+            lockstep([_noting(sync.finishing(), committed) for sync in self.syncs])
+        return all(committed)
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """The state of each worker; all are equal."""
+        states: list[dict[str, Any]] = []
+        with exact_arithmetic(torch.device("cpu")):
+            lockstep([_noting(sync.saving(), states) for sync in self.syncs])
+        return states
+
+
+def _noting(generator: Generator[None, None, Any], values: list[Any]) -> Generator[None, None, None]:
+    """`generator`, its value appended to `values` at the end."""
+    values.append((yield from generator))

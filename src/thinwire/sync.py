@@ -1,0 +1,293 @@
+"""GradientSync: an algorithm, its memory and a channel, and the handle the user keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+
+from thinwire.algorithms import Algorithm, Bucket, Memory
+from thinwire.channel import Channel
+from thinwire.errors import ConfigError, StateError, StepError
+from thinwire.exchange import Exchange
+from thinwire.plan import ParameterSpec, Plan
+from thinwire.state import checked_state, laid_out, packed_state
+
+__all__ = ["GradientSync", "Stats"]
+
+Result = TypeVar("Result")
+LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a `GradientSync` has done so far, on this process.
+
+    Attributes:
+        steps: Steps, skipped ones included.
+        skipped_steps: Steps that were rolled back because a mean was not finite. Algorithms without
+            memory have nothing to roll back and never count one.
+        messages: Averaging collectives.
+        message_bytes: Bytes contributed to them.
+        gradient_bytes: Bytes that would have been contributed without compression.
+        waiting_seconds: Time the host was blocked until the means had come back.
+        relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient plus
+            error. Only with error feedback.
+    """
+
+    steps: int
+    skipped_steps: int
+    messages: int
+    message_bytes: int
+    gradient_bytes: int
+    waiting_seconds: float
+    relative_error: Mapping[str, float]
+
+    @property
+    def compression_ratio(self) -> float:
+        """Uncompressed over compressed bytes, warm-up included; 1.0 before the first step."""
+        return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0
+
+
+class GradientSync:
+    """Averages gradients over a group: an algorithm, its memory, and the channel they use.
+
+    `thinwire.attach` makes one and connects it to a model; keep it to look at the plan and the
+    statistics, to switch the algorithm, and to save and load what the algorithm remembers.
+
+    Args:
+        algorithm: How gradients become their mean.
+        channel: Over which group.
+        specs: The model's parameters; may be left out where they become known bucket by bucket.
+        loss_scale: Tells, for a device, what the loss is multiplied by; None if it is not.
+
+    Raises:
+        ConfigError: `algorithm` is not an algorithm.
+        GradientError: A parameter's gradient can't be averaged by it.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        channel: Channel,
+        specs: Iterable[ParameterSpec] = (),
+        *,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self._channel = channel
+        self._specs = {spec.name: spec for spec in specs}
+        self._all_specs_known = bool(self._specs)
+        self._algorithm = self._checked(algorithm)
+        self._loss_scale = loss_scale
+        self._exchange = Exchange(channel)
+        self._memory = Memory()
+        self._loaded_error: dict[str, torch.Tensor] = {}
+        self._started: list[tuple[ParameterSpec, ...]] = []
+        self._last_buckets: list[tuple[ParameterSpec, ...]] = []
+        self._skipped_steps = 0
+        self._gradient_bytes = 0
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in use."""
+        return self._algorithm
+
+    def use(self, algorithm: Algorithm) -> None:
+        """Switch to another algorithm from the next step on; to be called on every process alike.
+
+        What the old one still owes is carried over: a low-rank algorithm goes on with it, any other
+        pays it back in its first step.
+
+        Raises:
+            ConfigError: It is not an algorithm.
+            GradientError: A parameter's gradient can't be averaged by it.
+            StepError: A step is under way.
+        """
+        if self._started:
+            raise StepError("use() was called during a backward pass; call it between steps")
+        self._algorithm = self._checked(algorithm)
+
+    def _checked(self, algorithm: Algorithm) -> Algorithm:
+        if not isinstance(algorithm, Algorithm):
+            raise ConfigError(
+                f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
+            )
+        algorithm.plan(tuple(self._specs.values()))
+        return algorithm
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter travels how once past the warm-up, in the order of the model.
+
+        An algorithm that works on whole buckets is planned for the buckets of the last step; before
+        the first step, as if the model were one bucket.
+        """
+        order = {name: position for position, name in enumerate(self._specs)}
+        buckets = self._last_buckets or [tuple(self._specs.values())]
+        routes = [route for bucket in buckets for route in self._algorithm.plan(bucket).routes]
+        return Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
+
+    def stats(self) -> Stats:
+        """What has been done so far. Cost: one norm a compressed parameter and one host synchronisation."""
+        traffic = self._channel.traffic
+        return Stats(
+            steps=self._memory.step + self._skipped_steps,
+            skipped_steps=self._skipped_steps,
+            messages=traffic.messages,
+            message_bytes=traffic.message_bytes,
+            gradient_bytes=self._gradient_bytes,
+            waiting_seconds=traffic.waiting_seconds,
+            relative_error=self._relative_error(),
+        )
+
+    def _relative_error(self) -> dict[str, float]:
+        """P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the error and what was sent tell it."""
+        memory = self._memory
+        routes = [
+            r for r in self.plan.routes if r.label in memory.sent and memory.error.keys() >= set(r.names)
+        ]
+        if not routes:
+            return {}
+        owed = torch.stack([_norm(memory.error[name] for name in route.names) for route in routes])
+        sent = torch.stack([_norm([memory.sent[route.label]]) for route in routes])
+        relative = torch.where(owed > 0, owed / torch.hypot(owed, sent), 0.0)
+        return {route.label: value for route, value in zip(routes, relative.tolist(), strict=True)}
+
+    def start(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor) -> None:
+        """For fronts: a bucket's gradients are ready. Sends the first message and returns.
+
+        Args:
+            specs: The bucket's parameters.
+            flat: Their gradients, shape (sum of elements,), averaged in place by `finish`.
+
+        Raises:
+            StepError: The bucket was started already: the last backward pass was interrupted.
+            GradientError: A gradient of a kind that can't be averaged.
+            CommunicationError: The message could not be sent.
+        """
+        if specs in self._started:
+            self.abandon()
+            raise StepError(
+                f"the bucket of {specs[0].name} was started twice: the last backward pass did not finish on "
+                "this process; restart all processes from a checkpoint"
+            )
+        with exact_arithmetic(flat.device):
+            self._admit(specs, flat.device)
+            scale = None if self._loss_scale is None else self._loss_scale(flat.device)
+            self._exchange.start(self._algorithm, Bucket(specs, flat, scale), self._memory)
+        self._started.append(specs)
+        self._gradient_bytes += flat.numel() * flat.element_size()
+
+    def finish(self) -> bool:
+        """For fronts: all buckets have been started. Blocks until every gradient is the mean.
+
+        Returns:
+            Whether the step was committed. False if a mean was not finite: memory is as it was, and
+            the gradients are not finite either, so that a `GradScaler` skips the step.
+
+        Raises:
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        with exact_arithmetic(torch.device("cpu")):
+            return drained(self.finishing())
+
+    def finishing(self) -> Generator[None, None, bool]:
+        """`finish` for simulated workers: yields whenever messages are under way; see `lockstep`."""
+        self._last_buckets, self._started = self._started, []
+        if self._loaded_error:
+            self.abandon()
+            raise StateError(
+                f"the loaded state has error memory for {sorted(self._loaded_error)}, which this model does "
+                "not train; load the state of the same model"
+            )
+        committed = yield from self._exchange.finish()
+        if committed:
+            self._memory.step += 1
+        else:
+            self._skipped_steps += 1
+        return committed
+
+    def abandon(self) -> None:
+        """For fronts: forget a step that can't be finished. Memory is as it was before the step."""
+        self._exchange.abandon()
+        self._started = []
+
+    def _admit(self, specs: tuple[ParameterSpec, ...], device: torch.device) -> None:
+        """Take note of a bucket's parameters, and lay out what was loaded for them."""
+        if any(spec.name not in self._specs for spec in specs):
+            self._algorithm.plan(specs)
+            self._specs.update((spec.name, spec) for spec in specs)
+        for spec in specs if self._loaded_error else ():
+            if spec.name in self._loaded_error:
+                self._memory.error[spec.name] = laid_out(self._loaded_error[spec.name], spec, device)
+                del self._loaded_error[spec.name]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the algorithm remembers, the same on every process. Collective: call it on all processes.
+
+        The error of the processes is replaced by its mean, here and in the result: every later step
+        depends on the mean alone, so a run that goes on and one that resumes are the same, on any number
+        of processes. Holds tensors by parameter name and plain values, so that
+        `torch.load(weights_only=True)` takes it.
+
+        Cost: one exact average of all error memory, and a copy of it.
+
+        Raises:
+            StepError: A step is under way.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        with exact_arithmetic(torch.device("cpu")):
+            return drained(self.saving())
+
+    def saving(self) -> Generator[None, None, dict[str, Any]]:
+        """`state_dict` for simulated workers: yields while messages are under way; see `lockstep`."""
+        if self._started:
+            raise StepError("state_dict() was called during a backward pass; call it between steps")
+        error = self._memory.error
+        pending = {name: self._channel.average(error[name].clone()) for name in sorted(error)}
+        yield
+        error.update({name: each.wait() for name, each in pending.items()})
+        return packed_state(
+            self._algorithm, self._memory, self._specs, self._loaded_error, self._skipped_steps
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state saved by `state_dict`; to be called on every process with the same state.
+
+        The algorithm in use is kept: a state saved at another matrix rank, or by another algorithm, is
+        taken over, its error included. All is checked before anything is changed; where the parameters
+        are not known yet (the hooks), at the first step.
+
+        Raises:
+            StateError: It is not such a state, of a later version, or of another model.
+            StepError: A step is under way.
+        """
+        if self._started:
+            raise StepError("load_state_dict() was called during a backward pass; call it between steps")
+        loaded = checked_state(state, self._specs if self._all_specs_known else None)
+        self._memory = Memory(step=loaded.step, factor=loaded.factor)
+        self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """No autograd and no autocast: a backward pass may run under either."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
+        yield
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def drained(generator: Generator[None, None, Result]) -> Result:
+    """Run a generator to its end; its value."""
+    while True:
+        try:
+            next(generator)
+        except StopIteration as end:
+            return cast(Result, end.value)
