@@ -47,23 +47,31 @@ class Channel(ABC):
     """Averages messages over a group; all members send the same messages in the same order.
 
     Attributes:
-        traffic: Counts of everything sent so far.
+        traffic: Counts of the gradient messages so far.
     """
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self._place = 0  # of the latest message in the order
 
     @property
     @abstractmethod
     def size(self) -> int:
         """Members of the group."""
 
-    def average(self, message: torch.Tensor) -> Pending:
+    def average(self, message: torch.Tensor, *, is_gradient: bool = True) -> Pending:
         """Start to average `message`, a flat tensor that is given away, over the group.
+
+        Args:
+            message: Flat.
+            is_gradient: Whether it counts as traffic; saving a state does not.
 
         Raises:
             CommunicationError: The backend refuses it, or (from `wait`) the collective fails.
         """
+        self._place += 1
+        if not is_gradient:
+            return self._average(message)
         self.traffic.messages += 1
         self.traffic.message_bytes += message.numel() * message.element_size()
         return _Timed(self._average(message), self.traffic)
@@ -113,7 +121,7 @@ class ProcessGroupChannel(Channel):
     def _average(self, message: torch.Tensor) -> _Collective:
         # Divided before the sum: half precision would overflow after it.
         message.div_(self.size)
-        where = f"the average of message {self.traffic.messages} ({message.numel()} × {message.dtype})"
+        where = f"the average of message {self._place} ({message.numel()} × {message.dtype})"
         try:
             work = dist.all_reduce(message, group=self.group, async_op=True)
         except RuntimeError as error:
@@ -189,7 +197,7 @@ class InProcessChannel(Channel):
         return self._room.size
 
     def _average(self, message: torch.Tensor) -> Pending:
-        return _Deposit(self._room, self.traffic.messages - 1, self.worker, message).put()
+        return _Deposit(self._room, self._place, self.worker, message).put()
 
 
 @dataclass

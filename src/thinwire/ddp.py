@@ -19,7 +19,7 @@ __all__ = ["BucketFront", "attach", "dense_buffer"]
 
 
 def attach(
-    ddp_model: DistributedDataParallel, algorithm: Algorithm, *, grad_scaler: GradScaler | None = None
+    ddp_model: torch.nn.Module, algorithm: Algorithm, *, grad_scaler: GradScaler | None = None
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP model from its next backward pass on.
 
@@ -44,9 +44,9 @@ def attach(
         ConfigError: `algorithm` or `grad_scaler` is not one.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
-    >>> from torch.nn import Linear
-    >>> ddp_model = DistributedDataParallel(Linear(64, 32))  # in a process group
-    >>> sync = attach(ddp_model, PowerSGD(matrix_rank=2))
+    >>> import thinwire
+    >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+    >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
     >>> ddp_model(torch.ones(1, 64)).sum().backward()
     >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
     (1, 9.3)

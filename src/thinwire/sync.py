@@ -30,7 +30,7 @@ class Stats:
         steps: Steps, skipped ones included.
         skipped_steps: Steps that were rolled back because a mean was not finite. Algorithms without
             memory have nothing to roll back and never count one.
-        messages: Averaging collectives.
+        messages: Averaging collectives of gradients; saving a state adds none.
         message_bytes: Bytes contributed to them.
         gradient_bytes: Bytes that would have been contributed without compression.
         waiting_seconds: Time the host was blocked until the means had come back.
@@ -247,7 +247,9 @@ class GradientSync:
         if self._started:
             raise StepError("state_dict() was called during a backward pass; call it between steps")
         error = self._memory.error
-        pending = {name: self._channel.average(error[name].clone()) for name in sorted(error)}
+        pending = {
+            name: self._channel.average(error[name].clone(), is_gradient=False) for name in sorted(error)
+        }
         yield
         error.update({name: each.wait() for name, each in pending.items()})
         return packed_state(

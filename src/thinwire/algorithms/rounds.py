@@ -154,7 +154,7 @@ def round_into(
         error: Flat fp32, takes up what rounding and the type's range lose; None to forget it.
         loss_scale: What the loss was multiplied by, None for 1.
     """
-    most = torch.finfo(gradient.dtype).max
+    most = min(torch.finfo(gradient.dtype).max, torch.finfo(torch.float32).max)
     gradient.copy_(mean.clamp(-most, most))
     if error is not None:
         lost = mean - gradient.float()

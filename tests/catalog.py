@@ -1,0 +1,102 @@
+"""The list of algorithms under test: adding an algorithm to the project is adding a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.plan import ParameterSpec
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An algorithm and what it promises."""
+
+    algorithm: Algorithm
+    lossless: bool = False
+    feedback: bool = False  # sum of results + final mean error = sum of true means
+    compresses: bool = True
+    tolerance: float = 1e-5  # of that identity, relative to the sum of true means
+
+    def __str__(self) -> str:
+        """Name and settings that are not the default."""
+        settings = fields(self.algorithm)  # type: ignore[arg-type]
+        told = [
+            f"{each.name}={value}"
+            for each in settings
+            if (value := getattr(self.algorithm, each.name)) != each.default
+        ]
+        return f"{type(self.algorithm).__name__}({', '.join(told)})"
+
+
+ENTRIES = [
+    Entry(AllReduce(), lossless=True, compresses=False),
+    Entry(Cast("fp16")),
+    Entry(Cast("bf16")),
+    Entry(PowerSGD(matrix_rank=1), feedback=True),
+    Entry(PowerSGD(matrix_rank=4), feedback=True),
+    Entry(PowerSGD(matrix_rank=2, power_iterations=2, min_compression_ratio=1), feedback=True),
+    Entry(PowerSGD(matrix_rank=2, warm_start=False), feedback=True),
+    Entry(PowerSGD(matrix_rank=2, error_feedback=False)),
+    Entry(PowerSGD(matrix_rank=2, warmup_steps=3), feedback=True),
+    Entry(PowerSGD(matrix_rank=2, warmup_steps=1_000), lossless=True, compresses=False),
+    Entry(PowerSGD(matrix_rank=2, wire_dtype="fp16"), feedback=True, tolerance=2e-3),
+    Entry(PowerSGD(matrix_rank=2, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
+    Entry(BatchedPowerSGD(), feedback=True),
+    Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False)),
+]
+
+
+def spec(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> ParameterSpec:
+    return ParameterSpec.of(name, torch.empty(shape, dtype=dtype))
+
+
+def buckets(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
+    """A model in two buckets: matrices, two of one shape, a convolution, vectors, a scalar, nothing."""
+    return [
+        (
+            spec("head.weight", 64, 32, dtype=dtype),
+            spec("head.bias", 64, dtype=dtype),
+            spec("body.weight", 64, 32, dtype=dtype),
+            spec("scale", dtype=dtype),
+        ),
+        (
+            spec("conv.weight", 40, 6, 3, 3, dtype=dtype),
+            spec("tiny.weight", 2, 3, dtype=dtype),
+            spec("empty", 0, 5, dtype=dtype),
+        ),
+    ]
+
+
+Gradients = list[list[torch.Tensor]]
+
+
+def random_gradients(
+    layout: Sequence[tuple[ParameterSpec, ...]], *, num_workers: int, seed: int
+) -> Gradients:
+    """By worker and bucket: a part that all workers share, and one of their own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:
+        return torch.randn(sum(each.numel for each in bucket), generator=generator)
+
+    shared = [draw(bucket) for bucket in layout]
+    return [
+        [(common + draw(bucket)).to(bucket[0].dtype) for common, bucket in zip(shared, layout, strict=True)]
+        for _ in range(num_workers)
+    ]
+
+
+def true_means(gradients: Gradients) -> list[torch.Tensor]:
+    """The mean of each bucket over the workers, in float64."""
+    return [torch.stack([g.double() for g in group]).mean(0) for group in zip(*gradients, strict=True)]
+
+
+def flat_error(state: dict[str, dict[str, torch.Tensor]], bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:
+    """The error memory of a saved state, as one bucket, in float64; zeros where there is none."""
+    parts = [state["error"].get(each.name, torch.zeros(each.shape)).double().reshape(-1) for each in bucket]
+    return torch.cat(parts)

@@ -1,0 +1,43 @@
+"""Fixtures: process pools that live as long as the test session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from pool import Pool
+
+
+class Pools:
+    """One pool a world size, started when first asked for, and again after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def of(self, world_size: int) -> Pool:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.alive:
+            pool = self._pools[world_size] = Pool(world_size)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Pools]:
+    pools = Pools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def pool2(pools: Pools) -> Pool:
+    return pools.of(2)
+
+
+@pytest.fixture
+def pool4(pools: Pools) -> Pool:
+    return pools.of(4)

@@ -1,0 +1,116 @@
+"""Persistent process pools: real Gloo processes that run one test body after the other.
+
+A fresh spawn costs seconds a test; a pool costs them once. After a failure the pool is thrown away,
+and the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import queue
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STARTUP_SECONDS = 60.0
+
+
+class WorkerFailed(Exception):  # noqa: N818 (it reports a failure, it is not one of ours)
+    """A process of the pool raised, died or hung; the message holds its traceback or its stacks."""
+
+
+class Pool:
+    """`world_size` processes in one Gloo group, each waiting for a function to run."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        context = multiprocessing.get_context("spawn")
+        self._folder = Path(tempfile.mkdtemp(prefix="thinwire-pool-"))
+        self._tasks = [context.Queue() for _ in range(world_size)]
+        self._answers = [context.Queue() for _ in range(world_size)]
+        self._processes = [
+            context.Process(
+                target=_serve,
+                args=(process_rank, world_size, str(self._folder), tasks, answers),
+                daemon=True,
+            )
+            for process_rank, (tasks, answers) in enumerate(zip(self._tasks, self._answers, strict=True))
+        ]
+        for process in self._processes:
+            process.start()
+        self.alive = True
+        self._collect(STARTUP_SECONDS)
+
+    def run(self, body: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+        """Run `body(*args)` on every process; what each returned, by process rank."""
+        task = pickle.dumps((body, args))
+        for tasks in self._tasks:
+            tasks.put(task)
+        return self._collect(timeout_seconds)
+
+    def close(self) -> None:
+        """End all processes."""
+        self.alive = False
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def _collect(self, timeout_seconds: float) -> list[Any]:
+        deadline = time.monotonic() + timeout_seconds
+        results: list[Any] = []
+        for process_rank, answers in enumerate(self._answers):
+            try:
+                answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                stacks = self._stacks()
+                self.close()
+                raise WorkerFailed(f"process {process_rank} hung for {timeout_seconds} s\n{stacks}") from None
+            ok, value = pickle.loads(answer)
+            if not ok:
+                self.close()
+                raise WorkerFailed(f"process {process_rank} of {self.world_size} failed\n{value}")
+            results.append(value)
+        return results
+
+    def _stacks(self) -> str:
+        for process in self._processes:
+            if process.is_alive() and process.pid is not None:
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(path.read_text() for path in sorted(self._folder.glob("stacks-*")))
+
+
+def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers: Any) -> None:
+    """A process of the pool: join the group, then run what comes."""
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    with Path(folder, f"stacks-{process_rank}").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks)
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=process_rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=30),
+        )
+        answers.put(pickle.dumps((True, None)))
+        while True:
+            body, args = pickle.loads(tasks.get())
+            try:
+                answer = (True, body(*args))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            answers.put(pickle.dumps(answer))

@@ -1,0 +1,76 @@
+"""Orthonormalisation against projectors from a float64 SVD."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.algorithms.orthonormal import orthonormal_rows
+
+
+def projector(rows: torch.Tensor, matrix_rank: int) -> torch.Tensor:
+    """Onto the span of `rows`, by SVD in float64."""
+    right: torch.Tensor = torch.linalg.svd(rows.double(), full_matrices=False)[2][:matrix_rank]
+    return right.T @ right
+
+
+def low_rank(rows: int, columns: int, matrix_rank: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    left = torch.randn(rows, matrix_rank, generator=generator, dtype=torch.float64)
+    right = torch.randn(matrix_rank, columns, generator=generator, dtype=torch.float64)
+    return (left @ right).float()
+
+
+@given(
+    rows=st.integers(1, 8),
+    extra=st.integers(0, 60),
+    missing=st.integers(0, 8),
+    exponent=st.integers(-30, 30),
+    seed=st.integers(0, 2**31),
+)
+@settings(max_examples=200, deadline=None)
+def test_spans_what_the_svd_spans(rows: int, extra: int, missing: int, exponent: int, seed: int) -> None:
+    matrix_rank = max(0, rows - missing)
+    matrix = low_rank(rows, rows + extra, matrix_rank, seed) * 10.0**exponent
+    basis = orthonormal_rows([matrix.unsqueeze(0)])[0][0].double()
+    alive = basis.norm(dim=1) > 0.5
+    assert alive.sum() == matrix_rank
+    assert (basis[~alive] == 0).all()
+    kept = basis[alive]
+    torch.testing.assert_close(kept @ kept.T, torch.eye(matrix_rank, dtype=torch.float64), rtol=0, atol=1e-5)
+    gap = (basis.T @ basis - projector(matrix, matrix_rank)).norm()
+    singular = torch.linalg.svdvals(matrix.double())
+    condition = singular[0] / singular[matrix_rank - 1] if matrix_rank else 1.0
+    assert gap < 1e-6 * condition + 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1.0, 1e30, 3e38], ids=str)
+def test_no_nan_from_any_finite_input(scale: float) -> None:
+    matrix = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0, 1.0, -1.0]]) * scale
+    basis = orthonormal_rows([matrix.unsqueeze(0)])[0][0]
+    assert basis.isfinite().all()
+    torch.testing.assert_close(basis.norm(dim=1), torch.tensor([1.0, 0.0, 0.0, 1.0]))
+
+
+def test_many_matrices_of_different_shapes_are_each_treated_on_their_own() -> None:
+    batches = [torch.randn(5, 3, 40), torch.randn(1, 1, 7), torch.zeros(2, 4, 9), torch.randn(3, 2, 2)]
+    together = orthonormal_rows(batches)
+    for batch, result in zip(batches, together, strict=True):
+        assert result.shape == batch.shape
+        assert result.dtype == torch.float32
+        for matrix, basis in zip(batch, result, strict=True):
+            assert torch.equal(basis, orthonormal_rows([matrix.unsqueeze(0)])[0][0])
+
+
+def test_no_batches_no_work() -> None:
+    assert orthonormal_rows([]) == []
+
+
+def test_nearly_dependent_rows_stay_orthonormal() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(1, 500, generator=generator)
+    rows = torch.cat([first, first + 1e-4 * torch.randn(3, 500, generator=generator)])
+    basis = orthonormal_rows([rows.unsqueeze(0)])[0][0].double()
+    torch.testing.assert_close(basis @ basis.T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5)

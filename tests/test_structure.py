@@ -1,0 +1,116 @@
+"""The shape of the house: floors, public names, nothing at import."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from thinwire import algorithms, channel, errors, hooks
+
+SOURCE = Path(thinwire.__file__).parent
+
+# From the bottom up; a module imports from its own floor or a lower one only.
+FLOORS = [
+    {"errors"},
+    {"plan"},
+    {"algorithms", "channel"},
+    {"exchange", "state"},
+    {"sync"},
+    {"ddp", "simulation"},
+    {"hooks"},
+    {"__init__"},
+    {"demo"},
+    {"cli"},
+]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms of thinwire that a file imports, anywhere in it."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "thinwire":
+            parts = node.module.split(".")
+            rooms |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            rooms |= {[*name, "__init__"][1] for name in names if name[0] == "thinwire"}
+    known = set().union(*FLOORS)
+    return {room if room in known else "__init__" for room in rooms}
+
+
+def test_every_file_stands_on_a_floor_and_imports_only_downwards() -> None:
+    floor_of = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+    files = sorted(SOURCE.rglob("*.py"))
+    assert len(files) > 15
+    for path in files:
+        for room in imported_rooms(path):
+            assert floor_of[room] <= floor_of[room_of(path)], f"{path.name} imports {room} from above it"
+
+
+def test_only_the_channel_issues_collectives() -> None:
+    for path in SOURCE.rglob("*.py"):
+        if room_of(path) not in {"channel", "demo"}:
+            assert "all_reduce" not in path.read_text(), path
+
+
+def test_algorithms_are_pure_tensor_code() -> None:
+    for path in (SOURCE / "algorithms").glob("*.py"):
+        assert "distributed" not in path.read_text(), path
+
+
+@pytest.mark.parametrize("module", [thinwire, hooks, errors, algorithms, channel], ids=lambda m: m.__name__)
+def test_all_names_what_is_public(module: object) -> None:
+    source = Path(str(module.__file__))  # type: ignore[attr-defined]
+    defined = {
+        node.name
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    }
+    exported = set(module.__all__)  # type: ignore[attr-defined]
+    assert defined <= exported
+    assert all(hasattr(module, name) for name in exported)
+    assert list(module.__all__) == sorted(module.__all__)  # type: ignore[attr-defined]
+
+
+def test_the_public_names() -> None:
+    assert set(thinwire.__all__) == {
+        "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError", "ConfigError",
+        "GradientError", "GradientSync", "Plan", "PowerSGD", "StateError", "Stats", "StepError",
+        "ThinwireError", "attach", "hooks",
+    }  # fmt: skip
+
+
+def test_importing_thinwire_imports_only_torch_and_itself() -> None:
+    code = """
+import sys, json, torch, torch.nn.parallel
+before = set(sys.modules)
+import thinwire
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    new = json.loads(out.stdout)
+    assert new
+    assert [
+        name
+        for name in new
+        if name.split(".")[0] != "thinwire"
+        and name.split(".")[0] in {"rich", "typer", "numpy", "accelerate", "lightning"}
+    ] == []
+    assert [name for name in new if name.startswith(("thinwire.demo", "thinwire.cli"))] == []
+
+
+def test_every_error_is_in_the_tree_and_in_its_picture() -> None:
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert issubclass(kind, errors.ThinwireError)
+        assert name in (errors.__doc__ or "")
