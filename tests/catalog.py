@@ -98,5 +98,9 @@ def true_means(gradients: Gradients) -> list[torch.Tensor]:
 
 def flat_error(state: dict[str, dict[str, torch.Tensor]], bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:
     """The error memory of a saved state, as one bucket, in float64; zeros where there is none."""
-    parts = [state["error"].get(each.name, torch.zeros(each.shape)).double().reshape(-1) for each in bucket]
+    parts = []
+    for each in bucket:
+        strided = torch.empty_strided(each.shape, each.stride, dtype=torch.float64)
+        strided.copy_(state["error"].get(each.name, torch.zeros(each.shape)))
+        parts.append(strided.as_strided((each.numel,), (1,)))
     return torch.cat(parts)

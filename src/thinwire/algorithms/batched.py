@@ -56,7 +56,7 @@ class BatchedPowerSGD(LowRank):
         if matrix_rank is None:
             return Plan(tuple(self.whole_route(spec) for spec in specs))
         before = sum(spec.gradient_bytes for spec in specs)
-        after = self.factor_bytes((side, side), matrix_rank, specs[0].dtype)
+        after = self.factor_bytes((side, side), matrix_rank, torch.float32)
         return Plan((Route(tuple(spec.name for spec in specs), before, after, (side, side), matrix_rank),))
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
@@ -72,7 +72,7 @@ class BatchedPowerSGD(LowRank):
         torch.cat(parts, out=matrix.view(-1)[: bucket.flat.numel()])
         right = starting_factors(self, memory, [label], (matrix_rank, shape[1]), bucket.flat.device)
         group = MatrixGroup([matrix], [None], right)
-        (found,), _ = yield from approximate(self, [group], (), bucket.loss_scale)
+        (found,), _ = yield from approximate(self, [group], (), torch.float32, bucket.loss_scale)
         yield None
         (factors,) = found.each()
         self._commit(bucket, matrix, factors, memory)

@@ -86,7 +86,9 @@ class PowerSGD(LowRank):
         gradients = bucket.gradients()
         groups = [self._group(bucket, gradients, memory, family) for family in layout.families]
         whole = with_owed(bucket, memory, layout.whole)
-        factors, whole_means = yield from approximate(self, groups, whole, bucket.loss_scale)
+        factors, whole_means = yield from approximate(
+            self, groups, whole, bucket.flat.dtype, bucket.loss_scale
+        )
         yield None
         for family, group, found in zip(layout.families, groups, factors, strict=True):
             for index, matrix, of_one in zip(family.indices, group.matrices, found.each(), strict=True):

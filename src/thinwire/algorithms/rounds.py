@@ -62,6 +62,7 @@ def approximate(
     config: LowRank,
     groups: Sequence[MatrixGroup],
     whole: Sequence[torch.Tensor],
+    dtype: torch.dtype,
     loss_scale: torch.Tensor | None,
 ) -> Generator[torch.Tensor, torch.Tensor, tuple[list[Factors], Sequence[torch.Tensor]]]:
     """Add its error to every matrix, in place, and find the factors of the mean: the rounds of a step.
@@ -70,6 +71,7 @@ def approximate(
         config: Power iterations and wire type.
         groups: The matrices.
         whole: Flat gradients that ride along in the first message.
+        dtype: Of the gradients; left factors and what rides along travel in its message type.
         loss_scale: What the loss was multiplied by, None for 1.
 
     Returns:
@@ -82,14 +84,14 @@ def approximate(
     for iteration in range(config.power_iterations):
         first, last = iteration == 0, iteration + 1 == config.power_iterations
         lefts = [_products(*pair, loss_scale, add_error=first) for pair in zip(groups, rights, strict=True)]
-        mean = yield _message(config, [*lefts, *whole] if first else lefts)
+        mean = yield _message([*lefts, *whole] if first else lefts, config.message_dtype(dtype))
         if first:
             rest = mean[sum(left.numel() for left in lefts) :]
             whole_means = rest.split_with_sizes([gradient.numel() for gradient in whole])
         lefts = orthonormal_rows(_split(mean, like=lefts))
 
         owns = [_projections(group, left) for group, left in zip(groups, lefts, strict=True)]
-        message = _message(config, owns)
+        message = _message(owns, config.message_dtype(torch.float32))
         if config.wire_dtype is not None:
             owns = _split(message.float(), like=owns)  # what travels is what counts as paid
         means = _split((yield message), like=owns)
@@ -210,10 +212,9 @@ def _random_rows(seed: int, step: int, shape: tuple[int, int], device: torch.dev
     return torch.randn(shape, generator=generator).to(device)
 
 
-def _message(config: LowRank, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new flat tensor with all parts, in the wire type if there is one."""
-    message = torch.cat([part.reshape(-1) for part in parts])
-    return message if config.wire_dtype is None else message.to(config.message_dtype(message.dtype))
+def _message(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A new flat tensor with all parts."""
+    return torch.cat([part.reshape(-1) for part in parts]).to(dtype)
 
 
 def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,190 @@
+"""The order, number and bytes of collectives, and all or nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from catalog import buckets, random_gradients, spec
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.channel import Channel, InProcessChannel, Pending, lockstep
+from thinwire.errors import CommunicationError, StepError
+from thinwire.simulation import Simulation
+from thinwire.sync import GradientSync
+
+
+class Recording(Channel):
+    """Averages among one, and notes what is sent and when it is waited for."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.fail_at = fail_at
+        self.sent = 0
+
+    @property
+    def size(self) -> int:
+        return 1
+
+    def _average(self, message: torch.Tensor) -> Pending:
+        number, self.sent = self.sent, self.sent + 1
+        self.events.append(f"send {number}: {message.numel()}")
+        return _Arrived(self, number, message)
+
+
+class _Arrived:
+    def __init__(self, channel: Recording, number: int, message: torch.Tensor) -> None:
+        self.channel, self.number, self.message = channel, number, message
+
+    def wait(self) -> torch.Tensor:
+        if self.number == self.channel.fail_at:
+            raise CommunicationError("the peer has gone")
+        self.channel.events.append(f"wait {self.number}")
+        return self.message
+
+
+def step(sync: GradientSync, seed: int = 0) -> list[torch.Tensor]:
+    gradients = random_gradients(buckets(), num_workers=1, seed=seed)[0]
+    for specs, flat in zip(buckets(), gradients, strict=True):
+        sync.start(specs, flat)
+    sync.finish()
+    return gradients
+
+
+WHOLE = [64 * 32 * 2 + 64 + 1, 40 * 54 + 6]
+LEFT = [2 * (64 + 64) + 64 + 1, 2 * 40 + 6]
+RIGHT = 2 * (32 + 32 + 54)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "events"),
+    [
+        (AllReduce(), [f"send 0: {WHOLE[0]}", f"send 1: {WHOLE[1]}", "wait 0", "wait 1"]),
+        (Cast("bf16"), [f"send 0: {WHOLE[0]}", f"send 1: {WHOLE[1]}", "wait 0", "wait 1"]),
+        (
+            PowerSGD(matrix_rank=2),
+            [f"send 0: {LEFT[0]}", f"send 1: {LEFT[1]}", "wait 0", "wait 1", f"send 2: {RIGHT}", "wait 2"],
+        ),
+        (
+            PowerSGD(matrix_rank=2, power_iterations=2, min_compression_ratio=1),
+            [
+                f"send 0: {LEFT[0]}",
+                f"send 1: {LEFT[1]}",
+                "wait 0",
+                "wait 1",
+                f"send 2: {RIGHT}",
+                "wait 2",
+                f"send 3: {2 * (64 + 64 + 40)}",
+                "wait 3",
+                f"send 4: {RIGHT}",
+                "wait 4",
+            ],
+        ),
+        (BatchedPowerSGD(), ["send 0: 65", "send 1: 47", "wait 0", "wait 1", "send 2: 112", "wait 2"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_number_order_and_size_of_messages(algorithm: Algorithm, events: list[str]) -> None:
+    """First rounds are sent as buckets come; second rounds of all buckets travel as one."""
+    channel = Recording()
+    sync = GradientSync(algorithm, channel, [each for bucket in buckets() for each in bucket])
+    step(sync)
+    assert channel.events == events
+    assert sync.stats().messages == sum("send" in event for event in events)
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2])
+def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
+    healthy, failing = (GradientSync(PowerSGD(matrix_rank=2), Recording()) for _ in range(2))
+    for sync in (healthy, failing):
+        step(sync)
+    channel = failing._channel
+    assert isinstance(channel, Recording)
+    channel.fail_at = channel.sent + fail_at
+    with pytest.raises(CommunicationError, match="the peer has gone"):
+        step(failing, seed=1)
+    assert failing.stats().steps == 1
+    for expected, got in zip(step(healthy, seed=2), step(failing, seed=2), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
+    sync = GradientSync(PowerSGD(matrix_rank=2), Recording())
+    step(sync)
+    flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
+    sync.start(buckets()[0], flat)
+    for action in (lambda: sync.use(AllReduce()), sync.state_dict, lambda: sync.load_state_dict({})):
+        with pytest.raises(StepError, match="between steps"):
+            action()
+    with pytest.raises(StepError, match="did not finish"):
+        sync.start(buckets()[0], flat)
+    step(sync)
+    assert sync.stats().steps == 2
+
+
+def test_memory_does_not_care_how_parameters_are_bucketed() -> None:
+    """DDP rebuilds its buckets after the first step."""
+    first, second = buckets()
+    regrouped = [tuple(reversed(second)), (*first,)]
+    simulation = Simulation(PowerSGD(matrix_rank=2), [first, second], num_workers=2)
+    moved = Simulation(PowerSGD(matrix_rank=2), [first, second], num_workers=2)
+    for seed in range(6):
+        gradients = random_gradients([first, second], num_workers=2, seed=seed)
+        mirrored = [[_reversed(flats[1]), flats[0].clone()] for flats in gradients]
+        if seed == 0:
+            mirrored = [[flat.clone() for flat in flats] for flats in gradients]
+        else:
+            moved.buckets = regrouped
+        simulation.step(gradients)
+        moved.step(mirrored)
+    assert torch.equal(gradients[0][0], mirrored[0][1])
+    assert torch.equal(_reversed(gradients[0][1]), mirrored[0][0])
+    assert moved.syncs[0].stats().compression_ratio > 5
+
+
+def _reversed(flat: torch.Tensor) -> torch.Tensor:
+    parts = flat.split_with_sizes([each.numel for each in buckets()[1]])
+    return torch.cat(list(reversed(parts)))
+
+
+def test_autocast_and_autograd_do_not_reach_the_arithmetic() -> None:
+    plain, under = (GradientSync(PowerSGD(matrix_rank=2), Recording()) for _ in range(2))
+    for seed in range(3):
+        expected = step(plain, seed)
+        with torch.autocast("cpu"), torch.enable_grad():
+            got = step(under, seed)
+        for a, b in zip(expected, got, strict=True):
+            assert torch.equal(a, b)
+            assert not b.requires_grad
+
+
+def test_a_worker_that_sends_something_else_is_named() -> None:
+    channels = InProcessChannel.group(2)
+    pending = [channel.average(torch.zeros(size)) for channel, size in zip(channels, (3, 4), strict=True)]
+    with pytest.raises(CommunicationError, match=r"differs between workers.*\(3,\).*\(4,\)"):
+        pending[0].wait()
+
+
+def test_waiting_before_all_have_sent_is_told_not_hung() -> None:
+    first, _ = InProcessChannel.group(2)
+    with pytest.raises(CommunicationError, match=r"workers \[1\] have not sent"):
+        first.average(torch.zeros(3)).wait()
+
+
+def test_workers_that_end_early_are_told() -> None:
+    with pytest.raises(CommunicationError, match="1 of 2 workers ended"):
+        lockstep([iter([None, None]), iter([None])])
+
+
+def test_error_norm_and_relative_error_agree_with_the_matrix() -> None:
+    sync = GradientSync(PowerSGD(matrix_rank=1), Recording())
+    shape = spec("weight", 30, 20)
+    matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    for _ in range(40):
+        sync._memory.error.clear()
+        sync.start((shape,), matrix.reshape(-1).clone())
+        sync.finish()
+    singular = torch.linalg.svdvals(matrix)
+    best = (singular[1:].norm() / singular.norm()).item()
+    assert sync.stats().relative_error["weight"] == pytest.approx(best, rel=1e-3)

@@ -1,0 +1,278 @@
+"""The names users already type: torch's signatures and defaults, registered with plain DDP."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock_default
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_power
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import hooks
+
+STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
+WRAPPERS = ["fp16_compress_wrapper", "bf16_compress_wrapper"]
+POWER = ["powerSGD_hook", "batched_powerSGD_hook"]
+
+
+@pytest.mark.parametrize("name", [*STATELESS, *WRAPPERS, *POWER])
+def test_signatures_are_torchs(name: str) -> None:
+    theirs = getattr(stock_power if name in POWER else stock_default, name)
+    ours = getattr(hooks, name)
+    assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters)
+
+
+def test_the_state_has_torchs_parameters_and_defaults() -> None:
+    theirs = inspect.signature(stock_power.PowerSGDState).parameters
+    ours = inspect.signature(hooks.PowerSGDState).parameters
+    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
+    assert list(ours) == list(theirs)
+
+
+def new_model(bucket_cap_mb: float = 0.01) -> DistributedDataParallel:
+    torch.manual_seed(7)
+    return DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=bucket_cap_mb
+    )
+
+
+def gradients_of(ddp_model: DistributedDataParallel, steps: range) -> list[Tensor]:
+    for step in steps:
+        ddp_model.zero_grad()
+        torch.manual_seed(10 * step + dist.get_rank())
+        ddp_model(torch.randn(8, 64)).square().mean().backward()
+    return [p.grad.clone() for p in ddp_model.parameters() if p.grad is not None]
+
+
+def hook_named(name: str) -> Callable[..., Any]:
+    if "(" not in name:
+        return getattr(hooks, name)  # type: ignore[no-any-return]
+    wrapper, inner = name.rstrip(")").split("(")
+    return getattr(hooks, wrapper)(getattr(hooks, inner))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "least_gap", "most_gap"),
+    [
+        ("allreduce_hook", 0, 0),
+        ("fp16_compress_hook", 1e-6, 1e-3),
+        ("bf16_compress_hook", 1e-4, 1e-2),
+        ("fp16_compress_wrapper(allreduce_hook)", 1e-6, 1e-3),
+        ("bf16_compress_wrapper(allreduce_hook)", 1e-4, 1e-2),
+    ],
+)
+def test_hooks_without_state(pool2: Pool, name: str, least_gap: float, most_gap: float) -> None:
+    """16 bits leave their mark on the gradient, and no more than that."""
+    results = pool2.run(_gap_to_plain, name)
+    assert len(results) == 2
+    for gap, gradient in results:
+        assert least_gap <= gap <= most_gap
+        assert torch.equal(gradient, results[0][1])
+
+
+def _gap_to_plain(name: str) -> tuple[float, Tensor]:
+    plain, ours = new_model(), new_model()
+    ours.register_comm_hook(None, hook_named(name))
+    expected, got = (torch.cat([g.view(-1) for g in gradients_of(m, range(3))]) for m in (plain, ours))
+    return ((expected - got).norm() / expected.norm()).item(), got
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "powerSGD_hook",
+        "batched_powerSGD_hook",
+        "fp16_compress_wrapper(powerSGD_hook)",
+        "bf16_compress_wrapper(powerSGD_hook)",
+        "fp16_compress_wrapper(batched_powerSGD_hook)",
+    ],
+)
+def test_hooks_with_state(pool2: Pool, name: str) -> None:
+    results = pool2.run(_power, name)
+    assert len(results) == 2
+    for ratio, plan, gradients, steps in results:
+        assert steps == 4
+        assert ratio > (16 if "16" in name else 8)
+        assert any(route.matrix_rank == 1 for route in plan.routes)
+        for mine, theirs in zip(gradients, results[0][2], strict=True):
+            assert torch.equal(mine, theirs)
+            assert mine.isfinite().all()
+
+
+def _power(name: str) -> tuple[float, thinwire.Plan, list[Tensor], int]:
+    ddp_model = new_model()
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    ddp_model.register_comm_hook(state, hook_named(name))
+    gradients = gradients_of(ddp_model, range(4))
+    return state.stats().compression_ratio, state.plan, gradients, state.stats().steps
+
+
+def test_hook_and_attach_do_the_same(pool2: Pool) -> None:
+    for by_hook, by_attach in pool2.run(_both_ways):
+        for mine, theirs in zip(by_hook, by_attach, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def _both_ways() -> tuple[list[Tensor], list[Tensor]]:
+    hooked, attached = new_model(), new_model()
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=1)
+    hooked.register_comm_hook(state, hooks.powerSGD_hook)
+    thinwire.attach(attached, thinwire.PowerSGD(matrix_rank=2, warmup_steps=1))
+    return gradients_of(hooked, range(4)), gradients_of(attached, range(4))
+
+
+def test_saved_with_torch_and_resumed_with_other_buckets(pool2: Pool) -> None:
+    """FACTS 7: torch's state is keyed by bucket, pickled, and differs between processes."""
+    results = pool2.run(_resume)
+    for straight, resumed, saved, ratio in results:
+        assert ratio > 8
+        assert saved == results[0][2]
+        for mine, theirs in zip(straight, resumed, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def _resume() -> tuple[list[Tensor], list[Tensor], bytes, float]:
+    straight = new_model()
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    straight.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(straight, range(4))
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    saved = file.getvalue()
+
+    resumed = new_model(bucket_cap_mb=25)
+    resumed_state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    resumed_state.load_state_dict(torch.load(io.BytesIO(saved), weights_only=True))
+    resumed.register_comm_hook(resumed_state, hooks.powerSGD_hook)
+    steps = range(4, 7)
+    return (
+        gradients_of(straight, steps),
+        gradients_of(resumed, steps),
+        saved,
+        resumed_state.stats().compression_ratio,
+    )
+
+
+def test_state_of_another_model_is_refused_at_the_first_step(pool2: Pool) -> None:
+    for name, message in pool2.run(_other_model):
+        assert name == "StateError"
+        assert "(64, 64)" in message
+        assert "(32, 64)" in message
+
+
+def _other_model() -> tuple[str, str]:
+    ddp_model = new_model()
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(ddp_model, range(2))
+    other = DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64)))
+    other_state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    other_state.load_state_dict(state.state_dict())
+    other.register_comm_hook(other_state, hooks.powerSGD_hook)
+    return error_of(lambda: gradients_of(other, range(1)))
+
+
+def error_of(action: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_state_used_with_two_hooks_is_refused(pool2: Pool) -> None:
+    for name, message in pool2.run(_two_hooks):
+        assert name == "ConfigError"
+        assert "one state for each model and hook" in message
+
+
+def _two_hooks() -> tuple[str, str]:
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    first, second = new_model(), new_model()
+    first.register_comm_hook(state, hooks.powerSGD_hook)
+    second.register_comm_hook(state, hooks.batched_powerSGD_hook)
+    gradients_of(first, range(1))
+    return error_of(lambda: gradients_of(second, range(1)))
+
+
+def test_sparse_gradients_are_refused_at_once(pool2: Pool) -> None:
+    for by_attach, by_hook in pool2.run(_sparse):
+        assert by_attach[0] == "AttachError"
+        assert by_hook[0] == "GradientError"
+        assert "sparse=False" in by_attach[1]
+        assert "sparse=False" in by_hook[1]
+
+
+def _sparse() -> tuple[tuple[str, str], tuple[str, str]]:
+    attached, hooked = (DistributedDataParallel(nn.Embedding(32, 32, sparse=True)) for _ in range(2))
+    by_attach = error_of(lambda: thinwire.attach(attached, thinwire.PowerSGD()))
+    hooked.register_comm_hook(hooks.PowerSGDState(None, start_powerSGD_iter=0), hooks.powerSGD_hook)
+    return by_attach, error_of(lambda: hooked(torch.tensor([1, 2])).sum().backward())
+
+
+def test_wrapping_another_hook_is_refused() -> None:
+    for wrapper in (hooks.fp16_compress_wrapper, hooks.bf16_compress_wrapper):
+        for other in (stock_power.powerSGD_hook, hooks.fp16_compress_hook, None, "powerSGD_hook"):
+            with pytest.raises(thinwire.ConfigError, match="use torch's own wrapper"):
+                wrapper(other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("matrix_approximation_rank", 0),
+        ("matrix_approximation_rank", "4"),
+        ("start_powerSGD_iter", -1),
+        ("min_compression_rate", 0),
+        ("use_error_feedback", 1),
+        ("warm_start", None),
+        ("orthogonalization_epsilon", -1e-8),
+        ("random_seed", -1),
+        ("random_seed", 0.5),
+        ("compression_stats_logging_frequency", 0),
+        ("batch_tensors_with_same_shape", "yes"),
+    ],
+)
+def test_bad_settings_are_refused_at_once(setting: str, value: Any) -> None:
+    with pytest.raises(thinwire.ConfigError, match=repr(value)):
+        hooks.PowerSGDState(None, **{setting: value})
+
+
+def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:
+    state = hooks.PowerSGDState(None)
+    assert state.stats().steps == 0
+    assert state.plan.routes == ()
+    saved = state.state_dict()
+    other = hooks.PowerSGDState(None)
+    other.load_state_dict(saved)
+    assert other.state_dict() == saved
+
+
+def test_statistics_are_logged(pool2: Pool) -> None:
+    for lines in pool2.run(_logged):
+        assert len(lines) == 2
+        assert "step 4: compression ratio" in lines[1]
+
+
+def _logged() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    hooks.logger.addHandler(handler)
+    hooks.logger.setLevel(logging.INFO)
+    ddp_model = new_model()
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0, compression_stats_logging_frequency=2)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(ddp_model, range(5))
+    hooks.logger.removeHandler(handler)
+    return lines

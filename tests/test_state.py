@@ -1,0 +1,153 @@
+"""Saved state: what it holds, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from catalog import buckets, random_gradients, spec
+from test_conformance import assert_same_state
+from thinwire import PowerSGD
+from thinwire.errors import StateError
+from thinwire.simulation import Simulation
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+def trained(num_workers: int = 2, steps: int = 3, algorithm: PowerSGD = POWER) -> Simulation:
+    simulation = Simulation(algorithm, buckets(), num_workers=num_workers)
+    for seed in range(steps):
+        simulation.step(random_gradients(buckets(), num_workers=num_workers, seed=seed))
+    return simulation
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    return trained().state_dicts()[0]
+
+
+def test_holds_tensors_by_parameter_name_and_plain_values(state: dict[str, Any]) -> None:
+    compressed = {"head.weight", "body.weight", "conv.weight"}
+    assert set(state["error"]) == set(state["factor"]) == compressed
+    assert state["error"]["conv.weight"].shape == (40, 6, 3, 3)
+    assert state["factor"]["conv.weight"].shape == (2, 54)
+    assert state["step"] == 3
+    assert state["algorithm"]["name"] == "PowerSGD"
+    assert state["algorithm"]["matrix_rank"] == 2
+
+
+def test_torch_load_takes_it_with_weights_only(state: dict[str, Any]) -> None:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    assert_same_state(torch.load(file, weights_only=True), state)
+
+
+def test_is_a_copy(state: dict[str, Any]) -> None:
+    simulation = trained()
+    saved = simulation.state_dicts()[0]
+    before = copy.deepcopy(saved)
+    simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
+    assert_same_state(saved, before)
+    simulation.syncs[0].load_state_dict(saved)
+    simulation.syncs[1].load_state_dict(saved)
+    simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
+    assert_same_state(saved, before)
+
+
+def test_a_loaded_state_can_be_saved_before_the_next_step(state: dict[str, Any]) -> None:
+    fresh = Simulation(POWER, buckets(), num_workers=2)
+    for sync in fresh.syncs:
+        sync.load_state_dict(state)
+    for saved in fresh.state_dicts():
+        assert_same_state(saved, state)
+
+
+def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
+    weight = torch.empty(8, 6, 3, 3).to(memory_format=torch.channels_last)
+    plain = spec("conv", 8, 6, 3, 3)
+    strided = type(plain).of("conv", weight)
+    assert strided.matrix_shape == plain.matrix_shape == (8, 54)
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(8, 1, 1, 1, generator=generator) * torch.randn(6, 3, 3, generator=generator)
+    gradient = 9 * direction + torch.randn(8, 6, 3, 3, generator=generator)
+    in_memory_order = gradient.to(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1)
+    algorithm = PowerSGD(matrix_rank=1)
+    errors = []
+    for each, flat in ((plain, gradient.reshape(-1).clone()), (strided, in_memory_order.clone())):
+        simulation = Simulation(algorithm, [(each,)], num_workers=1)
+        for _ in range(30):  # to convergence: the first factor is random in the order of memory
+            simulation.syncs[0]._memory.error.clear()
+            simulation.step([[flat.clone()]])
+        saved = simulation.state_dicts()[0]
+        errors.append(saved["error"]["conv"])
+        resumed = Simulation(algorithm, [(each,)], num_workers=1)
+        resumed.syncs[0].load_state_dict(saved)
+        results = [[[flat.clone()]] for _ in range(2)]
+        assert simulation.step(results[0])
+        assert resumed.step(results[1])
+        assert torch.equal(results[0][0][0], results[1][0][0])
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("matrix_rank", [1, 2, 5])
+def test_a_state_of_another_matrix_rank_keeps_the_error(state: dict[str, Any], matrix_rank: int) -> None:
+    other = Simulation(PowerSGD(matrix_rank=matrix_rank), buckets(), num_workers=2)
+    for sync in other.syncs:
+        sync.load_state_dict(state)
+    assert other.step(random_gradients(buckets(), num_workers=2, seed=5))
+    saved = other.state_dicts()[0]
+    assert saved["factor"]["conv.weight"].shape == (matrix_rank, 54)
+    assert saved["step"] == 4
+
+
+def broken(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
+    def apply(state: dict[str, Any]) -> Any:
+        state = copy.deepcopy(state)
+        replaced = change(state)
+        return state if replaced is None else replaced
+
+    return apply
+
+
+BAD = {
+    "not a mapping": (broken(lambda s: [1, 2]), "made by state_dict.*list"),
+    "another mapping": (broken(lambda s: {"model": 1}), "made by state_dict.*'model'"),
+    "a later version": (broken(lambda s: s.update(version=2)), "version 2"),
+    "a negative step": (broken(lambda s: s.update(step=-1)), "step.*-1"),
+    "a step of another type": (broken(lambda s: s.update(step="3")), "step.*'3'"),
+    "errors that are no mapping": (broken(lambda s: s.update(error=[])), "error must map"),
+    "an error that is no tensor": (
+        broken(lambda s: s["error"].update({"head.weight": 3})),
+        "head.weight.*int",
+    ),
+    "an integer error": (
+        broken(lambda s: s["error"].update({"head.weight": torch.zeros(64, 32, dtype=torch.int64)})),
+        "head.weight.*int64",
+    ),
+    "a parameter too many": (broken(lambda s: s["error"].update(stranger=torch.ones(2))), "stranger"),
+    "another shape": (
+        broken(lambda s: s["error"].update({"head.weight": torch.ones(32, 64)})),
+        r"head.weight has shape \(32, 64\).*\(64, 32\)",
+    ),
+    "a factor of three dimensions": (
+        broken(lambda s: s["factor"].update({"head.weight": torch.ones(1, 2, 3)})),
+        r"factor of head.weight.*\(1, 2, 3\)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
+    state: dict[str, Any], change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    simulation, untouched = trained(), trained()
+    for sync in simulation.syncs:
+        with pytest.raises(StateError, match=message):
+            sync.load_state_dict(change(state))
+    assert_same_state(simulation.state_dicts()[0], untouched.state_dicts()[0])
