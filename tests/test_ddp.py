@@ -51,6 +51,19 @@ class Branching(nn.Module):
         return out
 
 
+class TwoHeads(nn.Module):
+    """A stem and one head a task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(24, 32)
+        self.heads = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        out: Tensor = self.heads[task](self.stem(x))
+        return out
+
+
 def linear_model() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 40), nn.Tanh(), nn.Linear(40, 8))
 
@@ -139,6 +152,7 @@ def train(
         "stats": after,
         "state": sync.state_dict(),
         "world_size": dist.get_world_size(),
+        "finds_unused": ddp_model.find_unused_parameters,
     }
 
 
@@ -151,7 +165,8 @@ def check_equal(results: list[dict[str, Any]]) -> None:
 
 def check_compressed(results: list[dict[str, Any]], least: float = 1.5) -> None:
     for result in results:
-        assert result["sent_bytes"] == result["plan"].message_bytes
+        flags_bytes = 4 * len(result["parameters"]) if result["finds_unused"] else 0
+        assert result["sent_bytes"] == result["plan"].message_bytes + flags_bytes
         assert result["plan"].compression_ratio > least
         assert result["stats"].relative_error
 
@@ -216,6 +231,41 @@ def test_a_layer_that_only_one_process_uses_gets_its_mean(pool2: Pool) -> None:
     for name, distance in moved.items():
         gap = (ours[0]["parameters"][name] - exact[0]["parameters"][name]).norm()
         assert gap <= 0.2 * distance, name
+
+
+@pytest.mark.parametrize("algorithm", [POWER, BatchedPowerSGD()], ids=["PowerSGD", "BatchedPowerSGD"])
+def test_a_layer_that_nobody_uses_for_a_while_keeps_what_it_is_owed(
+    pool2: Pool, algorithm: Algorithm
+) -> None:
+    """Two tasks in turn: while one trains, DDP applies no gradient to the other's head."""
+    for true, applied, owed, ratio, others in pool2.run(_tasks_in_turn, algorithm):
+        assert others
+        assert ratio > 1.5
+        torch.testing.assert_close(applied + owed, true, rtol=1e-4, atol=1e-5)
+        assert owed.norm() > 0.01 * true.norm()
+
+
+def _tasks_in_turn(algorithm: Algorithm) -> tuple[Tensor, Tensor, Tensor, float, bool]:
+    torch.manual_seed(0)
+    plain, ours = (
+        DistributedDataParallel(TwoHeads(), find_unused_parameters=True, bucket_cap_mb=0.005)
+        for _ in range(2)
+    )
+    ours.load_state_dict(plain.state_dict())
+    sync = thinwire.attach(ours, algorithm)
+    totals = torch.zeros(2, 32, 32)
+    untouched = True
+    for step in range(9):
+        batch = batch_of("linear", step, dist.get_rank(), torch.float32)
+        for position, ddp_model in enumerate((plain, ours)):
+            ddp_model.zero_grad()
+            ddp_model(batch, step // 3 % 2).square().mean().backward()
+            gradient = ddp_model.module.heads[0].weight.grad
+            untouched &= (gradient is None) == (step // 3 % 2 == 1)
+            if gradient is not None:
+                totals[position] += gradient
+    owed = sync.state_dict()["error"]["heads.0.weight"]
+    return totals[0], totals[1], owed, sync.stats().compression_ratio, untouched
 
 
 def _initial_parameters(kind: str) -> dict[str, Tensor]:

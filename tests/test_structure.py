@@ -20,7 +20,7 @@ FLOORS = [
     {"errors"},
     {"plan"},
     {"algorithms", "channel"},
-    {"exchange", "state"},
+    {"exchange", "state", "unused"},
     {"sync"},
     {"ddp", "simulation"},
     {"hooks"},

@@ -64,6 +64,7 @@ def attach(
         ProcessGroupChannel(model.process_group),
         [ParameterSpec.of(name, parameter) for parameter, name in names.items()],
         loss_scale=None if grad_scaler is None else _scale_of(grad_scaler),
+        may_be_unused=model.find_unused_parameters,
     )
     model.register_comm_hook(BucketFront(sync, names), thinwire_hook)
     return sync

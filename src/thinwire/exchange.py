@@ -16,9 +16,9 @@ __all__ = ["Exchange"]
 
 @dataclass
 class _Task:
-    """A bucket's generator: what it sent last and is waiting for, or that it stands at its gate."""
+    """A generator of rounds: what it sent last and is waiting for, or that it stands at its gate."""
 
-    bucket: Bucket
+    bucket: Bucket | None
     rounds: Rounds
     message: torch.Tensor | None
     at_gate: bool = False
@@ -66,8 +66,11 @@ class Exchange:
             task.rounds.close()
         self._tasks, self._pending = [], []
 
-    def finish(self) -> Generator[None, None, bool]:
+    def finish(self, closing: Rounds | None = None) -> Generator[None, None, bool]:
         """Finish all buckets. Yields whenever messages are under way, before it waits for them.
+
+        Args:
+            closing: Rounds that are no bucket's. They travel with the buckets' second, and commit last.
 
         Returns:
             Whether the step was committed. False if any mean was not finite: memory is as it was, and
@@ -81,11 +84,13 @@ class Exchange:
         try:
             yield
             means = [each.wait() for each in pending]
-            all_means = yield from self._later_rounds(tasks, means)
-            gated = [task for task in tasks if task.at_gate]
+            last = [] if closing is None else [_Task(None, closing, next(closing))]
+            all_means = yield from self._later_rounds(tasks, means, last)
+            gated = [task for task in [*tasks, *last] if task.at_gate]
             if gated and not _all_finite(all_means):
                 for task in gated:
-                    task.bucket.flat.fill_(torch.nan)
+                    if task.bucket is not None:
+                        task.bucket.flat.fill_(torch.nan)
                 return False
             for task in gated:
                 if next(task.rounds, None) is not None:
@@ -96,14 +101,16 @@ class Exchange:
                 task.rounds.close()
 
     def _later_rounds(
-        self, tasks: Sequence[_Task], means: list[torch.Tensor]
+        self, tasks: Sequence[_Task], means: list[torch.Tensor], joining: list[_Task]
     ) -> Generator[None, None, list[torch.Tensor]]:
-        """All rounds after the first, the messages of all buckets as one; returns every mean of the step."""
+        """All rounds after the first, the messages of all tasks as one; returns every mean of the step."""
         all_means = list(means)
         while tasks:
             for task, mean in zip(tasks, means, strict=True):
                 task.advance(mean)
-            tasks = sorted((task for task in tasks if task.message is not None), key=_kind)
+            waiting = [task for task in tasks if task.message is not None]
+            tasks = sorted([*waiting, *_in_the_type_of(waiting, joining)], key=_kind)
+            joining = []
             messages = [task.message for task in tasks if task.message is not None]
             shared = [self._channel.average(flat) for flat in _coalesced(messages)]
             if shared:
@@ -112,6 +119,14 @@ class Exchange:
             all_means += flats
             means = _parted(flats, messages)
         return all_means
+
+
+def _in_the_type_of(waiting: Sequence[_Task], joining: Sequence[_Task]) -> Sequence[_Task]:
+    """`joining` with messages of the type that is under way anyway, so that they travel with it."""
+    for task in joining if waiting else ():
+        if task.message is not None and waiting[0].message is not None:
+            task.message = task.message.to(waiting[0].message)
+    return joining
 
 
 def _kind(task: _Task) -> str:

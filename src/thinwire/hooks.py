@@ -143,7 +143,8 @@ class PowerSGDState:
         """
         algorithm = kind(**self._settings, wire_dtype=wire_dtype)
         if self._front is None:
-            sync = GradientSync(algorithm, ProcessGroupChannel(self.process_group))
+            # Whether the model was made with find_unused_parameters can't be seen from here.
+            sync = GradientSync(algorithm, ProcessGroupChannel(self.process_group), may_be_unused=True)
             if self._loaded is not None:
                 sync.load_state_dict(self._loaded)
             self._front = BucketFront(sync)

@@ -15,6 +15,7 @@ from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.state import checked_state, laid_out, packed_state
+from thinwire.unused import keep_owed, used_flags
 
 __all__ = ["GradientSync", "Stats"]
 
@@ -63,6 +64,8 @@ class GradientSync:
         channel: Over which group.
         specs: The model's parameters; may be left out where they become known bucket by bucket.
         loss_scale: Tells, for a device, what the loss is multiplied by; None if it is not.
+        may_be_unused: Whether a step may leave parameters out on all processes, whose gradients are
+            then not applied. If it may and error is owed, each step finds out which.
 
     Raises:
         ConfigError: `algorithm` is not an algorithm.
@@ -76,8 +79,10 @@ class GradientSync:
         specs: Iterable[ParameterSpec] = (),
         *,
         loss_scale: LossScale | None = None,
+        may_be_unused: bool = False,
     ) -> None:
         self._channel = channel
+        self._may_be_unused = may_be_unused
         self._specs = {spec.name: spec for spec in specs}
         self._all_specs_known = bool(self._specs)
         self._algorithm = self._checked(algorithm)
@@ -85,7 +90,8 @@ class GradientSync:
         self._exchange = Exchange(channel)
         self._memory = Memory()
         self._loaded_error: dict[str, torch.Tensor] = {}
-        self._started: list[tuple[ParameterSpec, ...]] = []
+        self._started: list[Bucket] = []
+        self._used: list[torch.Tensor] = []
         self._last_buckets: list[tuple[ParameterSpec, ...]] = []
         self._skipped_steps = 0
         self._gradient_bytes = 0
@@ -168,7 +174,7 @@ class GradientSync:
             GradientError: A gradient of a kind that can't be averaged.
             CommunicationError: The message could not be sent.
         """
-        if specs in self._started:
+        if any(bucket.specs == specs for bucket in self._started):
             self.abandon()
             raise StepError(
                 f"the bucket of {specs[0].name} was started twice: the last backward pass did not finish on "
@@ -177,8 +183,11 @@ class GradientSync:
         with exact_arithmetic(flat.device):
             self._admit(specs, flat.device)
             scale = None if self._loss_scale is None else self._loss_scale(flat.device)
-            self._exchange.start(self._algorithm, Bucket(specs, flat, scale), self._memory)
-        self._started.append(specs)
+            bucket = Bucket(specs, flat, scale)
+            if self._may_be_unused and self._memory.error:
+                self._used.append(used_flags(bucket))
+            self._exchange.start(self._algorithm, bucket, self._memory)
+        self._started.append(bucket)
         self._gradient_bytes += flat.numel() * flat.element_size()
 
     def finish(self) -> bool:
@@ -196,14 +205,17 @@ class GradientSync:
 
     def finishing(self) -> Generator[None, None, bool]:
         """`finish` for simulated workers: yields whenever messages are under way; see `lockstep`."""
-        self._last_buckets, self._started = self._started, []
+        buckets, used = self._started, self._used
+        self._started, self._used = [], []
+        self._last_buckets = [bucket.specs for bucket in buckets]
         if self._loaded_error:
             self.abandon()
             raise StateError(
                 f"the loaded state has error memory for {sorted(self._loaded_error)}, which this model does "
                 "not train; load the state of the same model"
             )
-        committed = yield from self._exchange.finish()
+        closing = keep_owed(buckets, used, self._memory) if used else None
+        committed = yield from self._exchange.finish(closing)
         if committed:
             self._memory.step += 1
         else:
@@ -213,7 +225,7 @@ class GradientSync:
     def abandon(self) -> None:
         """For fronts: forget a step that can't be finished. Memory is as it was before the step."""
         self._exchange.abandon()
-        self._started = []
+        self._started, self._used = [], []
 
     def _admit(self, specs: tuple[ParameterSpec, ...], device: torch.device) -> None:
         """Take note of a bucket's parameters, and lay out what was loaded for them."""
