@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupChannel
-from thinwire.errors import AttachError, ConfigError, GradientError, ThinwireError
+from thinwire.errors import AttachError, ConfigError, GradientError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale
 
@@ -100,8 +100,9 @@ class BucketFront:
             if bucket.is_last():
                 self.sync.finish()
                 self._release()
-        except ThinwireError:
+        except BaseException:
             self._waiting = []
+            self.sync.abandon()
             raise
         return future
 

@@ -200,7 +200,8 @@ class GradientSync:
         Raises:
             CommunicationError: A collective failed; memory is as it was.
         """
-        with exact_arithmetic(torch.device("cpu")):
+        device = self._started[0].flat.device if self._started else torch.device("cpu")
+        with exact_arithmetic(device):
             return drained(self.finishing())
 
     def finishing(self) -> Generator[None, None, bool]:
