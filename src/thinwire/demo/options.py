@@ -1,0 +1,86 @@
+"""What a run of the demo is asked to do, checked once, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.demo.model import SIZES
+from thinwire.errors import ConfigError
+
+ALGORITHMS = ("exact", "fp16", "bf16", "powersgd", "batched-powersgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The settings of a run.
+
+    Attributes:
+        processes: training processes on this machine.
+        steps: training steps of each algorithm.
+        algorithms: names out of `ALGORITHMS`, trained one after the other.
+        matrix_rank: of the low-rank factors, for the algorithms that have them.
+        model_size: a name out of `thinwire.demo.model.SIZES`.
+        seed: of the initial model and of the batches.
+        output: the folder that records and logs are written to.
+    """
+
+    processes: int = 2
+    steps: int = 250
+    algorithms: tuple[str, ...] = ("fp16", "powersgd")
+    matrix_rank: int = 4
+    model_size: str = "small"
+    seed: int = 0
+    output: Path = Path("thinwire-demo")
+
+    def __post_init__(self) -> None:
+        _check_at_least("processes", self.processes, 2)
+        _check_at_least("steps", self.steps, 1)
+        _check_at_least("seed", self.seed, 0)
+        _check_choice("model_size", self.model_size, tuple(SIZES))
+        if not self.algorithms:
+            raise ConfigError(f"got no algorithms, expected at least one of {', '.join(ALGORITHMS)}")
+        for name in self.algorithms:
+            _check_choice("algorithm", name, ALGORITHMS)
+            if self.algorithms.count(name) > 1:
+                raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
+            self.algorithm(name)
+
+    def algorithm(self, name: str) -> Algorithm:
+        """The algorithm called `name`, with this run's settings."""
+        if name == "exact":
+            return AllReduce()
+        if name == "fp16":
+            return Cast("fp16")
+        if name == "bf16":
+            return Cast("bf16")
+        if name == "powersgd":
+            return PowerSGD(matrix_rank=self.matrix_rank)
+        return BatchedPowerSGD(matrix_rank=self.matrix_rank)
+
+    def record_path(self, algorithm: str) -> Path:
+        """Where the steps trained with `algorithm` are recorded."""
+        return self.output / f"{algorithm}.jsonl"
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads: how options travel to the training processes."""
+        return json.dumps({**asdict(self), "output": str(self.output)})
+
+    @classmethod
+    def from_json(cls, line: str) -> DemoOptions:
+        """The options that `to_json` wrote."""
+        fields = json.loads(line)
+        fields.update(algorithms=tuple(fields["algorithms"]), output=Path(fields["output"]))
+        return cls(**fields)
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,111 @@
+"""The training text: the source code of Python's own standard library, which is real and on every machine."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Other people's packages, tests, and files that are tables of numbers rather than text.
+SKIPPED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+)
+HELDOUT_EVERY_FILES = 10
+MAX_TRAIN_BYTES = 16_000_000
+MAX_HELDOUT_BYTES = 2_000_000
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to train on and bytes to judge by, from different files.
+
+    Attributes:
+        train: one flat uint8 tensor.
+        heldout: one flat uint8 tensor; no file contributes to both.
+    """
+
+    train: Tensor
+    heldout: Tensor
+
+
+def source_files(folder: Path) -> list[Path]:
+    """Every Python source file under `folder` that is text worth reading, in one fixed order."""
+    files = (path.relative_to(folder) for path in folder.rglob("*.py"))
+    kept = sorted(path.as_posix() for path in files if SKIPPED_FOLDERS.isdisjoint(path.parts))
+    return [folder / path for path in kept]
+
+
+def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
+    """Training files and held-out files: every tenth file is held out whole."""
+    heldout = files[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
+    chosen = set(heldout)
+    return [path for path in files if path not in chosen], heldout
+
+
+def load_text(
+    folder: Path | None = None,
+    *,
+    max_train_bytes: int = MAX_TRAIN_BYTES,
+    max_heldout_bytes: int = MAX_HELDOUT_BYTES,
+) -> Text:
+    """Read the standard library of the running Python, split by file.
+
+    Args:
+        folder: read the Python files under this folder instead.
+        max_train_bytes: stop reading training files here.
+        max_heldout_bytes: stop reading held-out files here.
+
+    Raises:
+        FileNotFoundError: too few Python files there, as where Python lives in one zip file.
+    """
+    folder = folder or Path(sysconfig.get_path("stdlib"))
+    train, heldout = split_files(source_files(folder))
+    if not heldout:
+        raise FileNotFoundError(
+            f"found {len(train)} Python files under {folder}, expected at least {HELDOUT_EVERY_FILES}: "
+            "run with a Python whose standard library is installed as source files"
+        )
+    return Text(_read(train, max_train_bytes), _read(heldout, max_heldout_bytes))
+
+
+def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generator:
+    """The random numbers of one process's batch in one step: the same ones whichever algorithm is running."""
+    mixed = random.Random(f"{seed}/{step}/{process_rank}").getrandbits(63)
+    return torch.Generator().manual_seed(mixed)
+
+
+def sample_batch(
+    data: Tensor, *, batch_size: int, context_length: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Random windows of `data`: inputs and the bytes after them, int64 `(batch_size, context_length)`."""
+    starts = torch.randint(data.numel() - context_length, (batch_size,), generator=generator)
+    return _windows(data, starts, context_length)
+
+
+def fixed_batches(
+    data: Tensor, *, batches: int, batch_size: int, context_length: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Windows spread evenly over the whole of `data`: the same ones every time, to judge a model by."""
+    starts = torch.linspace(0, data.numel() - context_length - 1, batches * batch_size, dtype=torch.float64)
+    for chunk in starts.long().view(batches, batch_size):
+        yield _windows(data, chunk, context_length)
+
+
+def _windows(data: Tensor, starts: Tensor, context_length: int) -> tuple[Tensor, Tensor]:
+    indices = starts[:, None] + torch.arange(context_length + 1)
+    window = data[indices].long()
+    return window[:, :-1], window[:, 1:]
+
+
+def _read(files: list[Path], max_bytes: int) -> Tensor:
+    content = bytearray()
+    for path in files:
+        content += path.read_bytes()
+        if len(content) >= max_bytes:
+            break
+    return torch.frombuffer(content[:max_bytes], dtype=torch.uint8)

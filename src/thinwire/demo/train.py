@@ -1,0 +1,127 @@
+"""One process of the training job: `torchrun -m thinwire.demo.train OPTIONS_AS_JSON`."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.demo.evaluate import heldout_loss
+from thinwire.demo.lifeline import follow_launcher
+from thinwire.demo.model import GPT, SIZES, next_byte_loss
+from thinwire.demo.options import DemoOptions
+from thinwire.demo.records import StepRecord
+from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+
+BATCH_SIZE = 8
+PEAK_LEARNING_RATE = 0.12
+MAX_GRADIENT_NORM = 1.0  # Without it, the first steps overshoot, and training ends 0.4 worse.
+
+
+def learning_rate(step: int, steps: int) -> float:
+    """The rate of `step`, counted from 0: a linear rise over a tenth of the steps, then half a cosine."""
+    rise = min(1.0, (step + 1) / (0.1 * steps))
+    return PEAK_LEARNING_RATE * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+class Trainer:
+    """One model in training with one algorithm: from the seed, not from what was trained before.
+
+    Args:
+        options: the settings of the run.
+        algorithm: the name of the algorithm.
+        train: the text to train on.
+    """
+
+    def __init__(self, options: DemoOptions, algorithm: str, train: Tensor) -> None:
+        torch.manual_seed(options.seed)
+        self._options, self._algorithm, self._train = options, algorithm, train
+        self.model = GPT(SIZES[options.model_size])
+        self._ddp_model = DistributedDataParallel(self.model)
+        self._sync = thinwire.attach(self._ddp_model, options.algorithm(algorithm))
+        self._stats = self._sync.stats()
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
+
+    def step(self, step: int) -> StepRecord:
+        """Train on this process's batch of `step`, counted from 0."""
+        started = time.perf_counter()
+        loss = self._update(step)
+        seconds = time.perf_counter() - started
+        before, after = self._stats, self._sync.stats()
+        self._stats = after
+        return StepRecord(
+            algorithm=self._algorithm,
+            processes=dist.get_world_size(),
+            step=step + 1,
+            loss=loss,
+            step_seconds=seconds,
+            waiting_seconds=after.waiting_seconds - before.waiting_seconds,
+            messages=after.messages - before.messages,
+            message_bytes=after.message_bytes - before.message_bytes,
+            gradient_bytes=after.gradient_bytes - before.gradient_bytes,
+        )
+
+    def _update(self, step: int) -> float:
+        inputs, targets = sample_batch(
+            self._train,
+            batch_size=BATCH_SIZE,
+            context_length=self.model.config.context_length,
+            generator=batch_generator(seed=self._options.seed, step=step, process_rank=dist.get_rank()),
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(step, self._options.steps)
+        self._optimizer.zero_grad()
+        loss = next_byte_loss(self._ddp_model, inputs, targets)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
+        self._optimizer.step()
+        return loss.item()
+
+
+def train(options: DemoOptions, algorithm: str, text: Text, records: TextIO) -> None:
+    """Train one fresh model; the last record tells the held-out loss."""
+    trainer = Trainer(options, algorithm, text.train)
+    for step in range(options.steps):
+        step_record = trainer.step(step)
+        if dist.get_rank() > 0:
+            continue
+        if step == options.steps - 1:
+            step_record = replace(step_record, heldout_loss=heldout_loss(trainer.model, text.heldout))
+        records.write(step_record.to_json() + "\n")
+
+
+@record
+def main() -> None:
+    """Train with each algorithm in turn, as told by the first argument and torchrun's environment."""
+    options = DemoOptions.from_json(sys.argv[1])
+    follow_launcher()
+    torch.set_num_threads(max(1, available_cores() // options.processes))
+    text = load_text()
+    dist.init_process_group("gloo")
+    for algorithm in options.algorithms:
+        # Line-buffered, so that whoever watches the file sees each step when it is done.
+        path = options.record_path(algorithm) if dist.get_rank() == 0 else os.devnull
+        with open(path, "w", buffering=1) as records:
+            train(options, algorithm, text, records)
+    dist.destroy_process_group()
+
+
+def available_cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    main()
