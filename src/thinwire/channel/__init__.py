@@ -1,0 +1,11 @@
+"""Channels average messages over a group: the one room that calls `torch.distributed`.
+
+`ProcessGroupChannel` is the real one. `InProcessChannel` averages among simulated workers of one
+process, so that an algorithm's mathematics can be run at 64 workers in milliseconds.
+"""
+
+from thinwire.channel.base import Channel, Pending, Traffic
+from thinwire.channel.in_process import InProcessChannel, lockstep
+from thinwire.channel.process_group import ProcessGroupChannel
+
+__all__ = ["Channel", "InProcessChannel", "Pending", "ProcessGroupChannel", "Traffic", "lockstep"]

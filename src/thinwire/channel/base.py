@@ -1,0 +1,85 @@
+"""What a channel is: it averages messages, and counts what went through."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+__all__ = ["Channel", "Pending", "Traffic"]
+
+
+@dataclass
+class Traffic:
+    """What went through a channel.
+
+    Attributes:
+        messages: Averaging collectives.
+        message_bytes: Bytes this process contributed to them.
+        waiting_seconds: Time the host was blocked until their means had come back.
+    """
+
+    messages: int = 0
+    message_bytes: int = 0
+    waiting_seconds: float = 0.0
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self) -> torch.Tensor:
+        """The mean, in the memory of the message; blocks the host (on CUDA, only the stream)."""
+
+
+class Channel(ABC):
+    """Averages messages over a group; all members send the same messages in the same order.
+
+    Attributes:
+        traffic: Counts of the gradient messages so far.
+    """
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self._place = 0  # of the latest message in the order
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Members of the group."""
+
+    def average(self, message: torch.Tensor, *, is_gradient: bool = True) -> Pending:
+        """Start to average `message`, a flat tensor that is given away, over the group.
+
+        Args:
+            message: Flat.
+            is_gradient: Whether it counts as traffic; saving a state does not.
+
+        Raises:
+            CommunicationError: The backend refuses it, or (from `wait`) the collective fails.
+        """
+        self._place += 1
+        if not is_gradient:
+            return self._average(message)
+        self.traffic.messages += 1
+        self.traffic.message_bytes += message.numel() * message.element_size()
+        return _Timed(self._average(message), self.traffic)
+
+    @abstractmethod
+    def _average(self, message: torch.Tensor) -> Pending:
+        """Start the collective."""
+
+
+@dataclass(frozen=True)
+class _Timed:
+    pending: Pending
+    traffic: Traffic
+
+    def wait(self) -> torch.Tensor:
+        start = time.perf_counter()
+        try:
+            return self.pending.wait()
+        finally:
+            self.traffic.waiting_seconds += time.perf_counter() - start
