@@ -20,7 +20,7 @@ FLOORS = [
     {"errors"},
     {"plan"},
     {"algorithms", "channel"},
-    {"exchange", "state", "unused"},
+    {"exchange", "state", "unused", "all_gather"},
     {"sync"},
     {"ddp", "simulation"},
     {"hooks"},
@@ -84,6 +84,8 @@ def test_all_names_what_is_public(module: object) -> None:
 
 def test_the_public_names() -> None:
     assert set(thinwire.__all__) == {
+        "AllGatherGrad",
+        "all_gather_grad",
         "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError", "ConfigError",
         "GradientError", "GradientSync", "Plan", "PowerSGD", "StateError", "Stats", "StepError",
         "ThinwireError", "attach", "hooks",

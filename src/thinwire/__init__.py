@@ -6,6 +6,7 @@ gives back the same model. Start with `attach`.
 
 from thinwire import hooks
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.ddp import attach
 from thinwire.errors import (
     AttachError,
@@ -22,6 +23,7 @@ from thinwire.sync import GradientSync, Stats
 __version__ = "0.1.0"
 
 __all__ = [
+    "AllGatherGrad",
     "AllReduce",
     "AttachError",
     "BatchedPowerSGD",
@@ -36,6 +38,7 @@ __all__ = [
     "Stats",
     "StepError",
     "ThinwireError",
+    "all_gather_grad",
     "attach",
     "hooks",
 ]

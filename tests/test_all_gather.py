@@ -1,0 +1,127 @@
+"""The gather that gradients flow through, against autograd in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import thinwire
+from pool import Pool
+from thinwire import AllGatherGrad, all_gather_grad
+
+
+def inputs(world_size: int, shape: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(world_size)]
+
+
+def loss_of(stacked: Tensor, process_rank: int) -> Tensor:
+    """A loss of one process that depends on everyone's tensor, and differs between processes."""
+    weights = torch.arange(1, len(stacked) + 1, dtype=torch.float64) + 10 * process_rank
+    weighted = stacked * weights.view(-1, *[1] * (stacked.dim() - 1))
+    return weighted.sin().sum() * (process_rank + 1)
+
+
+def reference(tensors: list[Tensor]) -> list[Tensor]:
+    """Gradients of the sum of all processes' losses, by autograd in one process."""
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    total = torch.stack([loss_of(torch.stack(leaves), rank) for rank in range(len(leaves))]).sum()
+    return list(torch.autograd.grad(total, leaves))
+
+
+def _gathered(shape: tuple[int, ...], members: list[int] | None, layout: str) -> tuple[Tensor, Tensor | None]:
+    group = dist.group.WORLD if members is None else dist.new_group(members)
+    size = dist.get_world_size() if members is None else len(members)
+    own_rank = dist.get_rank() if members is None else dist.get_rank(group)
+    if own_rank < 0:
+        return torch.empty(0), None
+    tensor = inputs(size, shape)[own_rank]
+    if layout == "transposed":
+        tensor = tensor.t().contiguous().t()
+    elif layout == "strided":
+        tensor = tensor.repeat_interleave(2, dim=-1)[..., ::2]
+    assert tensor.is_contiguous() == (layout == "contiguous")
+    tensor.requires_grad_()
+    stacked = all_gather_grad(tensor, group)
+    torch.autograd.backward(loss_of(stacked, own_rank))
+    return stacked.detach(), tensor.grad
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (4, 5), (2, 3, 4)], ids=str)
+def test_forward_and_gradient(pool2: Pool, pool4: Pool, shape: tuple[int, ...]) -> None:
+    for pool in (pool2, pool4):
+        tensors = inputs(pool.world_size, shape)
+        results = pool.run(_gathered, shape, None, "contiguous")
+        assert len(results) == pool.world_size
+        for (stacked, gradient), expected in zip(results, reference(tensors), strict=True):
+            assert torch.equal(stacked, torch.stack(tensors))
+            torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+def test_inputs_that_are_not_contiguous(pool2: Pool, layout: str) -> None:
+    tensors = inputs(2, (4, 6))
+    results = pool2.run(_gathered, (4, 6), None, layout)
+    for (stacked, gradient), expected in zip(results, reference(tensors), strict=True):
+        assert torch.equal(stacked, torch.stack(tensors))
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_a_subgroup(pool4: Pool) -> None:
+    tensors = inputs(3, (4, 5))
+    results = pool4.run(_gathered, (4, 5), [0, 2, 3], "contiguous")
+    assert results[1][1] is None
+    members = [results[rank] for rank in (0, 2, 3)]
+    for (stacked, gradient), expected in zip(members, reference(tensors), strict=True):
+        assert torch.equal(stacked, torch.stack(tensors))
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_gradcheck(pool2: Pool) -> None:
+    assert pool2.run(_gradcheck) == [True, True]
+
+
+def _gradcheck() -> bool:
+    """Each process on its own: finite differences know only the losses of one process."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    group = groups[dist.get_rank()]
+    tensor = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    return torch.autograd.gradcheck(lambda x: all_gather_grad(x, group), (tensor,))
+
+
+@pytest.mark.parametrize("kind", ["shape", "dimensions", "dtype"])
+def test_different_tensors_are_refused_on_all(pool2: Pool, kind: str) -> None:
+    for message in pool2.run(_unequal, kind):
+        assert "process 0: (4, 3) torch.float32; process 1:" in message
+        assert "pad or cast first" in message
+
+
+def _unequal(kind: str) -> str:
+    other = {
+        "shape": torch.zeros(4, 2),
+        "dimensions": torch.zeros(4, 3, 1),
+        "dtype": torch.zeros(4, 3, dtype=torch.float64),
+    }
+    try:
+        all_gather_grad(other[kind] if dist.get_rank() else torch.zeros(4, 3))
+    except thinwire.CommunicationError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(thinwire.AttachError, match="init_process_group"):
+        all_gather_grad(torch.zeros(3))
+
+
+def test_the_same_as_lightnings_name(pool2: Pool) -> None:
+    for stacked in pool2.run(_apply):
+        assert stacked.tolist() == [[0.0], [1.0]]
+
+
+def _apply() -> Any:
+    return AllGatherGrad.apply(torch.tensor([float(dist.get_rank())]))  # type: ignore[no-untyped-call]
