@@ -46,6 +46,9 @@ ENTRIES = [
     Entry(PowerSGD(matrix_rank=2, warmup_steps=1_000), lossless=True, compresses=False),
     Entry(PowerSGD(matrix_rank=2, wire_dtype="fp16"), feedback=True, tolerance=2e-3),
     Entry(PowerSGD(matrix_rank=2, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
+    Entry(PowerSGD(matrix_rank=2, alternating=True), feedback=True),
+    Entry(PowerSGD(matrix_rank=2, alternating=True, power_iterations=3), feedback=True),
+    Entry(PowerSGD(matrix_rank=2, alternating=True, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
     Entry(BatchedPowerSGD(), feedback=True),
     Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False)),
 ]

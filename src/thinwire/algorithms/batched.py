@@ -12,13 +12,12 @@ from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.exact import forget, with_owed
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.algorithms.rounds import (
-    Factors,
     MatrixGroup,
+    Terms,
     approximate,
     remember,
     round_into,
     settle,
-    starting_factors,
 )
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -56,7 +55,7 @@ class BatchedPowerSGD(LowRank):
         if matrix_rank is None:
             return Plan(tuple(self.whole_route(spec) for spec in specs))
         before = sum(spec.gradient_bytes for spec in specs)
-        after = self.factor_bytes((side, side), matrix_rank, torch.float32)
+        after = self.factor_bytes((side, side), matrix_rank, specs[0].dtype)
         return Plan((Route(tuple(spec.name for spec in specs), before, after, (side, side), matrix_rank),))
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
@@ -70,19 +69,18 @@ class BatchedPowerSGD(LowRank):
         matrix = bucket.flat.new_zeros(shape, dtype=torch.float32)
         parts = with_owed(bucket, memory, range(len(bucket.specs)))
         torch.cat(parts, out=matrix.view(-1)[: bucket.flat.numel()])
-        right = starting_factors(self, memory, [label], (matrix_rank, shape[1]), bucket.flat.device)
-        group = MatrixGroup([matrix], [None], right)
-        (found,), _ = yield from approximate(self, [group], (), torch.float32, bucket.loss_scale)
+        group = MatrixGroup([label], [matrix], [None], matrix_rank)
+        (found,), _ = yield from approximate(self, [group], (), memory, bucket)
         yield None
-        (factors,) = found.each()
-        self._commit(bucket, matrix, factors, memory)
-        remember(self, memory, label, factors, bucket.loss_scale)
+        terms = [of_one for factors in found for of_one in factors.each()]
+        self._commit(bucket, matrix, terms, memory)
+        remember(self, memory, label, terms, bucket.loss_scale)
 
-    def _commit(self, bucket: Bucket, matrix: torch.Tensor, factors: Factors, memory: Memory) -> None:
+    def _commit(self, bucket: Bucket, matrix: torch.Tensor, terms: Terms, memory: Memory) -> None:
         """Cut the padding off the mean gradient, and the error into its parameters."""
         numel, names = bucket.flat.numel(), [spec.name for spec in bucket.specs]
         error = torch.empty_like(matrix) if self.error_feedback else None
-        settle(matrix, error, factors, bucket.loss_scale)
+        settle(matrix, error, terms, bucket.loss_scale)
         flat_error = None if error is None else error.view(-1)[:numel]
         round_into(bucket.flat, matrix.view(-1)[:numel], flat_error, bucket.loss_scale)
         if flat_error is None:

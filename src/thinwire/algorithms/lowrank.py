@@ -49,10 +49,15 @@ class LowRank(Algorithm):
             bucket, memory, None if own_dtype else self.message_dtype(bucket.flat.dtype)
         )
 
+    @property
+    def factor_pairs(self) -> float:
+        """How many left and right factors of a matrix a step sends, on average."""
+        return self.power_iterations
+
     def rank_of(self, rows: int, columns: int) -> int | None:
         """The rank at which a matrix is compressed; None if that saves too little to be worth it."""
         matrix_rank = min(self.matrix_rank, rows, columns)
-        sent = (rows + columns) * matrix_rank * self.power_iterations
+        sent = (rows + columns) * matrix_rank * self.factor_pairs
         return matrix_rank if sent * self.min_compression_ratio < rows * columns else None
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:

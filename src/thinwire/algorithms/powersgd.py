@@ -10,18 +10,19 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.algorithms.alternating import alternate
 from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.exact import forget, with_owed
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.algorithms.rounds import (
-    Factors,
     MatrixGroup,
+    Terms,
     approximate,
     remember,
     round_into,
     settle,
-    starting_factors,
 )
+from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["PowerSGD"]
@@ -48,7 +49,10 @@ class PowerSGD(LowRank):
         seed: Of the random factors, the same on every process.
         wire_dtype: "fp16" or "bf16" to send every message in 16 bits; None for fp32 (fp64 for what
             rides along of fp64 gradients).
-        power_iterations: How often the two rounds are repeated in a step.
+        power_iterations: How often the two rounds are repeated in a step. With `alternating`, how
+            many single rounds a step takes; their results add up.
+        alternating: One round instead of two: project on the left factor in one step, on the right in
+            the next. Half the bytes and messages at the same matrix rank, and a rougher approximation.
 
     Cost a step: two rounds, the second of all buckets together, of r · (rows + columns) elements a
     matrix; an fp32 error of the size of the gradients; one host synchronisation, for the finite check.
@@ -64,6 +68,23 @@ class PowerSGD(LowRank):
     """
 
     matrix_rank: int = 4
+    alternating: bool = False
+
+    @property
+    def factor_pairs(self) -> float:
+        """How many left and right factors of a matrix a step sends, on average."""
+        return self.power_iterations / 2 if self.alternating else self.power_iterations
+
+    def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
+        """Bytes of a step's factors of one (rows, columns) matrix; alternating, the mean of two steps."""
+        if not self.alternating:
+            return super().factor_bytes(shape, matrix_rank, dtype)
+        return matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.power_iterations // 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.alternating, bool):
+            raise ConfigError(f"alternating must be True or False, got {self.alternating!r}")
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """How each parameter travels once past the warm-up."""
@@ -78,7 +99,7 @@ class PowerSGD(LowRank):
         return Route((spec.name,), spec.gradient_bytes, sent, shape, matrix_rank)
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
-        """Two rounds a power iteration; one in the warm-up, and where there is nothing to compress."""
+        """One or two rounds an iteration; one in the warm-up, and where there is nothing to compress."""
         layout = _layout(self, bucket.specs)
         if memory.step < self.warmup_steps or not layout.families:
             yield from self.exchange_uncompressed(bucket, memory)
@@ -86,12 +107,12 @@ class PowerSGD(LowRank):
         gradients = bucket.gradients()
         groups = [self._group(bucket, gradients, memory, family) for family in layout.families]
         whole = with_owed(bucket, memory, layout.whole)
-        factors, whole_means = yield from approximate(
-            self, groups, whole, bucket.flat.dtype, bucket.loss_scale
-        )
+        rounds = alternate if self.alternating else approximate
+        terms, whole_means = yield from rounds(self, groups, whole, memory, bucket)
         yield None
-        for family, group, found in zip(layout.families, groups, factors, strict=True):
-            for index, matrix, of_one in zip(family.indices, group.matrices, found.each(), strict=True):
+        for family, group, found in zip(layout.families, groups, terms, strict=True):
+            by_matrix = zip(*[factors.each() for factors in found], strict=True)
+            for index, matrix, of_one in zip(family.indices, group.matrices, by_matrix, strict=True):
                 name = bucket.specs[index].name
                 self._commit(name, gradients[index], matrix, of_one, memory, bucket.loss_scale)
         forget(memory, [bucket.specs[index].name for index in layout.whole])
@@ -104,11 +125,11 @@ class PowerSGD(LowRank):
         """Gradients and errors as matrices: views where the gradient is fp32."""
         names = [bucket.specs[index].name for index in family.indices]
         errors = [memory.error.get(name) for name in names]
-        factor_shape = (family.matrix_rank, family.shape[1])
         return MatrixGroup(
+            names,
             matrices=[gradients[index].float().view(family.shape) for index in family.indices],
             errors=[None if error is None else error.view(family.shape) for error in errors],
-            right=starting_factors(self, memory, names, factor_shape, bucket.flat.device),
+            matrix_rank=family.matrix_rank,
         )
 
     def _commit(
@@ -116,7 +137,7 @@ class PowerSGD(LowRank):
         name: str,
         gradient: torch.Tensor,
         matrix: torch.Tensor,
-        factors: Factors,
+        terms: Terms,
         memory: Memory,
         loss_scale: torch.Tensor | None,
     ) -> None:
@@ -128,10 +149,10 @@ class PowerSGD(LowRank):
             error = memory.error[name]
         else:
             forget(memory, [name])
-        settle(matrix, None if error is None else error.view_as(matrix), factors, loss_scale)
+        settle(matrix, None if error is None else error.view_as(matrix), terms, loss_scale)
         if gradient.dtype != torch.float32:
             round_into(gradient, matrix.view(-1), error, loss_scale)
-        remember(self, memory, name, factors, loss_scale)
+        remember(self, memory, name, terms, loss_scale)
 
 
 class _Family(NamedTuple):

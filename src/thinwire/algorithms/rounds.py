@@ -10,14 +10,30 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
-from thinwire.algorithms.base import Memory
+from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.algorithms.orthonormal import orthonormal_rows
 
-__all__ = ["Factors", "MatrixGroup", "approximate", "remember", "round_into", "settle", "starting_factors"]
+__all__ = [
+    "Factors",
+    "MatrixGroup",
+    "Terms",
+    "approximate",
+    "as_sent",
+    "packed",
+    "projections",
+    "remember",
+    "riders",
+    "round_into",
+    "row_blocks",
+    "settle",
+    "starting_basis",
+    "unpacked",
+]
 
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
@@ -28,76 +44,96 @@ class MatrixGroup:
     """Matrices of one shape and rank.
 
     Attributes:
+        labels: One a matrix, the key of its factor in memory.
         matrices: M, fp32, each (rows, columns); on entry the gradients alone.
         errors: What is owed on each, (rows, columns); None if nothing.
-        right: Qᵀ, orthonormal rows, (matrices, r, columns).
+        matrix_rank: r.
     """
 
+    labels: Sequence[str]
     matrices: Sequence[torch.Tensor]
     errors: Sequence[torch.Tensor | None]
-    right: torch.Tensor
+    matrix_rank: int
+
+    def add_errors(self, loss_scale: torch.Tensor | None) -> None:
+        """Add to every matrix what is owed on it."""
+        for matrix, error in zip(self.matrices, self.errors, strict=True):
+            if error is not None:
+                _add_scaled(matrix, error, loss_scale)
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What two rounds make known, of a group or (without the first dimension) of one matrix.
+    """What one iteration makes known, of a group or (without the first dimension) of one matrix.
 
     Attributes:
-        left: P̂ᵀ, orthonormal rows, (matrices, r, rows). The same on all processes.
-        own: P̂ᵀ M of this process, (matrices, r, columns), as it travelled.
-        mean: The mean of `own` over the processes, which is P̂ᵀ times the mean M.
+        basis: Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r,
+            columns).
+        own: The projection of this process's M on it, as it travelled: P̂ᵀ M (matrices, r, columns), or
+            Q̂ᵀ Mᵀ (matrices, r, rows).
+        mean: The mean of `own` over the processes.
+        basis_is_left: Whether the basis is P̂ᵀ.
     """
 
-    left: torch.Tensor
+    basis: torch.Tensor
     own: torch.Tensor
     mean: torch.Tensor
+    basis_is_left: bool = True
 
     def each(self) -> Iterator[Factors]:
         """The factors of one matrix after the other."""
-        for left, own, mean in zip(self.left, self.own, self.mean, strict=True):
-            yield Factors(left, own, mean)
+        for basis, own, mean in zip(self.basis, self.own, self.mean, strict=True):
+            yield Factors(basis, own, mean, self.basis_is_left)
+
+    def pair(self, projection: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(left, right) with leftᵀ right the approximation that `projection`, own or mean, stands for."""
+        return (self.basis, projection) if self.basis_is_left else (projection, self.basis)
+
+
+Terms: TypeAlias = Sequence[Factors]
+"""The iterations of a step; their approximations add up."""
 
 
 def approximate(
     config: LowRank,
     groups: Sequence[MatrixGroup],
     whole: Sequence[torch.Tensor],
-    dtype: torch.dtype,
-    loss_scale: torch.Tensor | None,
-) -> Generator[torch.Tensor, torch.Tensor, tuple[list[Factors], Sequence[torch.Tensor]]]:
+    memory: Memory,
+    bucket: Bucket,
+) -> Generator[torch.Tensor, torch.Tensor, tuple[list[Terms], Sequence[torch.Tensor]]]:
     """Add its error to every matrix, in place, and find the factors of the mean: the rounds of a step.
 
     Args:
         config: Power iterations and wire type.
         groups: The matrices.
         whole: Flat gradients that ride along in the first message.
-        dtype: Of the gradients; left factors and what rides along travel in its message type.
-        loss_scale: What the loss was multiplied by, None for 1.
+        memory: Only read.
+        bucket: Its type is that of the first message; its loss scale that of the matrices.
 
     Returns:
         The factors of each group, and the means of `whole`.
 
     Cost: two rounds a power iteration; in each, every matrix is read twice (and once written).
     """
-    rights = [group.right for group in groups]
+    rights = [starting_basis(config, memory, group, left=False) for group in groups]
     whole_means: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         first, last = iteration == 0, iteration + 1 == config.power_iterations
-        lefts = [_products(*pair, loss_scale, add_error=first) for pair in zip(groups, rights, strict=True)]
-        mean = yield _message([*lefts, *whole] if first else lefts, config.message_dtype(dtype))
+        lefts = [
+            _products(*pair, bucket.loss_scale, add_error=first) for pair in zip(groups, rights, strict=True)
+        ]
+        mean = yield packed([*lefts, *whole] if first else lefts, config.message_dtype(bucket.flat.dtype))
         if first:
-            rest = mean[sum(left.numel() for left in lefts) :]
-            whole_means = rest.split_with_sizes([gradient.numel() for gradient in whole])
-        lefts = orthonormal_rows(_split(mean, like=lefts))
+            whole_means = riders(mean, lefts, whole)
+        lefts = orthonormal_rows(unpacked(mean, like=lefts))
 
-        owns = [_projections(group, left) for group, left in zip(groups, lefts, strict=True)]
-        message = _message(owns, config.message_dtype(torch.float32))
-        if config.wire_dtype is not None:
-            owns = _split(message.float(), like=owns)  # what travels is what counts as paid
-        means = _split((yield message), like=owns)
+        owns = [projections(group, left) for group, left in zip(groups, lefts, strict=True)]
+        message = packed(owns, config.message_dtype(torch.float32))
+        owns = as_sent(config, message, owns)
+        means = unpacked((yield message), like=owns)
         if not last:
             rights = orthonormal_rows(means)
-    return [Factors(*each) for each in zip(lefts, owns, means, strict=True)], whole_means
+    return [[Factors(*each)] for each in zip(lefts, owns, means, strict=True)], whole_means
 
 
 def _products(
@@ -107,42 +143,51 @@ def _products(
     rows = group.matrices[0].shape[0]
     left = right.new_empty(right.shape[0], right.shape[1], rows)
     for matrix, error, q, p in zip(group.matrices, group.errors, right, left, strict=True):
-        for block in _row_blocks(matrix):
+        for block in row_blocks(matrix):
             if add_error and error is not None:
-                matrix[block].add_(error[block] if loss_scale is None else error[block] * loss_scale)
+                _add_scaled(matrix[block], error[block], loss_scale)
             torch.mm(q, matrix[block].t(), out=p[:, block])
     return left
 
 
-def _projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
+def _add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
+    matrix.add_(error if loss_scale is None else error * loss_scale)
+
+
+def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
     """P̂ᵀ M of every matrix, (matrices, r, columns)."""
-    own = left.new_empty(left.shape[0], left.shape[1], group.right.shape[2])
+    own = left.new_empty(left.shape[0], left.shape[1], group.matrices[0].shape[1])
     for matrix, p, projection in zip(group.matrices, left, own, strict=True):
         torch.mm(p, matrix, out=projection)
     return own
 
 
 def settle(
-    matrix: torch.Tensor, error: torch.Tensor | None, factors: Factors, loss_scale: torch.Tensor | None
+    matrix: torch.Tensor, error: torch.Tensor | None, terms: Terms, loss_scale: torch.Tensor | None
 ) -> None:
-    """Turn M into the mean gradient P̂ · mean, in place, and leave M − P̂ · own in `error`.
+    """Turn M into the mean gradient, in place, and leave what this process did not send of M in `error`.
 
-    With own in place of mean, differences between processes leave the error memory, which so stays
-    bounded. The mean of the errors is the same either way.
+    What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
+    then leave the error memory, which so stays bounded; the mean of the errors is the same.
 
     Args:
-        matrix: M, (rows, columns).
+        matrix: M less the own projections of all terms but the last, (rows, columns).
         error: Where to write what this process still owes, (rows, columns); None to forget it.
-        factors: Of this matrix.
+        terms: Of this matrix.
         loss_scale: What the loss was multiplied by, None for 1.
     """
-    for block in _row_blocks(matrix):
-        p = factors.left[:, block].t()
+    sent_left, sent_right = terms[-1].pair(terms[-1].own)
+    pairs = [term.pair(term.mean) for term in terms]
+    for block in row_blocks(matrix):
         if error is not None:
-            torch.addmm(matrix[block], p, factors.own, alpha=-1, out=error[block])
+            torch.addmm(matrix[block], sent_left[:, block].t(), sent_right, alpha=-1, out=error[block])
             if loss_scale is not None:
                 error[block].div_(loss_scale)
-        torch.mm(p, factors.mean, out=matrix[block])
+        for position, (left, right) in enumerate(pairs):
+            if position == 0:
+                torch.mm(left[:, block].t(), right, out=matrix[block])
+            else:
+                matrix[block].addmm_(left[:, block].t(), right)
 
 
 def round_into(
@@ -163,10 +208,8 @@ def round_into(
         error.add_(lost if loss_scale is None else lost.div_(loss_scale))
 
 
-def starting_factors(
-    config: LowRank, memory: Memory, labels: Sequence[str], shape: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    """Qᵀ to start from, (matrices, r, columns), orthonormal rows: the last ones, or random ones.
+def starting_basis(config: LowRank, memory: Memory, group: MatrixGroup, *, left: bool) -> torch.Tensor:
+    """A basis to start from, (matrices, r, rows or columns): the last step's mean factors, or random ones.
 
     Rows that memory lacks, or that died when a gradient had too low a rank, are drawn from a
     standard normal, the same on every process.
@@ -174,24 +217,27 @@ def starting_factors(
     Args:
         config: Seed and warm start.
         memory: Only read.
-        labels: One a matrix, the keys of their factors.
-        shape: (r, columns).
-        device: Where to put them.
+        group: The matrices.
+        left: Whether for the rows of the matrices, not their columns.
     """
-    drawn = _random_rows(config.seed, 0 if config.warm_start else memory.step, shape, device)
-    right = torch.stack([_fitted(memory.factor.get(label), drawn) for label in labels])
-    right = torch.where((right == 0).all(dim=2, keepdim=True), drawn, right)
-    return orthonormal_rows([right])[0]
+    matrix = group.matrices[0]
+    shape = (group.matrix_rank, matrix.shape[0 if left else 1])
+    drawn = _random_rows(config.seed, 0 if config.warm_start else memory.step, shape, matrix.device)
+    basis = torch.stack([_fitted(memory.factor.get(label), drawn) for label in group.labels])
+    basis = torch.where((basis == 0).all(dim=2, keepdim=True), drawn, basis)
+    return orthonormal_rows([basis])[0]
 
 
 def remember(
-    config: LowRank, memory: Memory, label: str, factors: Factors, loss_scale: torch.Tensor | None
+    config: LowRank, memory: Memory, label: str, terms: Terms, loss_scale: torch.Tensor | None
 ) -> None:
     """Keep the factors of one matrix, in units of the unscaled loss."""
+    sent = torch.cat([term.own.reshape(-1) for term in terms]) if len(terms) > 1 else terms[0].own
+    factor = terms[-1].mean
     if config.warm_start:
-        memory.factor[label] = factors.mean if loss_scale is None else factors.mean / loss_scale
+        memory.factor[label] = factor if loss_scale is None else factor / loss_scale
     if config.error_feedback:
-        memory.sent[label] = factors.own if loss_scale is None else factors.own / loss_scale
+        memory.sent[label] = sent if loss_scale is None else sent / loss_scale
 
 
 def _fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -212,19 +258,32 @@ def _random_rows(seed: int, step: int, shape: tuple[int, int], device: torch.dev
     return torch.randn(shape, generator=generator).to(device)
 
 
-def _message(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+def packed(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """A new flat tensor with all parts."""
     return torch.cat([part.reshape(-1) for part in parts]).to(dtype)
 
 
-def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The head of `flat` as fp32 tensors shaped like `like`."""
     sizes = [tensor.numel() for tensor in like]
     parts = flat[: sum(sizes)].float().split_with_sizes(sizes)
     return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
 
 
-def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
+def riders(
+    mean: torch.Tensor, factors: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The means of what rode along behind the factors of a first message."""
+    rest = mean[sum(factor.numel() for factor in factors) :]
+    return rest.split_with_sizes([gradient.numel() for gradient in whole])
+
+
+def as_sent(config: LowRank, message: torch.Tensor, owns: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`owns` as they travel: rounded, if in 16 bits. What travels is what counts as paid."""
+    return owns if config.wire_dtype is None else unpacked(message.float(), like=owns)
+
+
+def row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
     """Slices of rows that fit in a core's cache; all rows at once on an accelerator."""
     rows, columns = matrix.shape
     step = max(1, BLOCK_BYTES // (4 * columns)) if matrix.device.type == "cpu" else rows

@@ -1,0 +1,279 @@
+"""Held-out loss after equally many steps: a byte GPT trained with every algorithm, from the same seeds.
+
+Two simulated workers (`thinwire.simulation`) take different batches; one model steps with their mean
+gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import get_context
+from statistics import fmean, stdev
+from typing import TypeAlias
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from report import markdown_table, page, save
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.demo.evaluate import heldout_loss
+from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
+from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
+
+MODEL = GPTConfig(layers=3, heads=4, width=128, context_length=64)
+NUM_WORKERS = 2
+BATCH_SIZE = 8
+MAX_GRADIENT_NORM = 1.0
+HELDOUT_BATCHES = 64
+# Of the steps: while the learning rate rises, and for the PowerSGD that starts later.
+WARMUP_SHARE = 0.1
+EXACT = "exact"
+
+# Peak learning rates by optimizer. The one in use is the best for exact averaging, found with --tune.
+LEARNING_RATES = {"SGD, momentum 0.9": 0.12, "AdamW": 2e-3}
+CANDIDATES = {
+    "SGD, momentum 0.9": (0.03, 0.06, 0.12, 0.25, 0.5),
+    "AdamW": (5e-4, 1e-3, 2e-3, 4e-3, 8e-3),
+}
+TUNING_SEED = 1_000
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD, momentum 0.9": lambda model: SGD(model.parameters(), lr=0.0, momentum=0.9),
+    "AdamW": lambda model: AdamW(model.parameters(), lr=0.0),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training, from its seed to its end."""
+
+    optimizer: str
+    learning_rate: float
+    algorithm_name: str
+    algorithm: Algorithm
+    seed: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.optimizer} {self.learning_rate:g}, {self.algorithm_name}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run."""
+
+    heldout_loss: float
+    compression_ratio: float
+
+
+Outcomes: TypeAlias = dict[Run, Outcome]
+
+
+def algorithms(steps: int) -> dict[str, Algorithm]:
+    """Everything that is compared, by its name in the tables."""
+    late = PowerSGD(matrix_rank=4, warmup_steps=round(WARMUP_SHARE * steps))
+    return {
+        EXACT: AllReduce(),
+        "fp16": Cast("fp16"),
+        "bf16": Cast("bf16"),
+        **{f"powersgd-{matrix_rank}": PowerSGD(matrix_rank=matrix_rank) for matrix_rank in (1, 2, 4, 16)},
+        "powersgd-4-late": late,
+        "batched-powersgd-1": BatchedPowerSGD(matrix_rank=1),
+    }
+
+
+class Workers:
+    """Simulated workers that share one model: each has its own gradients, all flat in one bucket."""
+
+    def __init__(self, model: nn.Module, algorithm: Algorithm) -> None:
+        self.parameters = list(model.parameters())
+        specs = tuple(ParameterSpec.of(name, each) for name, each in model.named_parameters())
+        self.simulation = Simulation(algorithm, [specs], num_workers=NUM_WORKERS)
+        self.flats = [torch.zeros(sum(spec.numel for spec in specs)) for _ in range(NUM_WORKERS)]
+
+    def __iter__(self) -> Iterator[int]:
+        """Take each worker's turn: its gradients, zeroed, are the model's."""
+        for worker, flat in enumerate(self.flats):
+            flat.zero_()
+            self._show(flat)
+            yield worker
+
+    def average(self) -> None:
+        """The mean of all gradients becomes the model's."""
+        committed = self.simulation.step([[flat] for flat in self.flats])
+        assert committed, "a mean gradient was not finite"
+        self._show(self.flats[0])
+
+    def _show(self, flat: torch.Tensor) -> None:
+        parts = flat.split_with_sizes([each.numel() for each in self.parameters])
+        for parameter, part in zip(self.parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+@cache
+def text() -> Text:
+    return load_text()
+
+
+def train(run: Run) -> Outcome:
+    """Train one model; on the same batches whatever the algorithm."""
+    torch.set_num_threads(1)
+    torch.manual_seed(run.seed)
+    model = GPT(MODEL)
+    optimizer = OPTIMIZERS[run.optimizer](model)
+    workers = Workers(model, run.algorithm)
+    for step in range(run.steps):
+        for worker in workers:
+            generator = batch_generator(seed=run.seed, step=step, process_rank=worker)
+            inputs, targets = sample_batch(
+                text().train,
+                batch_size=BATCH_SIZE,
+                context_length=MODEL.context_length,
+                generator=generator,
+            )
+            torch.autograd.backward(next_byte_loss(model, inputs, targets))
+        workers.average()
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        for group in optimizer.param_groups:
+            group["lr"] = run.learning_rate * schedule(step, run.steps)
+        optimizer.step()
+    compression_ratio = workers.simulation.syncs[0].stats().compression_ratio
+    compressed = compression_ratio > 1.9
+    assert compressed == (run.algorithm_name != EXACT), f"{run} compressed {compression_ratio} times"
+    return Outcome(heldout_loss(model, text().heldout, batches=HELDOUT_BATCHES), compression_ratio)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the peak learning rate at `step`, from 0: a linear rise, then half a cosine to a tenth."""
+    rise = min(1.0, (step + 1) / (WARMUP_SHARE * steps))
+    return rise * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
+
+
+def train_all(runs: Sequence[Run], num_jobs: int) -> Outcomes:
+    """Train, in as many processes; tells on stderr how far it is."""
+    outcomes: Outcomes = {}
+    start_seconds = time.monotonic()
+    with ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn")) as pool:
+        for run, outcome in zip(runs, pool.map(train, runs), strict=True):
+            outcomes[run] = outcome
+            elapsed = f"{len(outcomes)}/{len(runs)}, {time.monotonic() - start_seconds:.0f} s"
+            print(f"{elapsed}: {run}: {outcome.heldout_loss:.4f}", file=sys.stderr)
+    return outcomes
+
+
+def comparison_table(outcomes: Outcomes, optimizer: str) -> str:
+    """One row an algorithm; differences are taken seed by seed."""
+    by_name: dict[str, list[tuple[Run, Outcome]]] = {}
+    for run, outcome in outcomes.items():
+        if run.optimizer == optimizer:
+            by_name.setdefault(run.algorithm_name, []).append((run, outcome))
+    exact_losses = [outcome.heldout_loss for _, outcome in by_name[EXACT]]
+    rows = []
+    for name, results in by_name.items():
+        losses = [outcome.heldout_loss for _, outcome in results]
+        differences = [100 * (a / b - 1) for a, b in zip(losses, exact_losses, strict=True)]
+        run, outcome = results[0]
+        rows.append(
+            [
+                name,
+                mean_and_deviation(losses, ".3f"),
+                "" if name == EXACT else mean_and_deviation(differences, "+.2f") + " %",
+                f"{outcome.compression_ratio:.1f}",
+                str(getattr(run.algorithm, "warmup_steps", 0)),
+            ]
+        )
+    header = ["algorithm", "held-out loss", "difference to exact", "compression ratio", "warm-up steps"]
+    return markdown_table(header, rows)
+
+
+def mean_and_deviation(values: Sequence[float], form: str) -> str:
+    return f"{fmean(values):{form}} ± {stdev(values):{form.lstrip('+')}}"
+
+
+def setting(steps: int) -> str:
+    num_parameters = sum(parameter.numel() for parameter in GPT(MODEL).parameters())
+    return (
+        f"A byte GPT of {num_parameters / 1e6:.2f} M parameters ({MODEL.layers} layers, width {MODEL.width}, "
+        f"context {MODEL.context_length}) on the standard library of this Python, {steps} steps, "
+        f"{NUM_WORKERS} simulated workers of {BATCH_SIZE} windows each. The gradient norm is clipped to "
+        f"{MAX_GRADIENT_NORM:g}; the learning rate rises for {WARMUP_SHARE:.0%} of the steps, then falls "
+        f"along a cosine to a tenth. Loss in nats a byte on {16 * HELDOUT_BATCHES} fixed windows of files "
+        "not trained on."
+    )
+
+
+def compared(arguments: argparse.Namespace) -> str:
+    """The result page of all algorithms at the learning rates in use."""
+    steps, only = arguments.steps, arguments.only
+    runs = [
+        Run(optimizer, learning_rate, name, algorithm, seed, steps)
+        for seed in range(arguments.seeds)
+        for optimizer, learning_rate in LEARNING_RATES.items()
+        for name, algorithm in algorithms(steps).items()
+        if only in (None, name) or name == EXACT
+    ]
+    outcomes = train_all(runs, arguments.jobs)
+    sections = [
+        f"## {optimizer}\n\nPeak learning rate {learning_rate:g}.\n\n{comparison_table(outcomes, optimizer)}"
+        for optimizer, learning_rate in LEARNING_RATES.items()
+    ]
+    explanation = (
+        f"{setting(steps)} Mean ± standard deviation over {arguments.seeds} seeds; differences are taken "
+        "seed by seed. Learning rates are the best for exact averaging (`--tune`), the same for all "
+        "algorithms. The number in an algorithm's name is the matrix rank."
+    )
+    return page("Model quality after equally many steps", explanation, *sections)
+
+
+def tuned(arguments: argparse.Namespace) -> str:
+    """The result page of exact averaging at all candidate learning rates."""
+    runs = [
+        Run(optimizer, learning_rate, EXACT, AllReduce(), TUNING_SEED, arguments.steps)
+        for optimizer, learning_rates in CANDIDATES.items()
+        for learning_rate in learning_rates
+    ]
+    outcomes = train_all(runs, arguments.jobs)
+    rows = [[run.optimizer, f"{run.learning_rate:g}", f"{outcomes[run].heldout_loss:.3f}"] for run in runs]
+    return page(
+        "Learning rates for exact averaging",
+        f"{setting(arguments.steps)} One seed, which the comparison does not use.",
+        markdown_table(["optimizer", "peak learning rate", "held-out loss"], rows),
+    )
+
+
+def parsed_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3, help="how many, at least 2")
+    parser.add_argument("--only", choices=tuple(algorithms(1)), help="beside exact, this algorithm alone")
+    parser.add_argument("--tune", action="store_true", help="try learning rates for exact, compare nothing")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side, one thread each")
+    parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args()
+    if arguments.seeds < 2:
+        parser.error("a standard deviation needs at least 2 seeds")
+    return arguments
+
+
+def main() -> None:
+    arguments = parsed_arguments()
+    make, name = (tuned, "quality-tuning") if arguments.tune else (compared, "quality")
+    result = make(arguments)
+    print(result)
+    if arguments.save:
+        print(f"saved as {save(result, name)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""What every result page has: tables, and by what command, when and on what machine it was measured."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+RESULTS_FOLDER = Path(__file__).parent / "results"
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    rule = ["---", *["--:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def page(title: str, *sections: str) -> str:
+    """A markdown page that says how it came about."""
+    origin = [
+        f"- command: `python {shlex.join([_relative(sys.argv[0]), *sys.argv[1:]])}`",
+        f"- date: {datetime.date.today()}",
+        f"- machine: {cpu_model()}, {os.cpu_count()} cores; {platform.system()}",
+        f"- Python {platform.python_version()}, PyTorch {torch.__version__}",
+    ]
+    return "\n\n".join([f"# {title}", "\n".join(origin), *sections]) + "\n"
+
+
+def save(text: str, name: str) -> Path:
+    """Write a result page of today; returns where."""
+    path = RESULTS_FOLDER / f"{datetime.date.today()}-{name}.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def cpu_model() -> str:
+    """The processor's name for itself, where the system tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _relative(script: str) -> str:
+    """The script as called from the root of the repository."""
+    return Path(script).resolve().relative_to(RESULTS_FOLDER.parents[1]).as_posix()

@@ -1,0 +1,59 @@
+"""Parameter shapes of three well-known models, in the order of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+def resnet50() -> Iterator[Shape]:
+    """For ImageNet: convolutions (out, in, height, width), each with a batch norm, and a classifier."""
+    yield from _convolution(64, 3, 7)
+    inputs = 64
+    for width, num_blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(num_blocks):
+            yield from _convolution(width, inputs, 1)
+            yield from _convolution(width, width, 3)
+            yield from _convolution(4 * width, width, 1)
+            if block == 0:
+                yield from _convolution(4 * width, inputs, 1)
+            inputs = 4 * width
+    yield from _linear(1000, inputs)
+
+
+def gpt2_small_blocks() -> Iterator[Shape]:
+    """The 12 transformer blocks of GPT-2 small, without its embeddings."""
+    width = 768
+    for _ in range(12):
+        yield from ((width,), (width,))
+        yield from _linear(3 * width, width)
+        yield from _linear(width, width)
+        yield from ((width,), (width,))
+        yield from _linear(4 * width, width)
+        yield from _linear(width, 4 * width)
+
+
+def wikitext2_lstm() -> Iterator[Shape]:
+    """The language model of the PowerSGD paper: 28 869 words, tied embeddings, three layers."""
+    vocabulary, width = 28_869, 650
+    yield (vocabulary, width)
+    for _ in range(3):
+        yield from ((4 * width, width), (4 * width, width), (4 * width,), (4 * width,))
+    yield (vocabulary,)
+
+
+SHAPE_SETS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "resnet50": resnet50,
+    "gpt2-small-blocks": gpt2_small_blocks,
+    "wikitext2-lstm": wikitext2_lstm,
+}
+
+
+def _convolution(outputs: int, inputs: int, kernel: int) -> Iterator[Shape]:
+    yield from ((outputs, inputs, kernel, kernel), (outputs,), (outputs,))
+
+
+def _linear(outputs: int, inputs: int) -> Iterator[Shape]:
+    yield from ((outputs, inputs), (outputs,))

@@ -1,0 +1,93 @@
+"""One round an iteration: project on the left factor in one, on the right factor in the next.
+
+Sources: Zhang et al., "ACP-SGD" (ICDCS 2023); Vogels et al., "PowerGossip" (arXiv 2008.01425), algorithm
+2, whose form the reference implementation of PowerSGD has: several iterations a step each send a part
+of what the ones before left over, and their results add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+
+from thinwire.algorithms.base import Bucket, Memory
+from thinwire.algorithms.lowrank import LowRank
+from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.algorithms.rounds import (
+    Factors,
+    MatrixGroup,
+    Terms,
+    as_sent,
+    packed,
+    projections,
+    riders,
+    row_blocks,
+    starting_basis,
+    unpacked,
+)
+
+__all__ = ["alternate"]
+
+
+def alternate(
+    config: LowRank,
+    groups: Sequence[MatrixGroup],
+    whole: Sequence[torch.Tensor],
+    memory: Memory,
+    bucket: Bucket,
+) -> Generator[torch.Tensor, torch.Tensor, tuple[list[Terms], Sequence[torch.Tensor]]]:
+    """Like `rounds.approximate`, with one round an iteration.
+
+    Args:
+        config: Iterations a step and wire type.
+        groups: The matrices; on return less the own projections of all iterations but the last.
+        whole: Flat gradients that ride along in the first message.
+        memory: Only read; its step tells whose turn it is.
+        bucket: Its type is that of the messages; its loss scale that of the matrices.
+
+    Returns:
+        The factors of each group, one an iteration, and the means of `whole`.
+
+    Cost: one round an iteration, which reads every matrix once and, but for the last, updates it.
+    """
+    for group in groups:
+        group.add_errors(bucket.loss_scale)
+    turn = (memory.step - config.warmup_steps) * config.power_iterations
+    bases = [starting_basis(config, memory, group, left=turn % 2 == 0) for group in groups]
+    terms: list[list[Factors]] = [[] for _ in groups]
+    whole_means: Sequence[torch.Tensor] = ()
+    for iteration in range(config.power_iterations):
+        first, left = iteration == 0, (turn + iteration) % 2 == 0
+        owns = [_projected(group, basis, left=left) for group, basis in zip(groups, bases, strict=True)]
+        message = packed([*owns, *whole] if first else owns, config.message_dtype(bucket.flat.dtype))
+        owns = as_sent(config, message, owns)
+        mean = yield message
+        if first:
+            whole_means = riders(mean, owns, whole)
+        means = unpacked(mean, like=owns)
+        for found, basis, own, group_mean in zip(terms, bases, owns, means, strict=True):
+            found.append(Factors(basis, own, group_mean, basis_is_left=left))
+        if iteration + 1 < config.power_iterations:
+            for group, found in zip(groups, terms, strict=True):
+                _subtract_own(group, found[-1])
+            bases = orthonormal_rows(means)
+    return list(terms), whole_means
+
+
+def _projected(group: MatrixGroup, basis: torch.Tensor, *, left: bool) -> torch.Tensor:
+    """P̂ᵀ M or Q̂ᵀ Mᵀ of every matrix."""
+    if left:
+        return projections(group, basis)
+    own = basis.new_empty(basis.shape[0], basis.shape[1], group.matrices[0].shape[0])
+    for matrix, q, projection in zip(group.matrices, basis, own, strict=True):
+        torch.mm(q, matrix.t(), out=projection)
+    return own
+
+
+def _subtract_own(group: MatrixGroup, factors: Factors) -> None:
+    """Leave in every matrix what an iteration did not send of it."""
+    for matrix, of_one in zip(group.matrices, factors.each(), strict=True):
+        left, right = of_one.pair(of_one.own)
+        for block in row_blocks(matrix):
+            matrix[block].addmm_(left[:, block].t(), right, alpha=-1)
