@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
-from thinwire import AllReduce
+from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
+from thinwire import AllReduce, BatchedPowerSGD
 from thinwire.simulation import Simulation
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -154,6 +154,26 @@ def test_switching_to_exact_pays_back_all_that_is_owed(entry: Entry) -> None:
         sent = torch.stack([result[position].double() for result in results]).sum(0)
         true = sum_of_means(sim, position, range(8))
         assert (true - sent).norm() / true.norm() < entry.tolerance
+
+
+@every_with_feedback
+def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> None:
+    """Zero gradients, then gradients of rank one, then full ones: no direction is lost for good."""
+    layout = [(spec("weight", 48, 40),)]
+    sim = Simulation(entry.algorithm, layout, num_workers=2)
+    full = torch.randn(48, 40, generator=torch.Generator().manual_seed(0))
+    thin = full[:, :1] @ full[:1]
+    for matrix, steps in ((torch.zeros(48, 40), 6), (thin, 6), (full, 6)):
+        for _ in range(steps):
+            gradients = [[matrix.reshape(-1).clone()] for _ in range(2)]
+            assert sim.step(gradients)
+            assert gradients[0][0].isfinite().all()
+    factor = sim.syncs[0]._memory.factor
+    for rows in factor.values():
+        assert (rows.norm(dim=1) > 0).all()
+    if getattr(entry.algorithm, "wire_dtype", None) is None:
+        alive = torch.linalg.matrix_rank(gradients[0][0].view(48, 40), rtol=1e-4)
+        assert alive >= (1 if isinstance(entry.algorithm, BatchedPowerSGD) else entry.algorithm.matrix_rank)  # type: ignore[attr-defined]
 
 
 @over(entry for entry in ENTRIES if entry.feedback and entry.algorithm.wire_dtype != "fp16")  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -233,37 +234,40 @@ def test_a_layer_that_only_one_process_uses_gets_its_mean(pool2: Pool) -> None:
         assert gap <= 0.2 * distance, name
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**12], ids=["unscaled", "scaled"])
 @pytest.mark.parametrize("algorithm", [POWER, BatchedPowerSGD()], ids=["PowerSGD", "BatchedPowerSGD"])
 def test_a_layer_that_nobody_uses_for_a_while_keeps_what_it_is_owed(
-    pool2: Pool, algorithm: Algorithm
+    pool2: Pool, algorithm: Algorithm, scale: float
 ) -> None:
     """Two tasks in turn: while one trains, DDP applies no gradient to the other's head."""
-    for true, applied, owed, ratio, others in pool2.run(_tasks_in_turn, algorithm):
+    for true, applied, owed, ratio, others in pool2.run(_tasks_in_turn, algorithm, scale):
         assert others
         assert ratio > 1.5
         torch.testing.assert_close(applied + owed, true, rtol=1e-4, atol=1e-5)
         assert owed.norm() > 0.01 * true.norm()
 
 
-def _tasks_in_turn(algorithm: Algorithm) -> tuple[Tensor, Tensor, Tensor, float, bool]:
+def _tasks_in_turn(algorithm: Algorithm, scale: float) -> tuple[Tensor, Tensor, Tensor, float, bool]:
     torch.manual_seed(0)
     plain, ours = (
         DistributedDataParallel(TwoHeads(), find_unused_parameters=True, bucket_cap_mb=0.005)
         for _ in range(2)
     )
     ours.load_state_dict(plain.state_dict())
-    sync = thinwire.attach(ours, algorithm)
+    scaler = GradScaler("cpu", init_scale=scale) if scale != 1 else None
+    sync = thinwire.attach(ours, algorithm, grad_scaler=scaler)
     totals = torch.zeros(2, 32, 32)
     untouched = True
     for step in range(9):
         batch = batch_of("linear", step, dist.get_rank(), torch.float32)
         for position, ddp_model in enumerate((plain, ours)):
             ddp_model.zero_grad()
-            ddp_model(batch, step // 3 % 2).square().mean().backward()
+            factor = scale if ddp_model is ours else 1.0
+            torch.autograd.backward(ddp_model(batch, step // 3 % 2).square().mean() * factor)
             gradient = ddp_model.module.heads[0].weight.grad
             untouched &= (gradient is None) == (step // 3 % 2 == 1)
             if gradient is not None:
-                totals[position] += gradient
+                totals[position] += gradient / factor
     owed = sync.state_dict()["error"]["heads.0.weight"]
     return totals[0], totals[1], owed, sync.stats().compression_ratio, untouched
 
@@ -425,6 +429,54 @@ def _resume() -> tuple[list[Tensor], list[Tensor], float]:
         _gradients_of(resumed, steps),
         resumed_sync.stats().compression_ratio,
     )
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "disabled scaler"])
+def test_a_grad_scaler_whose_scale_jumps_changes_no_result(pool2: Pool, enabled: bool) -> None:
+    for plain, scaled, scales, ratio in pool2.run(_scaled, enabled):
+        assert ratio > 1.5
+        assert len(set(scales)) == (4 if enabled else 1)
+        for a, b in zip(plain, scaled, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def _scaled(enabled: bool) -> tuple[list[Tensor], list[Tensor], list[float], float]:
+    plain, scaled = build("linear"), build("linear")
+    thinwire.attach(plain, POWER)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_factor=4.0, growth_interval=2, enabled=enabled)
+    sync = thinwire.attach(scaled, POWER, grad_scaler=scaler)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, scaled)]
+    scales = []
+    for step in range(8):
+        batch = batch_of("linear", step, dist.get_rank(), torch.float32)
+        for model, optimizer in zip((plain, scaled), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            torch.autograd.backward(loss if model is plain else scaler.scale(loss))
+        optimizers[0].step()
+        scales.append(scaler.get_scale())
+        scaler.step(optimizers[1])
+        scaler.update()
+    parameters = [[p.detach() for p in model.parameters()] for model in (plain, scaled)]
+    return parameters[0], parameters[1], scales, sync.stats().compression_ratio
+
+
+def test_parameters_that_ddp_ignores_are_not_planned(pool2: Pool) -> None:
+    for planned, ratio in pool2.run(_ignored):
+        assert "0.weight" not in planned
+        assert "2.weight" in planned
+        assert ratio > 1.5
+
+
+def _ignored() -> tuple[list[str], float]:
+    module = linear_model()
+    ignored = ["0.weight"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
+    ddp_model = DistributedDataParallel(module)
+    sync = thinwire.attach(ddp_model, POWER)
+    for step in range(2):
+        torch.autograd.backward(ddp_model(batch_of("linear", step, 0, torch.float32)).square().mean())
+    return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
 
 
 def test_torch_compile(pool2: Pool) -> None:

@@ -81,6 +81,15 @@ RIGHT = 2 * (32 + 32 + 54)
                 "wait 4",
             ],
         ),
+        (
+            PowerSGD(matrix_rank=2, alternating=True),
+            [
+                f"send 0: {2 * (32 + 32) + 64 + 1}",
+                f"send 1: {2 * 54 + 6}",
+                "wait 0",
+                "wait 1",
+            ],
+        ),
         (BatchedPowerSGD(), ["send 0: 65", "send 1: 47", "wait 0", "wait 1", "send 2: 112", "wait 2"]),
     ],
     ids=lambda value: type(value).__name__,

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from pool import Pool
 from thinwire import hooks
+from thinwire.algorithms import Algorithm
 
 STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
 WRAPPERS = ["fp16_compress_wrapper", "bf16_compress_wrapper"]
@@ -115,6 +116,46 @@ def _power(name: str) -> tuple[float, thinwire.Plan, list[Tensor], int]:
     ddp_model.register_comm_hook(state, hook_named(name))
     gradients = gradients_of(ddp_model, range(4))
     return state.stats().compression_ratio, state.plan, gradients, state.stats().steps
+
+
+def test_the_settings_reach_the_algorithm(pool2: Pool) -> None:
+    expected = thinwire.PowerSGD(
+        matrix_rank=3,
+        warmup_steps=1,
+        min_compression_ratio=1.5,
+        error_feedback=False,
+        warm_start=False,
+        seed=7,
+    )
+    assert pool2.run(_settings) == [expected] * 2
+
+
+def _settings() -> Algorithm:
+    ddp_model = new_model()
+    state = hooks.PowerSGDState(None, 3, 1, 1.5, False, False, 0, 7)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(ddp_model, range(1))
+    assert state._front is not None
+    return state._front.sync.algorithm
+
+
+@pytest.mark.parametrize("name", ["powerSGD_hook", "allreduce_hook", "fp16_compress_hook"])
+def test_a_process_group_of_some(pool4: Pool, name: str) -> None:
+    results = pool4.run(_group_of_two, name)
+    for a, b in ((0, 1), (2, 3)):
+        assert torch.equal(results[a], results[b])
+    assert not torch.equal(results[0], results[2])
+
+
+def _group_of_two(name: str) -> Tensor:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[dist.get_rank() // 2]
+    module = nn.Linear(64, 64)
+    torch.nn.init.ones_(module.weight)
+    ddp_model = DistributedDataParallel(module, process_group=group)
+    state = hooks.PowerSGDState(group, start_powerSGD_iter=0) if name == "powerSGD_hook" else group
+    ddp_model.register_comm_hook(state, hook_named(name))
+    return gradients_of(ddp_model, range(2))[0]
 
 
 def test_hook_and_attach_do_the_same(pool2: Pool) -> None:

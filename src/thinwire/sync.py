@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -180,7 +179,7 @@ class GradientSync:
                 f"the bucket of {specs[0].name} was started twice: the last backward pass did not finish on "
                 "this process; restart all processes from a checkpoint"
             )
-        with exact_arithmetic(flat.device):
+        with torch.no_grad():
             self._admit(specs, flat.device)
             scale = None if self._loss_scale is None else self._loss_scale(flat.device)
             bucket = Bucket(specs, flat, scale)
@@ -200,8 +199,7 @@ class GradientSync:
         Raises:
             CommunicationError: A collective failed; memory is as it was.
         """
-        device = self._started[0].flat.device if self._started else torch.device("cpu")
-        with exact_arithmetic(device):
+        with torch.no_grad():
             return drained(self.finishing())
 
     def finishing(self) -> Generator[None, None, bool]:
@@ -252,7 +250,7 @@ class GradientSync:
             StepError: A step is under way.
             CommunicationError: A collective failed; memory is as it was.
         """
-        with exact_arithmetic(torch.device("cpu")):
+        with torch.no_grad():
             return drained(self.saving())
 
     def saving(self) -> Generator[None, None, dict[str, Any]]:
@@ -285,13 +283,6 @@ class GradientSync:
         loaded = checked_state(state, self._specs if self._all_specs_known else None)
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
-
-
-@contextmanager
-def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """No autograd and no autocast: a backward pass may run under either."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
-        yield
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

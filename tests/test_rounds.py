@@ -1,0 +1,47 @@
+"""Pieces of the rounds that whole steps reach only at their extremes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from catalog import spec
+from thinwire import PowerSGD
+from thinwire.algorithms.cast import WireDtype
+from thinwire.algorithms.rounds import round_into
+from thinwire.simulation import Simulation
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_what_a_type_cannot_hold_stays_owed(dtype: torch.dtype, scale: float | None) -> None:
+    mean = torch.tensor([1e6, -1e6, 3e38, 1.0009765, 1e-9, 0.0])
+    gradient, error = torch.zeros(6, dtype=dtype), torch.full((6,), 0.5)
+    round_into(gradient, mean, error, None if scale is None else torch.tensor(scale))
+    assert gradient.isfinite().all()
+    assert error.isfinite().all()
+    torch.testing.assert_close(gradient.double() + (error.double() - 0.5) * (scale or 1.0), mean.double())
+
+
+def test_without_error_feedback_it_is_cut_to_the_range() -> None:
+    gradient = torch.zeros(2, dtype=torch.float16)
+    round_into(gradient, torch.tensor([1e6, -1e6]), None, None)
+    assert gradient.tolist() == [65504.0, -65504.0]
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("wire_dtype", ["fp16", "bf16"])
+def test_what_travels_in_16_bits_is_what_counts_as_paid(wire_dtype: WireDtype, alternating: bool) -> None:
+    """With one worker there is no sum to round, so the identity holds to fp32."""
+    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype, alternating=alternating)
+    simulation = Simulation(algorithm, [(spec("weight", 48, 40),)], num_workers=1)
+    generator = torch.Generator().manual_seed(0)
+    true, sent = torch.zeros(48 * 40), torch.zeros(48 * 40)
+    for _ in range(8):
+        flat = torch.randn(48 * 40, generator=generator)
+        true += flat
+        assert simulation.step([[flat]])
+        sent += flat
+    owed = simulation.state_dicts()[0]["error"]["weight"].view(-1)
+    assert (true - sent - owed).norm() < 1e-6 * true.norm()
+    assert simulation.syncs[0].stats().compression_ratio > 10
