@@ -8,7 +8,7 @@ import torch
 from catalog import spec
 from thinwire import PowerSGD
 from thinwire.algorithms.cast import WireDtype
-from thinwire.algorithms.rounds import round_into
+from thinwire.algorithms.matrices import round_into
 from thinwire.simulation import Simulation
 
 

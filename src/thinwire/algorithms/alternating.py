@@ -13,19 +13,16 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.orthonormal import orthonormal_rows
-from thinwire.algorithms.rounds import (
+from thinwire.algorithms.matrices import (
     Factors,
     MatrixGroup,
     Terms,
-    as_sent,
-    packed,
     projections,
-    riders,
     row_blocks,
     starting_basis,
-    unpacked,
 )
+from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.algorithms.rounds import as_sent, packed, riders, unpacked
 
 __all__ = ["alternate"]
 

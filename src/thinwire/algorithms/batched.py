@@ -11,14 +11,8 @@ import torch
 from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.exact import forget, with_owed
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.rounds import (
-    MatrixGroup,
-    Terms,
-    approximate,
-    remember,
-    round_into,
-    settle,
-)
+from thinwire.algorithms.matrices import MatrixGroup, Terms, remember, round_into, settle
+from thinwire.algorithms.rounds import approximate
 from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["BatchedPowerSGD"]

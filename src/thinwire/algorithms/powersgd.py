@@ -14,14 +14,8 @@ from thinwire.algorithms.alternating import alternate
 from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.exact import forget, with_owed
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.rounds import (
-    MatrixGroup,
-    Terms,
-    approximate,
-    remember,
-    round_into,
-    settle,
-)
+from thinwire.algorithms.matrices import MatrixGroup, Terms, remember, round_into, settle
+from thinwire.algorithms.rounds import approximate
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 

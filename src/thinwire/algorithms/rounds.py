@@ -1,97 +1,25 @@
-"""The two rounds of PowerSGD on a list of matrices, wherever they come from.
-
-Notation of the paper (arXiv 1905.13727, algorithm 1): M (rows × columns) is gradient plus error, P
-(rows × r) the left and Q (columns × r) the right factor. Factors are held row by row, as Pᵀ and Qᵀ:
-skinny products are several times faster that way.
-"""
+"""The two rounds of PowerSGD on a list of matrices, and how factors are packed into messages."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeAlias
+from collections.abc import Generator, Sequence
 
 import torch
 
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.lowrank import LowRank
+from thinwire.algorithms.matrices import (
+    Factors,
+    MatrixGroup,
+    Terms,
+    add_scaled,
+    projections,
+    row_blocks,
+    starting_basis,
+)
 from thinwire.algorithms.orthonormal import orthonormal_rows
 
-__all__ = [
-    "Factors",
-    "MatrixGroup",
-    "Terms",
-    "approximate",
-    "as_sent",
-    "packed",
-    "projections",
-    "remember",
-    "riders",
-    "round_into",
-    "row_blocks",
-    "settle",
-    "starting_basis",
-    "unpacked",
-]
-
-# A block of rows stays in a core's cache between the products of one pass.
-BLOCK_BYTES = 512 * 1024
-
-
-@dataclass(frozen=True)
-class MatrixGroup:
-    """Matrices of one shape and rank.
-
-    Attributes:
-        labels: One a matrix, the key of its factor in memory.
-        matrices: M, fp32, each (rows, columns); on entry the gradients alone.
-        errors: What is owed on each, (rows, columns); None if nothing.
-        matrix_rank: r.
-    """
-
-    labels: Sequence[str]
-    matrices: Sequence[torch.Tensor]
-    errors: Sequence[torch.Tensor | None]
-    matrix_rank: int
-
-    def add_errors(self, loss_scale: torch.Tensor | None) -> None:
-        """Add to every matrix what is owed on it."""
-        for matrix, error in zip(self.matrices, self.errors, strict=True):
-            if error is not None:
-                _add_scaled(matrix, error, loss_scale)
-
-
-@dataclass(frozen=True)
-class Factors:
-    """What one iteration makes known, of a group or (without the first dimension) of one matrix.
-
-    Attributes:
-        basis: Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r,
-            columns).
-        own: The projection of this process's M on it, as it travelled: P̂ᵀ M (matrices, r, columns), or
-            Q̂ᵀ Mᵀ (matrices, r, rows).
-        mean: The mean of `own` over the processes.
-        basis_is_left: Whether the basis is P̂ᵀ.
-    """
-
-    basis: torch.Tensor
-    own: torch.Tensor
-    mean: torch.Tensor
-    basis_is_left: bool = True
-
-    def each(self) -> Iterator[Factors]:
-        """The factors of one matrix after the other."""
-        for basis, own, mean in zip(self.basis, self.own, self.mean, strict=True):
-            yield Factors(basis, own, mean, self.basis_is_left)
-
-    def pair(self, projection: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(left, right) with leftᵀ right the approximation that `projection`, own or mean, stands for."""
-        return (self.basis, projection) if self.basis_is_left else (projection, self.basis)
-
-
-Terms: TypeAlias = Sequence[Factors]
-"""The iterations of a step; their approximations add up."""
+__all__ = ["approximate", "as_sent", "packed", "riders", "unpacked"]
 
 
 def approximate(
@@ -145,117 +73,9 @@ def _products(
     for matrix, error, q, p in zip(group.matrices, group.errors, right, left, strict=True):
         for block in row_blocks(matrix):
             if add_error and error is not None:
-                _add_scaled(matrix[block], error[block], loss_scale)
+                add_scaled(matrix[block], error[block], loss_scale)
             torch.mm(q, matrix[block].t(), out=p[:, block])
     return left
-
-
-def _add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
-    matrix.add_(error if loss_scale is None else error * loss_scale)
-
-
-def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
-    """P̂ᵀ M of every matrix, (matrices, r, columns)."""
-    own = left.new_empty(left.shape[0], left.shape[1], group.matrices[0].shape[1])
-    for matrix, p, projection in zip(group.matrices, left, own, strict=True):
-        torch.mm(p, matrix, out=projection)
-    return own
-
-
-def settle(
-    matrix: torch.Tensor, error: torch.Tensor | None, terms: Terms, loss_scale: torch.Tensor | None
-) -> None:
-    """Turn M into the mean gradient, in place, and leave what this process did not send of M in `error`.
-
-    What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
-    then leave the error memory, which so stays bounded; the mean of the errors is the same.
-
-    Args:
-        matrix: M less the own projections of all terms but the last, (rows, columns).
-        error: Where to write what this process still owes, (rows, columns); None to forget it.
-        terms: Of this matrix.
-        loss_scale: What the loss was multiplied by, None for 1.
-    """
-    sent_left, sent_right = terms[-1].pair(terms[-1].own)
-    pairs = [term.pair(term.mean) for term in terms]
-    for block in row_blocks(matrix):
-        if error is not None:
-            torch.addmm(matrix[block], sent_left[:, block].t(), sent_right, alpha=-1, out=error[block])
-            if loss_scale is not None:
-                error[block].div_(loss_scale)
-        for position, (left, right) in enumerate(pairs):
-            if position == 0:
-                torch.mm(left[:, block].t(), right, out=matrix[block])
-            else:
-                matrix[block].addmm_(left[:, block].t(), right)
-
-
-def round_into(
-    gradient: torch.Tensor, mean: torch.Tensor, error: torch.Tensor | None, loss_scale: torch.Tensor | None
-) -> None:
-    """Store the mean in a gradient of another type; what its type can't hold stays owed.
-
-    Args:
-        gradient: Flat, of any floating type, written.
-        mean: Flat fp32 of the same length.
-        error: Flat fp32, takes up what rounding and the type's range lose; None to forget it.
-        loss_scale: What the loss was multiplied by, None for 1.
-    """
-    most = min(torch.finfo(gradient.dtype).max, torch.finfo(torch.float32).max)
-    gradient.copy_(mean.clamp(-most, most))
-    if error is not None:
-        lost = mean - gradient.float()
-        error.add_(lost if loss_scale is None else lost.div_(loss_scale))
-
-
-def starting_basis(config: LowRank, memory: Memory, group: MatrixGroup, *, left: bool) -> torch.Tensor:
-    """A basis to start from, (matrices, r, rows or columns): the last step's mean factors, or random ones.
-
-    Rows that memory lacks, or that died when a gradient had too low a rank, are drawn from a
-    standard normal, the same on every process.
-
-    Args:
-        config: Seed and warm start.
-        memory: Only read.
-        group: The matrices.
-        left: Whether for the rows of the matrices, not their columns.
-    """
-    matrix = group.matrices[0]
-    shape = (group.matrix_rank, matrix.shape[0 if left else 1])
-    drawn = _random_rows(config.seed, 0 if config.warm_start else memory.step, shape, matrix.device)
-    basis = torch.stack([_fitted(memory.factor.get(label), drawn) for label in group.labels])
-    basis = torch.where((basis == 0).all(dim=2, keepdim=True), drawn, basis)
-    return orthonormal_rows([basis])[0]
-
-
-def remember(
-    config: LowRank, memory: Memory, label: str, terms: Terms, loss_scale: torch.Tensor | None
-) -> None:
-    """Keep the factors of one matrix, in units of the unscaled loss."""
-    sent = torch.cat([term.own.reshape(-1) for term in terms]) if len(terms) > 1 else terms[0].own
-    factor = terms[-1].mean
-    if config.warm_start:
-        memory.factor[label] = factor if loss_scale is None else factor / loss_scale
-    if config.error_feedback:
-        memory.sent[label] = sent if loss_scale is None else sent / loss_scale
-
-
-def _fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """`factor` with the rows of `like`: cut, or zeros appended; all zeros if it has other columns."""
-    if factor is not None and factor.shape == like.shape:
-        return factor.to(like.device)
-    fitted = torch.zeros_like(like)
-    if factor is not None and factor.shape[1] == like.shape[1]:
-        rows = min(len(factor), len(like))
-        fitted[:rows] = factor[:rows]
-    return fitted
-
-
-@lru_cache(maxsize=256)
-def _random_rows(seed: int, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Standard normal, drawn on the CPU so that processes with different devices agree."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    return torch.randn(shape, generator=generator).to(device)
 
 
 def packed(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -281,11 +101,3 @@ def riders(
 def as_sent(config: LowRank, message: torch.Tensor, owns: list[torch.Tensor]) -> list[torch.Tensor]:
     """`owns` as they travel: rounded, if in 16 bits. What travels is what counts as paid."""
     return owns if config.wire_dtype is None else unpacked(message.float(), like=owns)
-
-
-def row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that fit in a core's cache; all rows at once on an accelerator."""
-    rows, columns = matrix.shape
-    step = max(1, BLOCK_BYTES // (4 * columns)) if matrix.device.type == "cpu" else rows
-    for start in range(0, rows, step):
-        yield slice(start, start + step)
