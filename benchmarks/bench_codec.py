@@ -261,7 +261,8 @@ def main() -> None:
     text = result_page(measurements, arguments.rounds, arguments.device)
     print(text)
     if arguments.save:
-        print(f"saved as {save(text, 'codec')}")
+        device = None if arguments.device == "cpu" else arguments.device
+        print(f"saved as {save(text, 'codec', device, arguments.only)}")
 
 
 if __name__ == "__main__":

@@ -268,11 +268,10 @@ def parsed_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parsed_arguments()
-    make, name = (tuned, "quality-tuning") if arguments.tune else (compared, "quality")
-    result = make(arguments)
+    result = tuned(arguments) if arguments.tune else compared(arguments)
     print(result)
     if arguments.save:
-        print(f"saved as {save(result, name)}")
+        print(f"saved as {save(result, 'quality', 'tuning' if arguments.tune else arguments.only)}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-RESULTS_FOLDER = Path(__file__).parent / "results"
+RESULTS_FOLDER = Path(__file__).resolve().parent / "results"
+ROOT = RESULTS_FOLDER.parents[1]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -32,12 +33,13 @@ def page(title: str, *sections: str) -> str:
     return "\n\n".join([f"# {title}", "\n".join(origin), *sections]) + "\n"
 
 
-def save(text: str, name: str) -> Path:
-    """Write a result page of today; returns where."""
-    path = RESULTS_FOLDER / f"{datetime.date.today()}-{name}.md"
+def save(text: str, *name_parts: str | None) -> Path:
+    """Write a result page of today, named by the parts that are not None; returns where."""
+    parts = [str(datetime.date.today()), *(part for part in name_parts if part is not None)]
+    path = RESULTS_FOLDER / f"{'-'.join(parts)}.md"
     path.parent.mkdir(exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    return path
+    return path.relative_to(ROOT)
 
 
 def cpu_model() -> str:
@@ -50,4 +52,4 @@ def cpu_model() -> str:
 
 def _relative(script: str) -> str:
     """The script as called from the root of the repository."""
-    return Path(script).resolve().relative_to(RESULTS_FOLDER.parents[1]).as_posix()
+    return Path(script).resolve().relative_to(ROOT).as_posix()
