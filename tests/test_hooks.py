@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import io
 import logging
+import pickle
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -297,6 +300,33 @@ def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:
     other = hooks.PowerSGDState(None)
     other.load_state_dict(saved)
     assert other.state_dict() == saved
+
+
+def test_a_model_can_be_copied_but_not_pickled_whole(pool2: Pool) -> None:
+    """Weight averaging (`torch.optim.swa_utils.AveragedModel`) copies the model it is given."""
+    for errors, steps, ratio, gradients in (results := pool2.run(_copied)):
+        assert errors == [("StateError", True), ("StateError", True)]
+        assert steps == [2, 2, 0]
+        assert ratio > 3
+        for mine, theirs in zip(gradients, results[0][3], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def _copied() -> tuple[list[tuple[str, bool]], list[int], float, list[Tensor]]:
+    attached, hooked = new_model(), new_model()
+    sync = thinwire.attach(attached, thinwire.PowerSGD(matrix_rank=1))
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    hooked.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(attached, range(2))
+    gradients_of(hooked, range(2))
+    copies = [copy.deepcopy(model) for model in (attached, hooked)]
+    again = thinwire.attach(copies[0], thinwire.PowerSGD(matrix_rank=1))
+    gradients = gradients_of(copies[0], range(3)) + gradients_of(copies[1], range(3))
+    pickled = [error_of(partial(pickle.dumps, model)) for model in (attached, hooked)]
+    errors = [(name, "state_dict()" in message) for name, message in pickled]
+    copied_state = cast(hooks.PowerSGDState, copies[1]._comm_hooks[0][1])
+    steps = [sync.stats().steps, state.stats().steps, copied_state.stats().steps]
+    return errors, steps, again.stats().compression_ratio, gradients
 
 
 def test_statistics_are_logged(pool2: Pool) -> None:

@@ -2,6 +2,7 @@
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -11,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupChannel
-from thinwire.errors import AttachError, ConfigError, GradientError
+from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale
 
@@ -70,6 +71,10 @@ def attach(
     return sync
 
 
+class DetachedFront:
+    """Stands, in a copy of an attached model, where the original has its front."""
+
+
 class BucketFront:
     """Feeds DDP's buckets to a `GradientSync` and hands their means back as futures.
 
@@ -89,6 +94,16 @@ class BucketFront:
         }
         self._specs: dict[tuple[int, ...], tuple[ParameterSpec, ...]] = {}
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "DetachedFront":
+        """A copied model (weight averaging makes one) has a reducer of its own, without a hook."""
+        return DetachedFront()
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a DDP model that is attached can't be pickled whole; save model.module.state_dict() and "
+            "sync.state_dict() instead"
+        )
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Take a bucket; at the last one, finish them all."""
@@ -168,7 +183,7 @@ def _checked_model(ddp_model: object) -> DistributedDataParallel:
             f"expected a DistributedDataParallel model, got {type(ddp_model).__name__}; "
             "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
         )
-    if model._comm_hooks:
+    if any(not isinstance(state, DetachedFront) for _, state in model._comm_hooks):
         raise AttachError(
             "the model has a communication hook already, and DDP allows one only; "
             "if it is Thinwire's, switch its algorithm with sync.use(…)"

@@ -12,7 +12,7 @@ What behaves differently is told in docs/powersgd.md.
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory
 from thinwire.algorithms.cast import WireDtype
 from thinwire.channel import ProcessGroupChannel
 from thinwire.ddp import BucketFront, dense_buffer
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, StateError
 from thinwire.plan import Plan
 from thinwire.state import checked_state, packed_state
 from thinwire.sync import GradientSync, Stats
@@ -49,7 +49,8 @@ class PowerSGDState:
 
     Memory is kept by parameter, so compression may start at step 0. With a plain
     `register_comm_hook` Thinwire can't see the names of the parameters: they are called by their
-    position from the model's end. `thinwire.attach` knows the real names.
+    position from the model's end, which is the same in every run if the hook is registered before the
+    first backward pass. `thinwire.attach` knows the real names.
 
     Args:
         process_group: The model's process group, None for the default one.
@@ -100,6 +101,16 @@ class PowerSGDState:
         self._log_every_steps = compression_stats_logging_frequency
         self._front: BucketFront | None = None
         self._loaded: Mapping[str, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
+        """A state with the same settings that remembers nothing: a copied model has no hook registered."""
+        copied = PowerSGDState(self.process_group)
+        copied._settings = dict(self._settings)
+        copied._log_every_steps = self._log_every_steps
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("a PowerSGDState can't be pickled; save its state_dict() instead")
 
     @property
     def plan(self) -> Plan:
