@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -197,3 +199,23 @@ def test_error_norm_and_relative_error_agree_with_the_matrix() -> None:
     singular = torch.linalg.svdvals(matrix)
     best = (singular[1:].norm() / singular.norm()).item()
     assert sync.stats().relative_error["weight"] == pytest.approx(best, rel=1e-3)
+
+
+def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
+    """The first bucket owes nothing, so what is owed shows only with the second."""
+    layout = [(spec("bias", 30),), (spec("weight", 30, 20), spec("unused", 30, 20))]
+    flats = random_gradients(layout, num_workers=1, seed=0)[0]
+    saved: dict[str, Any] = {}
+    for _ in range(2):
+        sync = GradientSync(PowerSGD(matrix_rank=1), Recording(), may_be_unused=True)
+        if saved:
+            sync.load_state_dict(saved)
+            flats[1][600:] = 0
+        for specs, flat in zip(layout, flats, strict=True):
+            sync.start(specs, flat)
+        assert sync.finish()
+        saved, before = sync.state_dict(), saved
+    assert (flats[1][600:] == 0).all()
+    assert saved["error"]["unused"].norm() > 0
+    torch.testing.assert_close(saved["error"]["unused"], before["error"]["unused"])
+    assert not torch.equal(saved["error"]["weight"], before["error"]["weight"])

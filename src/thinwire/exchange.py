@@ -81,10 +81,10 @@ class Exchange:
         """
         tasks, pending = self._tasks, self._pending
         self._tasks, self._pending = [], []
+        last = [] if closing is None else [_Task(None, closing, next(closing))]
         try:
             yield
             means = [each.wait() for each in pending]
-            last = [] if closing is None else [_Task(None, closing, next(closing))]
             all_means = yield from self._later_rounds(tasks, means, last)
             gated = [task for task in [*tasks, *last] if task.at_gate]
             if gated and not _all_finite(all_means):
@@ -97,7 +97,7 @@ class Exchange:
                     raise AssertionError("a message after the gate")
             return True
         finally:
-            for task in tasks:
+            for task in [*tasks, *last]:
                 task.rounds.close()
 
     def _later_rounds(

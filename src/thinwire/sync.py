@@ -180,10 +180,11 @@ class GradientSync:
                 "this process; restart all processes from a checkpoint"
             )
         with torch.no_grad():
+            owes = bool(self._memory.error or self._loaded_error)
             self._admit(specs, flat.device)
             scale = None if self._loss_scale is None else self._loss_scale(flat.device)
             bucket = Bucket(specs, flat, scale)
-            if self._may_be_unused and self._memory.error:
+            if self._may_be_unused and owes:
                 self._used.append(used_flags(bucket))
             self._exchange.start(self._algorithm, bucket, self._memory)
         self._started.append(bucket)
