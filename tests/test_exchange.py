@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from catalog import buckets, random_gradients, spec
+from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Channel, InProcessChannel, Pending, lockstep
@@ -159,11 +159,13 @@ def _reversed(flat: torch.Tensor) -> torch.Tensor:
     return torch.cat(list(reversed(parts)))
 
 
-def test_autocast_and_autograd_do_not_reach_the_arithmetic() -> None:
-    plain, under = (GradientSync(PowerSGD(matrix_rank=2), Recording()) for _ in range(2))
-    for seed in range(3):
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry, autocast_dtype: torch.dtype) -> None:
+    plain, under = (GradientSync(entry.algorithm, Recording()) for _ in range(2))
+    for seed in range(5):
         expected = step(plain, seed)
-        with torch.autocast("cpu"), torch.enable_grad():
+        with torch.autocast("cpu", dtype=autocast_dtype), torch.enable_grad():
             got = step(under, seed)
         for a, b in zip(expected, got, strict=True):
             assert torch.equal(a, b)

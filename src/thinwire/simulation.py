@@ -14,7 +14,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessChannel, lockstep
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync, LossScale
+from thinwire.sync import GradientSync, LossScale, exact_arithmetic
 
 __all__ = ["Simulation"]
 
@@ -69,14 +69,14 @@ class Simulation:
             for specs, flat in zip(self.buckets, of_worker, strict=True):
                 sync.start(specs, flat)
         committed: list[bool] = []
-        with torch.no_grad():
+        with exact_arithmetic(torch.device("cpu")):
             lockstep([_noting(sync.finishing(), committed) for sync in self.syncs])
         return all(committed)
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """The state of each worker; all are equal."""
         states: list[dict[str, Any]] = []
-        with torch.no_grad():
+        with exact_arithmetic(torch.device("cpu")):
             lockstep([_noting(sync.saving(), states) for sync in self.syncs])
         return states
 

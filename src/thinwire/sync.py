@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -179,7 +180,7 @@ class GradientSync:
                 f"the bucket of {specs[0].name} was started twice: the last backward pass did not finish on "
                 "this process; restart all processes from a checkpoint"
             )
-        with torch.no_grad():
+        with exact_arithmetic(flat.device):
             owes = bool(self._memory.error or self._loaded_error)
             self._admit(specs, flat.device)
             scale = None if self._loss_scale is None else self._loss_scale(flat.device)
@@ -200,7 +201,8 @@ class GradientSync:
         Raises:
             CommunicationError: A collective failed; memory is as it was.
         """
-        with torch.no_grad():
+        device = self._started[0].flat.device if self._started else torch.device("cpu")
+        with exact_arithmetic(device):
             return drained(self.finishing())
 
     def finishing(self) -> Generator[None, None, bool]:
@@ -251,7 +253,7 @@ class GradientSync:
             StepError: A step is under way.
             CommunicationError: A collective failed; memory is as it was.
         """
-        with torch.no_grad():
+        with exact_arithmetic(torch.device("cpu")):
             return drained(self.saving())
 
     def saving(self) -> Generator[None, None, dict[str, Any]]:
@@ -284,6 +286,13 @@ class GradientSync:
         loaded = checked_state(state, self._specs if self._all_specs_known else None)
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
+
+
+@contextmanager
+def exact_arithmetic(device: torch.device) -> Iterator[None]:
+    """No autograd and no autocast: backward may run under either; autocast refuses to mix 16-bit types."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
+        yield
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
