@@ -297,6 +297,59 @@ def _train_plain() -> dict[str, Tensor]:
     return {name: p.detach() for name, p in ddp_model.module.named_parameters()}
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "most_gap", "compressed"),
+    [
+        (AllReduce(), 1e-6, False),
+        (Cast("bf16"), 1e-2, True),
+        (PowerSGD(matrix_rank=96, min_compression_ratio=0.1), 1e-4, False),
+        (POWER, 2.0, True),
+        (BatchedPowerSGD(), 2.0, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_complex_parameters(
+    pool2: Pool, algorithm: Algorithm, most_gap: float, compressed: bool, find_unused: bool
+) -> None:
+    """DDP's buckets hold them as real numbers, twice as many."""
+    results = pool2.run(_complex, algorithm, find_unused)
+    assert len(results) == 2
+    for gap, ratio, gradient in results:
+        assert gap < most_gap
+        assert (ratio > 1.5) == compressed
+        assert gradient.is_complex()
+        assert torch.equal(gradient, results[0][2])
+
+
+class Spectral(nn.Module):
+    """A complex filter, as in a Fourier layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(32, 48, dtype=torch.complex64))
+        self.body = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body((x.to(torch.complex64) @ self.filter).abs())
+        return out
+
+
+def _complex(algorithm: Algorithm, find_unused: bool) -> tuple[float, float, Tensor]:
+    torch.manual_seed(0)
+    plain, ours = (DistributedDataParallel(Spectral(), find_unused_parameters=find_unused) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    sync = thinwire.attach(ours, algorithm)
+    for step in range(4):
+        batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for ddp_model in (plain, ours):
+            ddp_model.zero_grad()
+            torch.autograd.backward(ddp_model(batch).square().mean())
+    expected, got = (model.module.filter.grad for model in (plain, ours))
+    sync.load_state_dict(sync.state_dict())
+    return ((expected - got).norm() / expected.norm()).item(), sync.stats().compression_ratio, got
+
+
 def test_no_sync_accumulates_and_sends_once(pool2: Pool) -> None:
     for messages_alone, messages, equal in pool2.run(_accumulate):
         assert messages_alone == 0
