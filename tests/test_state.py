@@ -135,6 +135,22 @@ BAD = {
         broken(lambda s: s["error"].update({"head.weight": torch.ones(32, 64)})),
         r"head.weight has shape \(32, 64\).*\(64, 32\)",
     ),
+    "an error that is not finite": (
+        broken(lambda s: s["error"].update({"head.weight": torch.full((64, 32), torch.nan)})),
+        "error of head.weight is not finite",
+    ),
+    "a factor of another model": (
+        broken(lambda s: s["factor"].update({"enc.weight": torch.ones(2, 64)})),
+        "factor of enc.weight.*does not train",
+    ),
+    "a factor of another model's bucket": (
+        broken(lambda s: s["factor"].update({"head.weight … tail": torch.ones(2, 64)})),
+        "does not train.*tail",
+    ),
+    "a factor with other columns": (
+        broken(lambda s: s["factor"].update({"head.weight": torch.ones(2, 33)})),
+        r"factor of head.weight has 33 columns.*\(64, 32\)",
+    ),
     "a factor of three dimensions": (
         broken(lambda s: s["factor"].update({"head.weight": torch.ones(1, 2, 3)})),
         r"factor of head.weight.*\(1, 2, 3\)",

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["ParameterSpec", "Plan", "Route"]
+__all__ = ["BUCKET_SEPARATOR", "ParameterSpec", "Plan", "Route"]
+
+BUCKET_SEPARATOR = " … "
 
 
 class ParameterSpec(NamedTuple):
@@ -97,7 +99,7 @@ class Route:
     @property
     def label(self) -> str:
         """The parameter's name, or the first and last of several."""
-        return self.names[0] if len(self.names) == 1 else f"{self.names[0]} … {self.names[-1]}"
+        return self.names[0] if len(self.names) == 1 else f"{self.names[0]}{BUCKET_SEPARATOR}{self.names[-1]}"
 
 
 @dataclass(frozen=True)

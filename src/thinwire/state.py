@@ -10,7 +10,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory
 from thinwire.errors import StateError
-from thinwire.plan import ParameterSpec
+from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
 
 __all__ = ["LoadedState", "checked_state", "laid_out", "packed_state"]
 
@@ -92,6 +92,7 @@ def checked_state(state: object, specs: Mapping[str, ParameterSpec] | None) -> L
             raise StateError(f"factor of {label} must have 2 dimensions, got shape {tuple(factor.shape)}")
     if specs is not None:
         _check_model(loaded.error, specs)
+        _check_factors(loaded.factor, specs)
     return loaded
 
 
@@ -126,6 +127,23 @@ def _check_model(error: Mapping[str, torch.Tensor], specs: Mapping[str, Paramete
             )
 
 
+def _check_factors(factors: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec]) -> None:
+    """A factor is of a parameter of this model, or (of a whole bucket) from one of them to another."""
+    for label, factor in factors.items():
+        unknown = [name for name in label.split(BUCKET_SEPARATOR) if name not in specs]
+        if unknown:
+            raise StateError(
+                f"the state has a factor of {label}, but this model does not train {unknown}; "
+                "load the state of the same model"
+            )
+        shape = specs[label].matrix_shape if label in specs else None
+        if label in specs and (shape is None or factor.shape[1] not in shape):
+            raise StateError(
+                f"the state's factor of {label} has {factor.shape[1]} columns, the model's parameter is a "
+                f"matrix of {shape}; load the state of the same model"
+            )
+
+
 def _count(state: Mapping[str, Any], key: str) -> int:
     value = state.get(key, 0)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -144,6 +162,8 @@ def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
             or not tensor.is_floating_point()
         ):
             raise StateError(f"{key} must map names to floating tensors, got {name!r}: {_kind(tensor)}")
+        if not tensor.isfinite().all():
+            raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
     return {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in tensors.items()}
 
 
