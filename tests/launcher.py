@@ -1,0 +1,43 @@
+"""Run a script under torchrun, as a user does: fresh processes, a real rendezvous."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (\S+)")
+
+
+def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
+    """What the script printed, errors included; raises if it failed."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command = [sys.executable, *launch, f"--nproc-per-node={processes}", str(script), *arguments]
+    return run(command, timeout_seconds=timeout_seconds)
+
+
+def run(command: list[str], *, timeout_seconds: float = 100) -> str:
+    """What a command printed, errors included; raises if it failed or hung."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def assert_compressed_and_agreed(output: str, *, processes: int = 2, least_ratio: float = 2.0) -> None:
+    """Every process of an example told its compression ratio, and all ended with the same model."""
+    told = TOLD.findall(output)
+    assert sorted(int(process_rank) for process_rank, _, _ in told) == list(range(processes)), output
+    assert all(float(ratio) > least_ratio for _, ratio, _ in told), output
+    assert len({checksum for _, _, checksum in told}) == 1, output

@@ -1,0 +1,19 @@
+"""Every example runs in real processes, compresses, and leaves the same model on all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher import EXAMPLES, assert_compressed_and_agreed, torchrun
+
+UNDER_TORCHRUN = ["plain_ddp"]
+
+
+def test_no_example_is_longer_than_a_screen_and_a_half() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 80, path
+
+
+@pytest.mark.parametrize("name", UNDER_TORCHRUN)
+def test_runs_under_torchrun(name: str) -> None:
+    assert_compressed_and_agreed(torchrun(EXAMPLES / f"{name}.py"))
