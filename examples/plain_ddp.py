@@ -56,7 +56,7 @@ def main() -> None:
     checksum = sum(p.detach().double().sum().item() for p in model.parameters())
     print(
         f"process {dist.get_rank()}: compression ratio {sync.stats().compression_ratio:.2f}, "
-        f"checksum {checksum!r}",
+        f"checksum {checksum:.9f}",
         flush=True,
     )
     dist.destroy_process_group()

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (\S+)")
+TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.\d{9})")
 
 
 def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
