@@ -373,25 +373,58 @@ def _accumulate() -> tuple[int, int, bool]:
     return messages_alone, sync.stats().messages, equal
 
 
+def gap_to_plain(
+    models: list[nn.Module], syncs: list[GradientSync], plain: list[nn.Module], steps: int = 4
+) -> float:
+    """How far sum of results + mean error is from plain DDP's sum, relative; the models are chained."""
+    totals: list[list[Tensor]] = []
+    for chain in (models, plain):
+        parameters = [p for model in chain for p in model.parameters()]
+        sums = [torch.zeros_like(p) for p in parameters]
+        for step in range(steps):
+            outputs = batch_of("linear", step, dist.get_rank(), torch.float32)
+            for model in chain:
+                model.zero_grad()
+                outputs = model(outputs)
+            torch.autograd.backward(outputs.square().mean())
+            for total, parameter in zip(sums, parameters, strict=True):
+                total.add_(cast(Tensor, parameter.grad))
+        totals.append(sums)
+    owed = [sync.state_dict()["error"] for sync in syncs]
+    names = [
+        (index, name.removeprefix("module."))
+        for index, model in enumerate(plain)
+        for name, _ in model.named_parameters()
+    ]
+    assert sum(map(len, owed)) > 0
+    got = [total + owed[i].get(name, 0) for total, (i, name) in zip(totals[0], names, strict=True)]
+    expected = torch.cat([total.view(-1) for total in totals[1]])
+    return float((torch.cat([each.view(-1) for each in got]) - expected).norm() / expected.norm())
+
+
+def gradients_in(models: list[nn.Module]) -> list[Tensor]:
+    return [p.grad for model in models for p in model.parameters() if p.grad is not None]
+
+
 def test_two_models_in_one_backward_pass(pool2: Pool) -> None:
     """A generator and a discriminator: their buckets become ready interleaved."""
-    for ratios, gradients in (results := pool2.run(_two_models)):
+    for ratios, gap, gradients in (results := pool2.run(_two_models)):
         assert all(ratio > 1.5 for ratio in ratios)
-        for mine, theirs in zip(gradients, results[0][1], strict=True):
+        assert gap < 1e-5
+        for mine, theirs in zip(gradients, results[0][2], strict=True):
             assert torch.equal(mine, theirs)
 
 
-def _two_models() -> tuple[list[float], list[Tensor]]:
+def _two_models() -> tuple[list[float], float, list[Tensor]]:
     torch.manual_seed(3)
-    first, second = (
-        DistributedDataParallel(nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)), bucket_cap_mb=0.001)
+    modules = [nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)) for _ in range(2)]
+    plain, ours = (
+        [DistributedDataParallel(copy.deepcopy(module), bucket_cap_mb=0.001) for module in modules]
         for _ in range(2)
     )
-    syncs = [thinwire.attach(model, POWER) for model in (first, second)]
-    for step in range(4):
-        second(first(batch_of("linear", step, dist.get_rank(), torch.float32))).square().mean().backward()
-    gradients = [p.grad for model in (first, second) for p in model.parameters() if p.grad is not None]
-    return [sync.stats().compression_ratio for sync in syncs], gradients
+    syncs = [thinwire.attach(model, POWER) for model in ours]
+    gap = gap_to_plain([*ours], syncs, [*plain])
+    return [sync.stats().compression_ratio for sync in syncs], gap, gradients_in([*ours])
 
 
 def test_a_process_group_of_some(pool4: Pool) -> None:
@@ -532,18 +565,67 @@ def _ignored() -> tuple[list[str], float]:
     return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
 
 
-def test_torch_compile(pool2: Pool) -> None:
-    for ratio, gradients in (results := pool2.run(_compiled)):
+def test_state_has_the_names_of_the_users_own_module(pool2: Pool) -> None:
+    """Tied, frozen after wrapping, compiled before wrapping: never a position, never torch's prefix."""
+    for planned, saved, ratio in pool2.run(_named):
+        assert planned == {"embed.weight", "body.weight", "body.bias", "nothing"}
+        assert set(saved["parameters"]) == {*planned, "logit_scale"}
+        assert set(saved["error"]) == {"embed.weight", "body.weight"}
         assert ratio > 1.5
-        for mine, theirs in zip(gradients, results[0][1], strict=True):
+
+
+def _named() -> tuple[set[str], dict[str, Any], float]:
+    module = Tied()
+    compiled = cast(nn.Module, torch.compile(module, backend="eager"))
+    ddp_model = DistributedDataParallel(compiled, find_unused_parameters=True)
+    module.logit_scale.requires_grad_(False)  # DDP's bucket has a place for its gradient all the same
+    sync = thinwire.attach(ddp_model, POWER)
+    planned = {name for route in sync.plan.routes for name in route.names}
+    for step in range(3):
+        batch = batch_of("tied, scalar, empty", step, dist.get_rank(), torch.float32)
+        torch.autograd.backward(ddp_model(batch).square().mean())
+    return planned, sync.state_dict(), sync.stats().compression_ratio
+
+
+def test_an_exception_in_the_backward_pass_leaves_the_state_savable(pool2: Pool) -> None:
+    for before, after, steps in pool2.run(_interrupted):
+        assert steps == 2
+        for name in before["error"]:
+            assert torch.equal(before["error"][name], after["error"][name])
+
+
+def _interrupted() -> tuple[dict[str, Any], dict[str, Any], int]:
+    ddp_model = build("linear", bucket_cap_mb=0.001)
+    sync = thinwire.attach(ddp_model, POWER)
+    for step in range(2):
+        torch.autograd.backward(ddp_model(batch_of("linear", step, 0, torch.float32)).square().mean())
+    before = sync.state_dict()
+    start, calls = sync.start, []
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("out of memory at the second bucket")
+        start(*arguments)
+
+    setattr(sync, "start", failing)  # noqa: B010 (mypy would not have it otherwise)
+    with pytest.raises(MemoryError):
+        torch.autograd.backward(ddp_model(batch_of("linear", 2, 0, torch.float32)).square().mean())
+    return before, sync.state_dict(), sync.stats().steps
+
+
+def test_torch_compile(pool2: Pool) -> None:
+    for ratio, gap, gradients in (results := pool2.run(_compiled)):
+        assert ratio > 1.5
+        assert gap < 1e-5
+        for mine, theirs in zip(gradients, results[0][2], strict=True):
             assert torch.equal(mine, theirs)
 
 
-def _compiled() -> tuple[float, list[Tensor]]:
+def _compiled() -> tuple[float, float, list[Tensor]]:
     # Dynamo's own bucketing asserts that the first bucket is the smallest: DDP's default size.
     ddp_model = build("linear", bucket_cap_mb=25)
     compiled = cast(nn.Module, torch.compile(ddp_model, backend="aot_eager"))
     sync = thinwire.attach(compiled, POWER)
-    for step in range(4):
-        compiled(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
-    return sync.stats().compression_ratio, [p.grad for p in compiled.parameters() if p.grad is not None]
+    gap = gap_to_plain([compiled], [sync], [build("linear")])
+    return sync.stats().compression_ratio, gap, gradients_in([compiled])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -120,6 +122,13 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
         assert torch.equal(expected, got)
 
 
+def test_finish_without_start_is_refused_and_counts_nothing() -> None:
+    sync = GradientSync(PowerSGD(matrix_rank=2), Recording())
+    with pytest.raises(StepError, match="without start"):
+        sync.finish()
+    assert sync.stats().steps == 0
+
+
 def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
     sync = GradientSync(PowerSGD(matrix_rank=2), Recording())
     step(sync)
@@ -201,6 +210,81 @@ def test_error_norm_and_relative_error_agree_with_the_matrix() -> None:
     singular = torch.linalg.svdvals(matrix)
     best = (singular[1:].norm() / singular.norm()).item()
     assert sync.stats().relative_error["weight"] == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(matrix_rank=2),
+        PowerSGD(matrix_rank=2, power_iterations=3, min_compression_ratio=1),
+        PowerSGD(matrix_rank=2, power_iterations=2, alternating=True),
+        BatchedPowerSGD(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [None, 1024.0], ids=["unscaled", "scaled"])
+def test_the_relative_error_is_what_is_owed_of_what_was_to_send(
+    algorithm: Algorithm, scale: float | None
+) -> None:
+    """Under any scaling and number of iterations; and saving, which averages what is owed, keeps it."""
+    channels = InProcessChannel.group(2)
+    scaled = None if scale is None else (lambda device: torch.tensor(scale))
+    syncs = [GradientSync(algorithm, channel, loss_scale=scaled) for channel in channels]
+    layout = (spec("weight", 49, 25),)  # a square number of elements
+    for seed in range(3):
+        owed = [sync._memory.error.get("weight", torch.zeros(49 * 25)).clone() for sync in syncs]
+        gradients = random_gradients([layout], num_workers=2, seed=seed)
+        for sync, (flat,) in zip(syncs, gradients, strict=True):
+            sync.start(layout, flat.clone().mul_(scale or 1.0))
+        lockstep([_silently(sync.finishing()) for sync in syncs])
+    for sync, before, (flat,) in zip(syncs, owed, gradients, strict=True):
+        (told,) = sync.stats().relative_error.values()
+        still_owed = sync._memory.error["weight"].norm() / (flat + before).norm()
+        assert told == pytest.approx(still_owed.item(), rel=1e-4)
+    before_saving = [sync.stats().relative_error for sync in syncs]
+    lockstep([_silently(sync.saving()) for sync in syncs])
+    assert [sync.stats().relative_error for sync in syncs] == before_saving
+
+
+def _silently(generator: Generator[None, None, Any]) -> Generator[None, None, None]:
+    yield from generator
+
+
+def test_the_seed_decides_the_first_factors() -> None:
+    results = []
+    for seed in (0, 0, 1):
+        sync = GradientSync(PowerSGD(matrix_rank=2, seed=seed), Recording())
+        results.append(torch.cat(step(sync)))
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+def test_waiting_is_timed() -> None:
+    class Slow(_Arrived):
+        def wait(self) -> torch.Tensor:
+            time.sleep(0.02)
+            return super().wait()
+
+    class SlowChannel(Recording):
+        def _average(self, message: torch.Tensor) -> Pending:
+            return Slow(self, 0, message)
+
+    sync = GradientSync(PowerSGD(matrix_rank=2), SlowChannel())
+    step(sync)
+    assert 0.06 <= sync.stats().waiting_seconds < 10
+
+
+def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
+    first, second = buckets()
+    sync = GradientSync(BatchedPowerSGD(), Recording())
+    for layout in ([first, second], [(*first, *second)]):
+        flats = random_gradients(layout, num_workers=1, seed=0)[0]
+        for specs, flat in zip(layout, flats, strict=True):
+            sync.start(specs, flat)
+        assert sync.finish()
+    assert set(sync.state_dict()["factor"]) == {"head.weight … empty"}
+    sync.use(PowerSGD(matrix_rank=2))
+    assert sync.state_dict()["factor"] == {}
 
 
 def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:

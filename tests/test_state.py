@@ -119,6 +119,16 @@ BAD = {
     "not a mapping": (broken(lambda s: [1, 2]), "made by state_dict.*list"),
     "another mapping": (broken(lambda s: {"model": 1}), "made by state_dict.*'model'"),
     "a later version": (broken(lambda s: s.update(version=2)), "version 2"),
+    "a version that is no number": (broken(lambda s: s.update(version=True)), "version.*True"),
+    "parameters of another shape": (
+        broken(lambda s: s["parameters"].update({"head.bias": [3]})),
+        r"head.bias has shape \(3,\) in the state and \(64,\) in the model",
+    ),
+    "parameters of another model": (
+        broken(lambda s: s.update(parameters={"enc.weight": [3, 4]}, error={}, factor={})),
+        "enc.weight where this one trains body.weight, conv.weight, empty, head.bias and 3 more",
+    ),
+    "parameters that are no mapping": (broken(lambda s: s.update(parameters=["a"])), "parameters must map"),
     "a negative step": (broken(lambda s: s.update(step=-1)), "step.*-1"),
     "a step of another type": (broken(lambda s: s.update(step="3")), "step.*'3'"),
     "errors that are no mapping": (broken(lambda s: s.update(error=[])), "error must map"),

@@ -1,6 +1,7 @@
 """The front for DistributedDataParallel: one communication hook, and what it drives can be switched."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
+import gc
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -16,7 +17,10 @@ from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale
 
-__all__ = ["BucketFront", "attach", "dense_buffer"]
+__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_of"]
+
+# What torch puts around a module shows in the names of its parameters.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def attach(
@@ -37,11 +41,12 @@ def attach(
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
 
-    Cost: one host synchronisation a step with low-rank algorithms; see each algorithm's own.
+    Cost: one host synchronisation a step with low-rank algorithms; see each algorithm's own. With
+    `find_unused_parameters`, another one, and 4 bytes a parameter in the messages, while error is owed.
 
     Raises:
-        AttachError: Not a DDP model, one that has a communication hook already, or one with sparse
-            gradients.
+        AttachError: Not a DDP model, one that has a communication hook already (DDP's own
+            `mixed_precision` is one), or one with sparse gradients.
         ConfigError: `algorithm` or `grad_scaler` is not one.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
@@ -55,20 +60,53 @@ def attach(
     model = _checked_model(ddp_model)
     if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
         raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
-    names = {
-        parameter: name
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in model.parameters_to_ignore
-    }
+    channel = ProcessGroupChannel(model.process_group)
+    front = front_of(model, algorithm, channel, None if grad_scaler is None else _scale_of(grad_scaler))
+    try:
+        model.register_comm_hook(front, thinwire_hook)
+    except RuntimeError as error:
+        model._comm_hooks.pop()  # DDP notes a hook before it finds that it can't have it
+        raise AttachError(
+            "the model has a communication hook already, and DDP allows one only; "
+            "if it is Thinwire's, switch its algorithm with sync.use(…)"
+        ) from error
+    return front.sync
+
+
+def front_of(
+    model: DistributedDataParallel,
+    algorithm: Algorithm,
+    channel: ProcessGroupChannel,
+    loss_scale: LossScale | None = None,
+) -> "BucketFront":
+    """A front that knows the model's parameters by name; not registered yet."""
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        if name not in model.parameters_to_ignore:
+            names.setdefault(parameter, _plain(name))
+    specs = [_spec_of(name, parameter) for parameter, name in names.items() if parameter.requires_grad]
     sync = GradientSync(
-        algorithm,
-        ProcessGroupChannel(model.process_group),
-        [_spec_of(name, parameter) for parameter, name in names.items()],
-        loss_scale=None if grad_scaler is None else _scale_of(grad_scaler),
-        may_be_unused=model.find_unused_parameters,
+        algorithm, channel, specs, loss_scale=loss_scale, may_be_unused=model.find_unused_parameters
     )
-    model.register_comm_hook(BucketFront(sync, names), thinwire_hook)
-    return sync
+    return BucketFront(sync, names)
+
+
+def models_of(state: object) -> list[DistributedDataParallel]:
+    """The DDP models on which `state` is registered with a communication hook.
+
+    A hook is not told its model, and without the model it knows neither names nor options.
+
+    Cost: a look at every Python object, tens of milliseconds in a large program.
+    """
+    models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return [each for each in models if any(own is state for _, own in each.__dict__.get("_comm_hooks", ()))]
+
+
+def _plain(name: str) -> str:
+    """A parameter's name as the user's own module has it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 class DetachedFront:
@@ -83,11 +121,15 @@ class BucketFront:
 
     Args:
         sync: What averages.
-        names: The name of each parameter. Those that are missing are named by position.
+        names: The name of each parameter; None where they can't be known. Then they are named in the
+            first step, by their position from the model's end. DDP's first buckets hold the parameters in
+            reverse, each type for itself, so the names are the same in every run of a model of one type
+            if the front is there from the first backward pass on.
     """
 
     def __init__(self, sync: GradientSync, names: dict[torch.nn.Parameter, str] | None = None) -> None:
         self.sync = sync
+        self._all_named = names is not None
         # The parameters are kept so that no other object can take over an id.
         self._names: dict[int, tuple[torch.Tensor, str]] = {
             id(p): (p, name) for p, name in (names or {}).items()
@@ -113,6 +155,7 @@ class BucketFront:
             future = _new_future(flat.device)
             self._waiting.append((future, flat))
             if bucket.is_last():
+                self._all_named = True
                 self.sync.finish()
                 self._release()
         except BaseException:
@@ -135,13 +178,14 @@ class BucketFront:
         return self._specs[key]
 
     def _name(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Name unknown parameters by their position from the model's end.
-
-        DDP's first buckets hold the parameters in reverse, so the names are the same in every run of
-        the model, whatever the size of its buckets.
-        """
+        """Name unknown parameters by their position from the model's end."""
         for parameter in parameters:
             if id(parameter) not in self._names:
+                if self._all_named:
+                    raise ConfigError(
+                        f"a bucket holds a parameter of shape {tuple(parameter.shape)} that the model at the "
+                        "first step did not have; make one state for each model"
+                    )
                 self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
 
 
@@ -189,10 +233,10 @@ def _checked_model(ddp_model: object) -> DistributedDataParallel:
             f"expected a DistributedDataParallel model, got {type(ddp_model).__name__}; "
             "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
         )
-    if any(not isinstance(state, DetachedFront) for _, state in model._comm_hooks):
+    if model.mixed_precision is not None:
         raise AttachError(
-            "the model has a communication hook already, and DDP allows one only; "
-            "if it is Thinwire's, switch its algorithm with sync.use(…)"
+            "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself; "
+            "leave it out and use torch.autocast, or a wire_dtype of the algorithm"
         )
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:

@@ -9,10 +9,11 @@ What behaves differently is told in docs/powersgd.md.
 """
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.futures import Future
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory, PowerSGD
 from thinwire.algorithms.cast import WireDtype
 from thinwire.channel import ProcessGroupChannel
-from thinwire.ddp import BucketFront, dense_buffer
+from thinwire.ddp import BucketFront, dense_buffer, front_of, models_of
 from thinwire.errors import ConfigError, StateError
 from thinwire.plan import Plan
 from thinwire.state import checked_state, packed_state
@@ -47,10 +48,10 @@ Hook: TypeAlias = Callable[[Any, GradBucket], Future[torch.Tensor]]
 class PowerSGDState:
     """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
 
-    Memory is kept by parameter, so compression may start at step 0. With a plain
-    `register_comm_hook` Thinwire can't see the names of the parameters: they are called by their
-    position from the model's end, which is the same in every run if the hook is registered before the
-    first backward pass. `thinwire.attach` knows the real names.
+    Memory is kept by parameter, so compression may start at step 0. The state finds the model on which
+    it is registered at the first step, and with it the names of the parameters. Where it can't (it is
+    used inside a hook of your own), they are called by their position from the model's end, which is
+    the same in every run only if the hook is registered before the first backward pass.
 
     Args:
         process_group: The model's process group, None for the default one.
@@ -88,6 +89,10 @@ class PowerSGDState:
             raise ConfigError(
                 f"batch_tensors_with_same_shape must be True or False, got {batch_tensors_with_same_shape!r}"
             )
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise ConfigError(
+                f"process_group must be a torch.distributed process group or None, got {process_group!r}"
+            )
         self.process_group = process_group
         self._settings: dict[str, Any] = {
             "matrix_rank": matrix_approximation_rank,
@@ -100,17 +105,21 @@ class PowerSGDState:
         PowerSGD(**self._settings)
         self._log_every_steps = compression_stats_logging_frequency
         self._front: BucketFront | None = None
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: dict[str, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
-        """A state with the same settings that remembers nothing: a copied model has no hook registered."""
+        """A state with the same settings. What it has done stays behind: a copied model has no hook."""
         copied = PowerSGDState(self.process_group)
         copied._settings = dict(self._settings)
         copied._log_every_steps = self._log_every_steps
+        copied._loaded = copy.deepcopy(self._loaded, memo)
         return copied
 
-    def __reduce__(self) -> NoReturn:
-        raise StateError("a PowerSGDState can't be pickled; save its state_dict() instead")
+    def __getstate__(self) -> dict[str, Any]:
+        """Before its first use it may be sent to the processes that will use it."""
+        if self._front is not None:
+            raise StateError("a PowerSGDState in use can't be pickled; save its state_dict() instead")
+        return self.__dict__
 
     @property
     def plan(self) -> Plan:
@@ -126,8 +135,8 @@ class PowerSGDState:
         if self._front is not None:
             return self._front.sync.state_dict()
         if self._loaded is not None:
-            return dict(self._loaded)
-        return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, 0)
+            return copy.deepcopy(self._loaded)
+        return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state; see `GradientSync.load_state_dict`.
@@ -139,7 +148,7 @@ class PowerSGDState:
             self._front.sync.load_state_dict(state)
         else:
             checked_state(state, specs=None)
-            self._loaded = state
+            self._loaded = copy.deepcopy(dict(state))
 
     def run(
         self,
@@ -150,15 +159,13 @@ class PowerSGDState:
         """For hooks: exchange a bucket.
 
         Raises:
-            ConfigError: The state has been used with another hook or wrapper.
+            ConfigError: The state has been used with another hook, wrapper or model.
+            StateError: The loaded state is of another model.
         """
         algorithm = kind(**self._settings, wire_dtype=wire_dtype)
         if self._front is None:
-            # Whether the model was made with find_unused_parameters can't be seen from here.
-            sync = GradientSync(algorithm, ProcessGroupChannel(self.process_group), may_be_unused=True)
-            if self._loaded is not None:
-                sync.load_state_dict(self._loaded)
-            self._front = BucketFront(sync)
+            self._front = self._new_front(algorithm)
+            self._loaded = None
         if self._front.sync.algorithm != algorithm:
             raise ConfigError(
                 f"this PowerSGDState has been used with {self._front.sync.algorithm}, now with {algorithm}; "
@@ -169,11 +176,24 @@ class PowerSGDState:
             self._log(self._front.sync)
         return future
 
+    def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD) -> BucketFront:
+        models = models_of(self)
+        if len(models) > 1:
+            raise ConfigError(
+                f"this PowerSGDState is registered on {len(models)} models; make one state for each model"
+            )
+        channel = ProcessGroupChannel(self.process_group)
+        if models:
+            front = front_of(models[0], algorithm, channel)
+        else:
+            front = BucketFront(GradientSync(algorithm, channel, may_be_unused=True))
+        if self._loaded is not None:
+            front.sync.load_state_dict(self._loaded)
+        return front
+
     def _log(self, sync: GradientSync) -> None:
-        if not logger.isEnabledFor(logging.INFO):
-            return
-        stats = sync.stats()
-        if stats.steps % self._log_every_steps == 0:
+        if logger.isEnabledFor(logging.INFO) and sync.steps % self._log_every_steps == 0:
+            stats = sync.stats()
             logger.info("step %d: compression ratio %.1f, %s", stats.steps, stats.compression_ratio, stats)
 
 

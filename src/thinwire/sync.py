@@ -14,7 +14,7 @@ from thinwire.channel import Channel
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
 from thinwire.plan import ParameterSpec, Plan
-from thinwire.state import checked_state, laid_out, packed_state
+from thinwire.state import LoadedState, check_model, checked_state, laid_out, packed_state
 from thinwire.unused import keep_owed, used_flags
 
 __all__ = ["GradientSync", "Stats"]
@@ -90,6 +90,8 @@ class GradientSync:
         self._exchange = Exchange(channel)
         self._memory = Memory()
         self._loaded_error: dict[str, torch.Tensor] = {}
+        self._unchecked: LoadedState | None = None
+        self._told_error: dict[str, float] = {}
         self._started: list[Bucket] = []
         self._used: list[torch.Tensor] = []
         self._last_buckets: list[tuple[ParameterSpec, ...]] = []
@@ -112,9 +114,9 @@ class GradientSync:
             GradientError: A parameter's gradient can't be averaged by it.
             StepError: A step is under way.
         """
-        if self._started:
-            raise StepError("use() was called during a backward pass; call it between steps")
+        self._check_between_steps("use()")
         self._algorithm = self._checked(algorithm)
+        self._forget_stale_factors()
 
     def _checked(self, algorithm: Algorithm) -> Algorithm:
         if not isinstance(algorithm, Algorithm):
@@ -136,11 +138,16 @@ class GradientSync:
         routes = [route for bucket in buckets for route in self._algorithm.plan(bucket).routes]
         return Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
 
+    @property
+    def steps(self) -> int:
+        """Steps so far, skipped ones included."""
+        return self._memory.step + self._skipped_steps
+
     def stats(self) -> Stats:
         """What has been done so far. Cost: one norm a compressed parameter and one host synchronisation."""
         traffic = self._channel.traffic
         return Stats(
-            steps=self._memory.step + self._skipped_steps,
+            steps=self.steps,
             skipped_steps=self._skipped_steps,
             messages=traffic.messages,
             message_bytes=traffic.message_bytes,
@@ -156,9 +163,10 @@ class GradientSync:
             r for r in self.plan.routes if r.label in memory.sent and memory.error.keys() >= set(r.names)
         ]
         if not routes:
-            return {}
-        owed = torch.stack([_norm(memory.error[name] for name in route.names) for route in routes])
-        sent = torch.stack([_norm([memory.sent[route.label]]) for route in routes])
+            return dict(self._told_error)
+        device = memory.sent[routes[0].label].device
+        owed = torch.stack([_norm(memory.error[name] for name in route.names).to(device) for route in routes])
+        sent = torch.stack([_norm([memory.sent[route.label]]).to(device) for route in routes])
         relative = torch.where(owed > 0, owed / torch.hypot(owed, sent), 0.0)
         return {route.label: value for route, value in zip(routes, relative.tolist(), strict=True)}
 
@@ -199,6 +207,8 @@ class GradientSync:
             the gradients are not finite either, so that a `GradScaler` skips the step.
 
         Raises:
+            StepError: No bucket was started.
+            StateError: The loaded state turns out to be of another model.
             CommunicationError: A collective failed; memory is as it was.
         """
         device = self._started[0].flat.device if self._started else torch.device("cpu")
@@ -207,22 +217,42 @@ class GradientSync:
 
     def finishing(self) -> Generator[None, None, bool]:
         """`finish` for simulated workers: yields whenever messages are under way; see `lockstep`."""
+        if not self._started:
+            raise StepError("finish() was called without start(): there are no gradients to average")
         buckets, used = self._started, self._used
         self._started, self._used = [], []
-        self._last_buckets = [bucket.specs for bucket in buckets]
-        if self._loaded_error:
-            self.abandon()
-            raise StateError(
-                f"the loaded state has error memory for {sorted(self._loaded_error)}, which this model does "
-                "not train; load the state of the same model"
-            )
+        self._check_loaded()
         closing = keep_owed(buckets, used, self._memory) if used else None
         committed = yield from self._exchange.finish(closing)
+        self._told_error = {}
         if committed:
             self._memory.step += 1
         else:
             self._skipped_steps += 1
+        self._note_layout([bucket.specs for bucket in buckets])
         return committed
+
+    def _check_loaded(self) -> None:
+        """At the first step after a load, once all parameters are known."""
+        if self._unchecked is not None:
+            try:
+                check_model(self._unchecked, self._specs, by_position=True)
+            except StateError:
+                self.abandon()
+                raise
+        self._unchecked = None
+
+    def _note_layout(self, layout: list[tuple[ParameterSpec, ...]]) -> None:
+        if layout != self._last_buckets:
+            self._last_buckets = layout
+            self._forget_stale_factors()
+
+    def _forget_stale_factors(self) -> None:
+        """Drop the factors that no route has any more: of other buckets, or of an algorithm before."""
+        labels = {route.label for route in self.plan.routes}
+        for kept in (self._memory.factor, self._memory.sent):
+            for label in kept.keys() - labels:
+                del kept[label]
 
     def abandon(self) -> None:
         """For fronts: forget a step that can't be finished. Memory is as it was before the step."""
@@ -258,17 +288,29 @@ class GradientSync:
 
     def saving(self) -> Generator[None, None, dict[str, Any]]:
         """`state_dict` for simulated workers: yields while messages are under way; see `lockstep`."""
-        if self._started:
-            raise StepError("state_dict() was called during a backward pass; call it between steps")
+        self._check_between_steps("state_dict()")
+        self._told_error = self._relative_error()
+        self._memory.sent.clear()
         error = self._memory.error
         pending = {
             name: self._channel.average(error[name].clone(), is_gradient=False) for name in sorted(error)
         }
         yield
         error.update({name: each.wait() for name, each in pending.items()})
+        shapes = {name: spec.shape for name, spec in self._specs.items()}
+        if self._unchecked is not None:
+            shapes = self._unchecked.shapes | shapes
+        unclaimed = self._loaded_error
         return packed_state(
-            self._algorithm, self._memory, self._specs, self._loaded_error, self._skipped_steps
+            self._algorithm, self._memory, self._specs, shapes, unclaimed, skipped_steps=self._skipped_steps
         )
+
+    def _check_between_steps(self, call: str) -> None:
+        if self._started:
+            raise StepError(
+                f"{call} was called during a backward pass; call it between steps. If an exception has ended "
+                "the pass on all processes, call abandon() first"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; to be called on every process with the same state.
@@ -281,11 +323,12 @@ class GradientSync:
             StateError: It is not such a state, of a later version, or of another model.
             StepError: A step is under way.
         """
-        if self._started:
-            raise StepError("load_state_dict() was called during a backward pass; call it between steps")
+        self._check_between_steps("load_state_dict()")
         loaded = checked_state(state, self._specs if self._all_specs_known else None)
+        self._unchecked = None if self._all_specs_known else loaded
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
+        self._told_error = {}
 
 
 @contextmanager
