@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from pool import Pool
+
+# Simulated workers make many small tensors: a second thread costs more than it brings.
+torch.set_num_threads(1)
 
 
 class Pools:

@@ -12,10 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import Pool
-from thinwire import AllReduce, AttachError, BatchedPowerSGD, Cast, ConfigError, GradientError, PowerSGD
+from thinwire import AllReduce, AttachError, BatchedPowerSGD, Cast, ConfigError, PowerSGD
 from thinwire.channel import ProcessGroupChannel
-from thinwire.plan import ParameterSpec
-from thinwire.simulation import Simulation
 
 
 @pytest.mark.parametrize("kind", [PowerSGD, BatchedPowerSGD])
@@ -57,23 +55,6 @@ def test_cast_takes_two_types(value: Any) -> None:
 def test_settings_are_keyword_only() -> None:
     with pytest.raises(TypeError):
         PowerSGD(4)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("algorithm", [Cast("fp16"), Cast("bf16"), PowerSGD(wire_dtype="fp16")], ids=str)
-def test_complex_gradients_have_no_16_bit_form(algorithm: Any) -> None:
-    spec = ParameterSpec.of("spectrum", torch.zeros(64, 64, dtype=torch.complex64))
-    with pytest.raises(GradientError, match=r"spectrum is torch.complex64"):
-        Simulation(algorithm, [(spec,)], num_workers=2)
-
-
-@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(), BatchedPowerSGD()], ids=str)
-def test_complex_gradients_are_averaged_exactly(algorithm: Any) -> None:
-    spec = ParameterSpec.of("spectrum", torch.zeros(64, 64, dtype=torch.complex64))
-    simulation = Simulation(algorithm, [(spec,)], num_workers=2)
-    gradients = [[torch.randn(64 * 64, dtype=torch.complex64)] for _ in range(2)]
-    mean = (gradients[0][0] + gradients[1][0]) / 2
-    assert simulation.step(gradients)
-    torch.testing.assert_close(gradients[0][0], mean)
 
 
 def test_without_a_process_group() -> None:

@@ -84,7 +84,7 @@ def front_of(
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
         if name not in model.parameters_to_ignore:
             names.setdefault(parameter, _plain(name))
-    specs = [_spec_of(name, parameter) for parameter, name in names.items() if parameter.requires_grad]
+    specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     sync = GradientSync(
         algorithm, channel, specs, loss_scale=loss_scale, may_be_unused=model.find_unused_parameters
     )
@@ -174,7 +174,7 @@ class BucketFront:
         key = tuple(map(id, parameters))
         if key not in self._specs:
             self._name(reversed(parameters))
-            self._specs[key] = tuple(_spec_of(self._names[id(p)][1], p) for p in parameters)
+            self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
         return self._specs[key]
 
     def _name(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -204,12 +204,6 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
     if flat.is_sparse:
         raise GradientError("a sparse gradient can't be averaged; build the embedding with sparse=False")
     return flat
-
-
-def _spec_of(name: str, parameter: torch.Tensor) -> ParameterSpec:
-    """As DDP's buckets hold it: a complex parameter as real numbers, with a last dimension of two."""
-    parameter = parameter.detach()
-    return ParameterSpec.of(name, torch.view_as_real(parameter) if parameter.is_complex() else parameter)
 
 
 def _new_future(device: torch.device) -> Future[torch.Tensor]:

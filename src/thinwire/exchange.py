@@ -152,7 +152,6 @@ def _parted(flats: Sequence[torch.Tensor], messages: Sequence[torch.Tensor]) -> 
 
 def _all_finite(means: Sequence[torch.Tensor]) -> bool:
     """Whether every element is finite: one host synchronisation."""
-    real = [torch.view_as_real(mean) if mean.is_complex() else mean for mean in means if mean.numel()]
-    extremes = [torch.stack(torch.aminmax(mean)).double() for mean in real]  # NaN wins both
+    extremes = [torch.stack(torch.aminmax(mean)).double() for mean in means if mean.numel()]  # NaN wins both
     on_one_device = [pair.to(extremes[0].device, non_blocking=True) for pair in extremes]
     return not extremes or bool(torch.cat(on_one_device).isfinite().all())

@@ -21,7 +21,7 @@ class ParameterSpec(NamedTuple):
         name: The parameter's name in the model, the key of all state about it.
         shape: Its shape.
         stride: Its strides in elements: the order in which a flat gradient holds its elements.
-        dtype: The type of its gradient.
+        dtype: The type of its gradient, a floating one.
     """
 
     name: str
@@ -33,12 +33,15 @@ class ParameterSpec(NamedTuple):
     def of(cls, name: str, tensor: torch.Tensor) -> ParameterSpec:
         """The spec of `tensor`, called `name`.
 
-        A tensor whose memory has gaps or overlaps is described as contiguous: DDP lays out the
-        gradient of such a parameter that way.
+        A tensor whose memory has gaps or overlaps is described as contiguous, and a complex one as real
+        numbers with a last dimension of two: DDP lays out the gradients of such parameters that way.
 
         >>> ParameterSpec.of("weight", torch.zeros(3, 2).t()).stride
         (1, 2)
         """
+        tensor = tensor.detach()
+        if tensor.is_complex():
+            tensor = torch.view_as_real(tensor)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         if not _is_dense(shape, stride):
             stride = tuple(torch.empty(shape, device="meta").stride())

@@ -57,7 +57,8 @@ def alternate(
     for iteration in range(config.power_iterations):
         first, left = iteration == 0, (turn + iteration) % 2 == 0
         owns = [_projected(group, basis, left=left) for group, basis in zip(groups, bases, strict=True)]
-        message = packed([*owns, *whole] if first else owns, config.message_dtype(bucket.flat.dtype))
+        dtype = config.message_dtype(bucket.flat.dtype)
+        message = packed(owns, dtype, riding=whole if first else ())
         owns = as_sent(config, message, owns)
         mean = yield message
         if first:

@@ -34,7 +34,11 @@ class Bucket:
 
     def gradients(self) -> Sequence[torch.Tensor]:
         """One flat view into the bucket a parameter."""
-        return self.flat.split_with_sizes([spec.numel for spec in self.specs])
+        return self.split(self.flat)
+
+    def split(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """One view a parameter into a tensor of the bucket's length."""
+        return flat.split_with_sizes([spec.numel for spec in self.specs])
 
 
 @dataclass
@@ -42,11 +46,12 @@ class Memory:
     """What an algorithm keeps between steps, by parameter name.
 
     Attributes:
-        step: Steps taken so far, skipped ones included.
+        step: Committed steps so far; skipped ones do not count.
         error: What this process still owes: fp32, shape (elements,), in the parameter's order of
             memory, in units of the unscaled loss. Differs between processes.
-        factor: The last right factors, fp32, shape (matrix rank, columns). The same on all processes.
-        sent: This process's own last right factors, from which the relative error is told. Not saved.
+        factor: The last mean factors, fp32, shape (matrix rank, columns); of the left ones, after
+            a turn of `alternating`, (matrix rank, rows). The same on all processes.
+        sent: This process's own part of them, from which the relative error is told. Not saved.
     """
 
     step: int = 0

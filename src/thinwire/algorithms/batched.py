@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.algorithms.base import Bucket, Memory, Rounds
-from thinwire.algorithms.exact import forget, with_owed
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.matrices import MatrixGroup, Terms, remember, round_into, settle
+from thinwire.algorithms.matrices import MatrixGroup, add_scaled, remember, round_into, settle
 from thinwire.algorithms.rounds import approximate
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -45,9 +44,9 @@ class BatchedPowerSGD(LowRank):
         """One route for the bucket, or one a parameter where it is not worth compressing."""
         numel = sum(spec.numel for spec in specs)
         side = math.isqrt(numel - 1) + 1 if numel else 0
-        matrix_rank = self.rank_of(side, side) if specs and specs[0].dtype.is_floating_point else None
+        matrix_rank = self.matrix_rank_of((side, side), specs[0].dtype) if numel else None
         if matrix_rank is None:
-            return Plan(tuple(self.whole_route(spec) for spec in specs))
+            return self.whole_plan(specs)
         before = sum(spec.gradient_bytes for spec in specs)
         after = self.factor_bytes((side, side), matrix_rank, specs[0].dtype)
         return Plan((Route(tuple(spec.name for spec in specs), before, after, (side, side), matrix_rank),))
@@ -56,29 +55,32 @@ class BatchedPowerSGD(LowRank):
         """Two rounds a power iteration; one in the warm-up, and where there is nothing to compress."""
         routes = self.plan(bucket.specs).routes
         shape, matrix_rank = (routes[0].matrix_shape, routes[0].matrix_rank) if routes else (None, None)
-        if memory.step < self.warmup_steps or shape is None or matrix_rank is None:
+        if self.travels_whole(bucket, memory) or shape is None or matrix_rank is None:
             yield from self.exchange_uncompressed(bucket, memory)
             return
         label = routes[0].label
-        matrix = bucket.flat.new_zeros(shape, dtype=torch.float32)
-        parts = with_owed(bucket, memory, range(len(bucket.specs)))
-        torch.cat(parts, out=matrix.view(-1)[: bucket.flat.numel()])
+        matrix = self._matrix(bucket, memory, shape)
         group = MatrixGroup([label], [matrix], [None], matrix_rank)
         (found,), _ = yield from approximate(self, [group], (), memory, bucket)
+        error = torch.empty_like(matrix) if self.error_feedback else None
         yield None
         terms = [of_one for factors in found for of_one in factors.each()]
-        self._commit(bucket, matrix, terms, memory)
+        settle(matrix, error, terms, bucket.loss_scale)
+        flat_error = None if error is None else error.view(-1)[: bucket.flat.numel()]
+        round_into(bucket.flat, matrix.view(-1)[: bucket.flat.numel()], flat_error, bucket.loss_scale)
+        if flat_error is not None:
+            memory.error.update(
+                zip((spec.name for spec in bucket.specs), bucket.split(flat_error), strict=True)
+            )
         remember(self, memory, label, terms, bucket.loss_scale)
 
-    def _commit(self, bucket: Bucket, matrix: torch.Tensor, terms: Terms, memory: Memory) -> None:
-        """Cut the padding off the mean gradient, and the error into its parameters."""
-        numel, names = bucket.flat.numel(), [spec.name for spec in bucket.specs]
-        error = torch.empty_like(matrix) if self.error_feedback else None
-        settle(matrix, error, terms, bucket.loss_scale)
-        flat_error = None if error is None else error.view(-1)[:numel]
-        round_into(bucket.flat, matrix.view(-1)[:numel], flat_error, bucket.loss_scale)
-        if flat_error is None:
-            forget(memory, names)
-        else:
-            parts = flat_error.split_with_sizes([spec.numel for spec in bucket.specs])
-            memory.error.update(zip(names, parts, strict=True))
+    @staticmethod
+    def _matrix(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.Tensor:
+        """Gradients plus error, padded with zeros."""
+        matrix = bucket.flat.new_zeros(shape, dtype=torch.float32)
+        flat = matrix.view(-1)[: bucket.flat.numel()]
+        flat.copy_(bucket.flat)
+        for spec, gradient in zip(bucket.specs, bucket.split(flat), strict=True):
+            if spec.name in memory.error:
+                add_scaled(gradient, memory.error[spec.name], bucket.loss_scale)
+        return matrix

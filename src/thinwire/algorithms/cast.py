@@ -10,7 +10,7 @@ import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
 from thinwire.algorithms.exact import exchange_whole
-from thinwire.errors import ConfigError, GradientError
+from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["Cast", "WireDtype", "wire_dtype_of"]
@@ -57,19 +57,8 @@ class Cast(Algorithm):
         wire_dtype_of(self.dtype)
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
-        """Everything travels whole, in 16 bits.
-
-        Raises:
-            GradientError: A gradient is complex: 16 bits would drop its imaginary part.
-        """
-        return Plan(tuple(self._route(spec) for spec in specs))
-
-    def _route(self, spec: ParameterSpec) -> Route:
-        if spec.dtype.is_complex:
-            raise GradientError(
-                f"{spec.name} is {spec.dtype}: a complex gradient has no 16-bit form; use AllReduce()"
-            )
-        return Route((spec.name,), spec.gradient_bytes, 2 * spec.numel)
+        """Everything travels whole, in 16 bits."""
+        return Plan(tuple(Route((spec.name,), spec.gradient_bytes, 2 * spec.numel) for spec in specs))
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
         """One round: the flat gradient in 16 bits."""

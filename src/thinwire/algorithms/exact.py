@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
 from thinwire.plan import ParameterSpec, Plan, Route
 
-__all__ = ["AllReduce", "exchange_whole", "forget", "with_owed"]
+__all__ = ["AllReduce", "Payment", "exchange_whole", "keep_unpaid", "with_owed"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class AllReduce(Algorithm):
     """Average gradients exactly, as DDP does without a hook.
 
     If an algorithm with error feedback ran before it (`GradientSync.use`), its first step also pays
-    back all the error memory, so nothing that was owed is lost.
+    back all the error memory, so nothing that was owed is lost. (What fp16 gradients can't hold of it
+    is paid in the steps after.)
 
     Cost: one round of the gradient's own bytes; no memory.
 
@@ -35,40 +37,77 @@ class AllReduce(Algorithm):
         yield from exchange_whole(bucket, memory, wire_dtype=None)
 
 
-def exchange_whole(bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None) -> Rounds:
+def exchange_whole(
+    bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, gated: bool = False
+) -> Rounds:
     """Send the flat gradient, and whatever an algorithm with error feedback left owed, in one round.
 
     Args:
         bucket: Becomes the mean, in place.
-        memory: Its error for these parameters is paid back and dropped.
+        memory: Its error for these parameters is paid back, as far as the types on the way can hold it.
         wire_dtype: The type to send in, None for the gradient's own.
+        gated: Whether a mean that is not finite counts as a skipped step even if nothing was owed.
     """
-    owed = [spec.name for spec in bucket.specs if spec.name in memory.error]
-    message = torch.cat(with_owed(bucket, memory, range(len(bucket.specs)))) if owed else bucket.flat
+    names = [spec.name for spec in bucket.specs]
+    owed = any(name in memory.error for name in names)
+    payment = with_owed(bucket, memory, range(len(names)), wire_dtype) if owed else Payment([], {})
+    message = torch.cat(payment.gradients) if owed else bucket.flat
     mean = yield message if wire_dtype is None else message.to(wire_dtype)
-    if owed:
+    if owed or gated:
         yield None
-        forget(memory, owed)
+        keep_unpaid(memory, names, payment)
     if mean is not bucket.flat:
         bucket.flat.copy_(mean)
 
 
-def with_owed(bucket: Bucket, memory: Memory, indices: Iterable[int]) -> list[torch.Tensor]:
-    """Flat gradients that will travel whole, each plus what is owed on it; new tensors where something is."""
-    gradients = bucket.gradients()
-    return [
-        _plus_error(gradients[index], bucket, memory.error.get(bucket.specs[index].name)) for index in indices
-    ]
+class Payment(NamedTuple):
+    """Gradients that travel whole, with what was owed on them.
+
+    Attributes:
+        gradients: Flat; new tensors where something was owed.
+        unpaid: What would not have fitted into the range of the types on the way, by parameter name,
+            fp32, in units of the unscaled loss.
+    """
+
+    gradients: list[torch.Tensor]
+    unpaid: dict[str, torch.Tensor]
 
 
-def _plus_error(gradient: torch.Tensor, bucket: Bucket, error: torch.Tensor | None) -> torch.Tensor:
-    if error is None:
-        return gradient
-    return gradient + (error if bucket.loss_scale is None else error * bucket.loss_scale)
+def with_owed(
+    bucket: Bucket, memory: Memory, indices: Iterable[int], wire_dtype: torch.dtype | None
+) -> Payment:
+    """Some of a bucket's gradients, each plus what is owed on it, to be sent in `wire_dtype`."""
+    gradients, most = bucket.gradients(), _most(bucket.flat.dtype, wire_dtype)
+    payment = Payment([], {})
+    for index in indices:
+        gradient, name = gradients[index], bucket.specs[index].name
+        error = memory.error.get(name)
+        if error is not None:
+            owed = error if bucket.loss_scale is None else error * bucket.loss_scale
+            paid = owed if most is None else _fitting(owed, gradient, most)
+            if paid is not owed:
+                rest = owed - paid
+                payment.unpaid[name] = rest if bucket.loss_scale is None else rest / bucket.loss_scale
+            gradient = gradient + paid
+        payment.gradients.append(gradient)
+    return payment
 
 
-def forget(memory: Memory, names: Iterable[str]) -> None:
-    """Drop the error of parameters that have been paid back."""
+def _most(*dtypes: torch.dtype | None) -> float | None:
+    """The largest number that all the types hold, None if that is no less than fp32's."""
+    most = min(torch.finfo(dtype).max for dtype in dtypes if dtype is not None)
+    return most if most < torch.finfo(torch.bfloat16).max else None
+
+
+def _fitting(owed: torch.Tensor, gradient: torch.Tensor, most: float) -> torch.Tensor:
+    """As much of `owed` as leaves the sum within ±`most`; a gradient that is not finite stays so."""
+    room = (most - gradient.float().abs()).clamp_min(0)
+    return owed.clamp(-room, room)
+
+
+def keep_unpaid(memory: Memory, names: Iterable[str], payment: Payment) -> None:
+    """Drop the error of parameters that have been paid back, but for what did not fit."""
     for name in names:
         memory.error.pop(name, None)
         memory.sent.pop(name, None)
+    memory.error.update((name, rest) for name, rest in payment.unpaid.items() if rest.any())

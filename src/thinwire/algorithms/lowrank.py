@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,8 @@ import torch
 from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
 from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.algorithms.exact import exchange_whole
-from thinwire.errors import ConfigError, GradientError
-from thinwire.plan import ParameterSpec, Route
+from thinwire.errors import ConfigError
+from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["LowRank"]
 
@@ -44,43 +45,51 @@ class LowRank(Algorithm):
 
     def exchange_uncompressed(self, bucket: Bucket, memory: Memory) -> Rounds:
         """One round of whole gradients, for the warm-up and for buckets with nothing to compress."""
-        own_dtype = self.wire_dtype is None and memory.step < self.warmup_steps
-        yield from exchange_whole(
-            bucket, memory, None if own_dtype else self.message_dtype(bucket.flat.dtype)
-        )
+        wire_dtype = None if self.wire_dtype is None else wire_dtype_of(self.wire_dtype)
+        yield from exchange_whole(bucket, memory, wire_dtype, gated=True)
+
+    def travels_whole(self, bucket: Bucket, memory: Memory) -> bool:
+        """Whether a step compresses nothing: in the warm-up, and to pay back error without feedback."""
+        owed = any(spec.name in memory.error for spec in bucket.specs)
+        return memory.step < self.warmup_steps or (owed and not self.error_feedback)
 
     @property
     def factor_pairs(self) -> float:
         """How many left and right factors of a matrix a step sends, on average."""
         return self.power_iterations
 
-    def rank_of(self, rows: int, columns: int) -> int | None:
-        """The rank at which a matrix is compressed; None if that saves too little to be worth it."""
+    def matrix_rank_of(self, shape: tuple[int, int], dtype: torch.dtype) -> int | None:
+        """The matrix rank at which a matrix is compressed; None if that saves too few bytes."""
+        rows, columns = shape
         matrix_rank = min(self.matrix_rank, rows, columns)
-        sent = (rows + columns) * matrix_rank * self.factor_pairs
-        return matrix_rank if sent * self.min_compression_ratio < rows * columns else None
+        factor_bytes = (rows + columns) * matrix_rank * self.factor_pairs * self.message_dtype(dtype).itemsize
+        whole_bytes = rows * columns * self.whole_dtype(dtype).itemsize
+        return matrix_rank if factor_bytes * self.min_compression_ratio < whole_bytes else None
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The type in which the first message of a bucket of `dtype` travels; the second, as of fp32."""
-        if self.wire_dtype is not None:
-            return wire_dtype_of(self.wire_dtype)
-        return torch.promote_types(dtype, torch.float32)
+        return (
+            torch.promote_types(dtype, torch.float32) if self.wire_dtype is None else self.whole_dtype(dtype)
+        )
 
-    def whole_route(self, spec: ParameterSpec) -> Route:
-        """The route of a parameter that is not compressed.
+    def whole_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which a bucket of `dtype` travels where nothing of it is compressed."""
+        return dtype if self.wire_dtype is None else wire_dtype_of(self.wire_dtype)
 
-        Raises:
-            GradientError: It is complex and would have to travel in 16 bits.
-        """
-        if spec.dtype.is_complex and self.wire_dtype is not None:
-            raise GradientError(
-                f"{spec.name} is {spec.dtype}: a complex gradient has no 16-bit form; use wire_dtype=None"
-            )
-        sent = spec.numel * self.message_dtype(spec.dtype).itemsize
-        return Route((spec.name,), spec.gradient_bytes, sent)
+    def whole_plan(self, specs: Sequence[ParameterSpec]) -> Plan:
+        """The plan of a bucket of which nothing is compressed."""
+        return Plan(tuple(_whole(spec, self.whole_dtype(spec.dtype)) for spec in specs))
+
+    def rider(self, spec: ParameterSpec) -> Route:
+        """The route of a parameter that travels whole, beside factors."""
+        return _whole(spec, self.message_dtype(spec.dtype))
 
     def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
         """Bytes of a step's left and right factors of one (rows, columns) matrix."""
         left = shape[0] * self.message_dtype(dtype).itemsize
         right = shape[1] * self.message_dtype(torch.float32).itemsize
         return matrix_rank * (left + right) * self.power_iterations
+
+
+def _whole(spec: ParameterSpec, dtype: torch.dtype) -> Route:
+    return Route((spec.name,), spec.gradient_bytes, spec.numel * dtype.itemsize)

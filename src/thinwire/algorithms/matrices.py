@@ -34,6 +34,9 @@ __all__ = [
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
 
+# Between the seeds of one step and the next: far from any seed a user would choose.
+SEED_STRIDE = 1_000_003
+
 
 @dataclass(frozen=True)
 class MatrixGroup:
@@ -163,7 +166,10 @@ def starting_basis(config: LowRank, memory: Memory, group: MatrixGroup, *, left:
     """
     matrix = group.matrices[0]
     shape = (group.matrix_rank, matrix.shape[0 if left else 1])
-    drawn = _random_rows(config.seed, 0 if config.warm_start else memory.step, shape, matrix.device)
+    if config.warm_start:
+        drawn = _first_rows(config.seed, shape, matrix.device)
+    else:
+        drawn = _random_rows(config.seed + SEED_STRIDE * memory.step, shape, matrix.device)
     basis = torch.stack([_fitted(memory.factor.get(label), drawn) for label in group.labels])
     basis = torch.where((basis == 0).all(dim=2, keepdim=True), drawn, basis)
     return orthonormal_rows([basis])[0]
@@ -193,9 +199,14 @@ def _fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _random_rows(seed: int, step: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+def _first_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """With a warm start only dead rows are drawn again: the same ones each time."""
+    return _random_rows(seed, shape, device)
+
+
+def _random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     """Standard normal, drawn on the CPU so that processes with different devices agree."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
+    generator = torch.Generator().manual_seed(seed % 2**63)
     return torch.randn(shape, generator=generator).to(device)
 
 

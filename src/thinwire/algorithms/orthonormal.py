@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 __all__ = ["orthonormal_rows"]
 
 # A row is dependent on those before it if the squared sine of its angle to their span is below this.
-# fp32 noise in a dependent row is about 1e-14; float64 rounding leaves 1e-16 / 1e-10 = 1e-6 of
-# non-orthogonality in the worst row that is kept.
+# fp32 noise in a dependent row is about 1e-14. Many nearly dependent rows amplify float64's rounding in
+# the coefficients; a second pass over rows that are nearly orthonormal takes out what the first left.
 DEPENDENT_BELOW = 1e-10
 
 
@@ -21,7 +21,7 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     A row that depends on those before it becomes zero: the basis has as many rows that are not zero
     as the matrix has rank. So projecting on the rows is right whatever the rank, zero included.
 
-    Gram–Schmidt in coefficients: the Gram matrices of all batches, in float64, are factorised
+    Gram–Schmidt in coefficients, twice: the Gram matrices of all batches, in float64, are factorised
     together by one Cholesky recursion over the few rows, none over matrices, and without reading
     anything back from the device.
 
@@ -32,20 +32,23 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     Returns:
         A new fp32 tensor of the same shape for each batch.
 
-    Cost: a float64 copy of each batch, read twice.
+    Cost: two float64 copies of each batch, each read twice.
     """
     if not batches:
         return []
-    wide = [batch.double() for batch in batches]
+    once = _pass([batch.double() for batch in batches])
+    return [basis.float() for basis in _pass(once)]
+
+
+def _pass(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One factorisation of all Gram matrices, applied."""
     most_rows = max(batch.shape[1] for batch in batches)
-    grams = [_padded(each @ each.mT, most_rows) for each in wide]
+    grams = [_padded(each @ each.mT, most_rows) for each in batches]
     transforms = _inverse_cholesky(torch.cat(grams)).split_with_sizes([len(batch) for batch in batches])
-    return [_applied(transform, each) for transform, each in zip(transforms, wide, strict=True)]
-
-
-def _applied(transforms: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    num_rows = rows.shape[1]
-    return (transforms[:, :num_rows, :num_rows] @ rows).float()
+    return [
+        transform[:, : each.shape[1], : each.shape[1]] @ each
+        for transform, each in zip(transforms, batches, strict=True)
+    ]
 
 
 def _padded(grams: torch.Tensor, rows: int) -> torch.Tensor:

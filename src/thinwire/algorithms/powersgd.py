@@ -12,9 +12,9 @@ import torch
 
 from thinwire.algorithms.alternating import alternate
 from thinwire.algorithms.base import Bucket, Memory, Rounds
-from thinwire.algorithms.exact import forget, with_owed
+from thinwire.algorithms.exact import keep_unpaid, with_owed
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.matrices import MatrixGroup, Terms, remember, round_into, settle
+from thinwire.algorithms.matrices import MatrixGroup, remember, round_into, settle
 from thinwire.algorithms.rounds import approximate
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
@@ -34,22 +34,27 @@ class PowerSGD(LowRank):
 
     Args:
         matrix_rank: Rank r of the factors; more is more exact and costs proportionally more bytes.
-        min_compression_ratio: A matrix is compressed only if that shrinks it more than this:
-            (rows + columns) · r · power_iterations · ratio < rows · columns.
+        min_compression_ratio: A matrix is compressed only if that shrinks it more than this, in bytes:
+            (rows + columns) · r · power_iterations · ratio < rows · columns, with half of the right side
+            where gradients of 16 bits have factors of 32. A bucket that would not shrink at all
+            travels whole, in its own type.
         warmup_steps: Steps at the start that average whole gradients.
         error_feedback: Add to each gradient what earlier steps did not transmit of it. Without it
             the result is biased and training usually stalls.
         warm_start: Start each step's power iteration from the last step's right factor.
         seed: Of the random factors, the same on every process.
         wire_dtype: "fp16" or "bf16" to send every message in 16 bits; None for fp32 (fp64 for what
-            rides along of fp64 gradients).
+            rides along of fp64 gradients). "bf16" has fp32's range. "fp16" is for gradients that a loss
+            scale keeps in its range: of factors, what is above 65 504 is cut off and what is below
+            6e-8 vanishes (both stay owed); gradients that ride along overflow as with `Cast`.
         power_iterations: How often the two rounds are repeated in a step. With `alternating`, how
             many single rounds a step takes; their results add up.
         alternating: One round instead of two: project on the left factor in one step, on the right in
             the next. Half the bytes and messages at the same matrix rank, and a rougher approximation.
 
     Cost a step: two rounds, the second of all buckets together, of r · (rows + columns) elements a
-    matrix; an fp32 error of the size of the gradients; one host synchronisation, for the finite check.
+    matrix; an fp32 error of the size of the gradients and, of gradients in another type, an fp32 copy
+    until the step's end; one host synchronisation, for the finite check.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -81,72 +86,71 @@ class PowerSGD(LowRank):
             raise ConfigError(f"alternating must be True or False, got {self.alternating!r}")
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
-        """How each parameter travels once past the warm-up."""
-        return Plan(tuple(self._route(spec) for spec in specs))
+        """How each parameter of a bucket travels once past the warm-up."""
+        plan, whole = Plan(tuple(self._route(spec) for spec in specs)), self.whole_plan(specs)
+        compresses = any(route.matrix_rank is not None for route in plan.routes)
+        shrinks = plan.message_bytes * min(1.0, self.min_compression_ratio) < whole.message_bytes
+        return plan if compresses and shrinks else whole
 
     def _route(self, spec: ParameterSpec) -> Route:
         shape = spec.matrix_shape
-        matrix_rank = self.rank_of(*shape) if shape and spec.dtype.is_floating_point else None
+        matrix_rank = self.matrix_rank_of(shape, spec.dtype) if shape else None
         if shape is None or matrix_rank is None:
-            return self.whole_route(spec)
+            return self.rider(spec)
         sent = self.factor_bytes(shape, matrix_rank, spec.dtype)
         return Route((spec.name,), spec.gradient_bytes, sent, shape, matrix_rank)
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
         """One or two rounds an iteration; one in the warm-up, and where there is nothing to compress."""
         layout = _layout(self, bucket.specs)
-        if memory.step < self.warmup_steps or not layout.families:
+        if self.travels_whole(bucket, memory) or not layout.families:
             yield from self.exchange_uncompressed(bucket, memory)
             return
-        gradients = bucket.gradients()
-        groups = [self._group(bucket, gradients, memory, family) for family in layout.families]
-        whole = with_owed(bucket, memory, layout.whole)
+        names, gradients = [spec.name for spec in bucket.specs], bucket.gradients()
+        groups = [self._group(names, gradients, memory, family) for family in layout.families]
+        payment = with_owed(bucket, memory, layout.whole, self.message_dtype(bucket.flat.dtype))
         rounds = alternate if self.alternating else approximate
-        terms, whole_means = yield from rounds(self, groups, whole, memory, bucket)
+        terms, whole_means = yield from rounds(self, groups, payment.gradients, memory, bucket)
+        errors = self._errors(names, gradients, memory, layout)
         yield None
         for family, group, found in zip(layout.families, groups, terms, strict=True):
             by_matrix = zip(*[factors.each() for factors in found], strict=True)
             for index, matrix, of_one in zip(family.indices, group.matrices, by_matrix, strict=True):
-                name = bucket.specs[index].name
-                self._commit(name, gradients[index], matrix, of_one, memory, bucket.loss_scale)
-        forget(memory, [bucket.specs[index].name for index in layout.whole])
+                error = errors.get(names[index])
+                settle(matrix, None if error is None else error.view_as(matrix), of_one, bucket.loss_scale)
+                if gradients[index].dtype != torch.float32:
+                    round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale)
+                remember(self, memory, names[index], of_one, bucket.loss_scale)
+        memory.error.update(errors)
+        keep_unpaid(memory, [names[index] for index in layout.whole], payment)
         for index, mean in zip(layout.whole, whole_means, strict=True):
             gradients[index].copy_(mean)
 
     def _group(
-        self, bucket: Bucket, gradients: Sequence[torch.Tensor], memory: Memory, family: _Family
+        self, names: Sequence[str], gradients: Sequence[torch.Tensor], memory: Memory, family: _Family
     ) -> MatrixGroup:
         """Gradients and errors as matrices: views where the gradient is fp32."""
-        names = [bucket.specs[index].name for index in family.indices]
-        errors = [memory.error.get(name) for name in names]
+        errors = [memory.error.get(names[index]) for index in family.indices]
         return MatrixGroup(
-            names,
+            [names[index] for index in family.indices],
             matrices=[gradients[index].float().view(family.shape) for index in family.indices],
             errors=[None if error is None else error.view(family.shape) for error in errors],
             matrix_rank=family.matrix_rank,
         )
 
-    def _commit(
-        self,
-        name: str,
-        gradient: torch.Tensor,
-        matrix: torch.Tensor,
-        terms: Terms,
-        memory: Memory,
-        loss_scale: torch.Tensor | None,
-    ) -> None:
-        """Write one mean gradient, and what is remembered of it."""
-        error = None
-        if self.error_feedback:
-            if name not in memory.error:
-                memory.error[name] = torch.empty_like(gradient, dtype=torch.float32)
-            error = memory.error[name]
-        else:
-            forget(memory, [name])
-        settle(matrix, None if error is None else error.view_as(matrix), terms, loss_scale)
-        if gradient.dtype != torch.float32:
-            round_into(gradient, matrix.view(-1), error, loss_scale)
-        remember(self, memory, name, terms, loss_scale)
+    def _errors(
+        self, names: Sequence[str], gradients: Sequence[torch.Tensor], memory: Memory, layout: _Layout
+    ) -> dict[str, torch.Tensor]:
+        """Where to write what stays owed, by name: the tensors of memory, or new ones."""
+        if not self.error_feedback:
+            return {}
+        indices = [index for family in layout.families for index in family.indices]
+        return {
+            names[index]: memory.error[names[index]]
+            if names[index] in memory.error
+            else torch.empty_like(gradients[index], dtype=torch.float32)
+            for index in indices
+        }
 
 
 class _Family(NamedTuple):

@@ -50,7 +50,8 @@ def approximate(
         lefts = [
             _products(*pair, bucket.loss_scale, add_error=first) for pair in zip(groups, rights, strict=True)
         ]
-        mean = yield packed([*lefts, *whole] if first else lefts, config.message_dtype(bucket.flat.dtype))
+        dtype = config.message_dtype(bucket.flat.dtype)
+        mean = yield packed(lefts, dtype, riding=whole if first else ())
         if first:
             whole_means = riders(mean, lefts, whole)
         lefts = orthonormal_rows(unpacked(mean, like=lefts))
@@ -78,9 +79,20 @@ def _products(
     return left
 
 
-def packed(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """A new flat tensor with all parts."""
-    return torch.cat([part.reshape(-1) for part in parts]).to(dtype)
+def packed(
+    factors: Sequence[torch.Tensor], dtype: torch.dtype, riding: Sequence[torch.Tensor] = ()
+) -> torch.Tensor:
+    """A new flat tensor with all factors, cut off at the range of fp16, and what rides along.
+
+    A factor that was infinite stays so: it tells all processes to skip the step.
+    """
+    if dtype == torch.float16:
+        factors = [_saturated(factor, torch.finfo(dtype).max) for factor in factors]
+    return torch.cat([part.reshape(-1) for part in [*factors, *riding]]).to(dtype)
+
+
+def _saturated(factor: torch.Tensor, most: float) -> torch.Tensor:
+    return torch.where(factor.isinf(), factor, factor.clamp(-most, most))
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
