@@ -63,7 +63,7 @@ class ParameterSpec(NamedTuple):
 
         Rows are the outermost dimension in memory: the output features of a linear layer or of a
         convolution, channels-last or not. A matrix stored transposed is seen transposed, which
-        changes nothing, since its transpose has the same rank.
+        changes nothing, since its transpose has the same matrix rank.
         """
         if len(self.shape) < 2 or self.numel == 0:
             return None

@@ -40,7 +40,7 @@ SEED_STRIDE = 1_000_003
 
 @dataclass(frozen=True)
 class MatrixGroup:
-    """Matrices of one shape and rank.
+    """Matrices of one shape and matrix rank.
 
     Attributes:
         labels: One a matrix, the key of its factor in memory.
@@ -155,7 +155,7 @@ def round_into(
 def starting_basis(config: LowRank, memory: Memory, group: MatrixGroup, *, left: bool) -> torch.Tensor:
     """A basis to start from, (matrices, r, rows or columns): the last step's mean factors, or random ones.
 
-    Rows that memory lacks, or that died when a gradient had too low a rank, are drawn from a
+    Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a
     standard normal, the same on every process.
 
     Args:

@@ -19,7 +19,7 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """An orthonormal basis of the rows of every matrix.
 
     A row that depends on those before it becomes zero: the basis has as many rows that are not zero
-    as the matrix has rank. So projecting on the rows is right whatever the rank, zero included.
+    as the matrix has rank. So projecting on the rows is right whatever the matrix rank, zero included.
 
     Gram–Schmidt in coefficients, twice: the Gram matrices of all batches, in float64, are factorised
     together by one Cholesky recursion over the few rows, none over matrices, and without reading

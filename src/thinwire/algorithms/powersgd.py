@@ -154,7 +154,7 @@ class PowerSGD(LowRank):
 
 
 class _Family(NamedTuple):
-    """Parameters of a bucket with the same matrix shape and rank, by index."""
+    """Parameters of a bucket with the same matrix shape and matrix rank, by index."""
 
     shape: tuple[int, int]
     matrix_rank: int

@@ -44,7 +44,7 @@ def _check_alike(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     everyone = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everyone, own, group=group)
     if any(not torch.equal(other, everyone[0]) for other in everyone):
-        kinds = "; ".join(f"process {rank}: {_told(each.tolist())}" for rank, each in enumerate(everyone))
+        kinds = "; ".join(f"process {index}: {_told(each.tolist())}" for index, each in enumerate(everyone))
         raise CommunicationError(
             f"all processes must gather one shape and type, got {kinds}; pad or cast first"
         )
