@@ -21,7 +21,7 @@ FLOORS = [
     {"errors"},
     {"plan"},
     {"algorithms", "channel"},
-    {"exchange", "state", "unused", "all_gather"},
+    {"exchange", "state", "unused", "contributors", "all_gather"},
     {"sync"},
     {"ddp", "simulation", "step", "local_sgd", "join"},
     {"hooks", "powersgd"},
@@ -92,7 +92,7 @@ def test_the_public_names() -> None:
         "all_gather_grad",
         "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError", "ConfigError",
         "GradientError", "GradientSync", "Plan", "PowerSGD", "StateError", "Stats", "StepError",
-        "ThinwireError", "attach", "hooks",
+        "ThinwireError", "attach", "hooks", "join",
     }  # fmt: skip
 
 

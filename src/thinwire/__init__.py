@@ -17,6 +17,7 @@ from thinwire.errors import (
     StepError,
     ThinwireError,
 )
+from thinwire.join import join
 from thinwire.plan import Plan
 from thinwire.sync import GradientSync, Stats
 
@@ -41,4 +42,5 @@ __all__ = [
     "all_gather_grad",
     "attach",
     "hooks",
+    "join",
 ]

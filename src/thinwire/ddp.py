@@ -2,7 +2,7 @@
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import torch
@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupChannel
+from thinwire.contributors import divide_by_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale
 
-__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_of"]
+__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_where"]
 
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -91,15 +92,17 @@ def front_of(
     return BucketFront(sync, names)
 
 
-def models_of(state: object) -> list[DistributedDataParallel]:
-    """The DDP models on which `state` is registered with a communication hook.
+def models_where(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
+    """The DDP models on which a wanted state is registered, with a communication hook.
 
     A hook is not told its model, and without the model it knows neither names nor options.
 
     Cost: a look at every Python object, tens of milliseconds in a large program.
     """
     models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
-    return [each for each in models if any(own is state for _, own in each.__dict__.get("_comm_hooks", ()))]
+    return [
+        each for each in models if any(is_wanted(state) for _, state in each.__dict__.get("_comm_hooks", ()))
+    ]
 
 
 def _plain(name: str) -> str:
@@ -151,6 +154,7 @@ class BucketFront:
         """Take a bucket; at the last one, finish them all."""
         flat = dense_buffer(bucket)
         try:
+            divide_by_contributors(bucket.parameters(), flat)
             self.sync.start(self._specs_of(bucket), flat)
             future = _new_future(flat.device)
             self._waiting.append((future, flat))

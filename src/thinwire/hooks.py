@@ -23,7 +23,8 @@ from torch.futures import Future
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory, PowerSGD
 from thinwire.algorithms.cast import WireDtype
 from thinwire.channel import ProcessGroupChannel
-from thinwire.ddp import BucketFront, dense_buffer, front_of, models_of
+from thinwire.contributors import divide_by_contributors
+from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where
 from thinwire.errors import ConfigError, StateError
 from thinwire.plan import Plan
 from thinwire.state import checked_state, packed_state
@@ -177,7 +178,7 @@ class PowerSGDState:
         return future
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD) -> BucketFront:
-        models = models_of(self)
+        models = models_where(lambda state: state is self)
         if len(models) > 1:
             raise ConfigError(
                 f"this PowerSGDState is registered on {len(models)} models; make one state for each model"
@@ -265,6 +266,7 @@ def _one_round(
 ) -> Future[torch.Tensor]:
     """One message a bucket, which DDP waits for; nothing is kept between steps."""
     flat = dense_buffer(bucket)
+    divide_by_contributors(bucket.parameters(), flat)
     rounds = algorithm.exchange(Bucket((), flat), Memory())
     message = next(rounds)
     if message is None:
