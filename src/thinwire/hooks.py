@@ -141,6 +141,17 @@ class PowerSGDState:
             checked_state(state, specs=None)
             self._loaded = state
 
+    def algorithm(
+        self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
+    ) -> PowerSGD | BatchedPowerSGD:
+        """The settings as an algorithm, for `thinwire.attach`.
+
+        Args:
+            kind: PowerSGD for `powerSGD_hook`, BatchedPowerSGD for `batched_powerSGD_hook`.
+            wire_dtype: What `fp16_compress_wrapper` or `bf16_compress_wrapper` would make of the messages.
+        """
+        return kind(**self._settings, wire_dtype=wire_dtype)
+
     def run(
         self,
         kind: type[PowerSGD] | type[BatchedPowerSGD],
@@ -152,7 +163,7 @@ class PowerSGDState:
         Raises:
             ConfigError: The state has been used with another hook or wrapper.
         """
-        algorithm = kind(**self._settings, wire_dtype=wire_dtype)
+        algorithm = self.algorithm(kind, wire_dtype)
         if self._front is None:
             # Whether the model was made with find_unused_parameters can't be seen from here.
             sync = GradientSync(algorithm, ProcessGroupChannel(self.process_group), may_be_unused=True)
