@@ -9,8 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType as StockHook
 from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
 from torch import Tensor, nn
@@ -26,6 +24,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from accelerated import error_of, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run
 from pool import Pool
 from thinwire.algorithms import Algorithm
@@ -60,26 +59,6 @@ def test_accelerates_own_script(how: str) -> None:
     assert fp16 == bf16 == 2
     assert len(low_rank) == 7
     assert min(low_rank) > 6 if how == "compress" else max(low_rank) <= 2
-
-
-@contextmanager
-def several_processes() -> Iterator[None]:
-    """What a launcher tells Accelerate; it takes over the group of the pool."""
-    told = {
-        "RANK": str(dist.get_rank()),
-        "LOCAL_RANK": str(dist.get_rank()),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
-        "OMP_NUM_THREADS": "1",
-    }
-    os.environ.update(told)
-    try:
-        yield
-    finally:
-        for name in told:
-            del os.environ[name]
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def new_model() -> nn.Module:
@@ -361,14 +340,6 @@ def _misuse() -> tuple[tuple[str, str], tuple[str, str]]:
         shared = error_of(lambda: new_accelerator(handler).prepare(new_model()))
         del model
         return by_hand, shared
-
-
-def error_of(action: Any) -> tuple[str, str]:
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def test_the_names_and_settings_are_accelerates() -> None:
