@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from accelerated import error_of, several_processes
-from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run
+from launcher import EXAMPLES, TOLD, WITHOUT_TEARDOWN, assert_compressed_and_agreed, run
 from pool import Pool
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
@@ -35,7 +35,7 @@ AT_ONCE = {"start_powerSGD_iter": 0}
 LAUNCH = [
     *("env", "ACCELERATE_USE_CPU=true", sys.executable, "-m", "accelerate.commands.launch"),
     *("--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"),
-    *("--mixed_precision=no", "--dynamo_backend=no"),
+    *("--mixed_precision=no", "--dynamo_backend=no", WITHOUT_TEARDOWN),
 ]
 
 
@@ -143,6 +143,23 @@ def _trained(
 
 def test_without_a_hook_ddp_averages(pool2: Pool, tmp_path: Path) -> None:
     assert pool2.run(_no_hook, str(tmp_path)) == [(0, 0, "AttachError", False)] * 2
+    for refused, steps in pool2.run(_move_to_thinwire, str(tmp_path)):
+        assert "custom checkpoints" in refused
+        assert steps == 2
+
+
+def _move_to_thinwire(folder: str) -> tuple[str, int]:
+    """As docs/migrating.d/accelerate.md tells: an older checkpoint gets an empty state."""
+    with several_processes():
+        handler = new_handler()
+        accelerator = new_accelerator(handler)
+        model, optimizer = prepared(accelerator)
+        refused = error_of(lambda: accelerator.load_state(folder))[1]
+        accelerator.save(handler.state_dict(), f"{folder}/custom_checkpoint_0.pkl")
+        accelerator.wait_for_everyone()
+        accelerator.load_state(folder)
+        train(accelerator, model, optimizer, range(2))
+        return refused, handler.sync.stats().steps
 
 
 def _no_hook(folder: str) -> tuple[int, int, str, bool]:

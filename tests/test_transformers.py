@@ -13,8 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 
 import thinwire
 from accelerated import error_of, several_processes
@@ -176,6 +184,41 @@ def _unfit(folder: str) -> tuple[tuple[str, str], ...]:
             errors.append(error_of(lambda t=trainer, p=path: t.train(resume_from_checkpoint=p)))
             dist.barrier()
     return tuple(errors)
+
+
+def test_the_error_is_in_units_of_the_unscaled_loss(pool2: Pool, tmp_path: Path) -> None:
+    """On CPUs a Trainer has no scaler; here it has been given one."""
+    for plain, scaled in pool2.run(_scaled, str(tmp_path)):
+        assert plain.keys() == scaled.keys() != set()
+        for name, error in plain.items():
+            assert error.norm() > 0
+            assert torch.equal(error, scaled[name])
+
+
+def _scaled(folder: str) -> list[dict[str, Tensor]]:
+    errors = []
+    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
+        with several_processes():
+            trainer = new_trainer(folder, save_strategy="no", max_grad_norm=0)
+            callback = attach(trainer, ALGORITHM)
+            trainer.accelerator.scaler = scaler
+            trainer.train()
+            errors.append(callback.sync.state_dict()["error"])
+    return errors
+
+
+def test_a_hyper_parameter_search_is_refused(pool2: Pool, tmp_path: Path) -> None:
+    for name, message in pool2.run(_search, str(tmp_path)):
+        assert name == "AttachError"
+        assert "hyperparameter_search" in message
+
+
+def _search(folder: str) -> tuple[str, str]:
+    with several_processes():
+        trainer = new_trainer(folder)
+        callback = attach(trainer, ALGORITHM)
+        state = TrainerState(is_hyper_param_search=True)
+        return error_of(lambda: callback.on_train_begin(trainer.args, state, trainer.control))
 
 
 def test_only_weights_are_saved_when_asked(pool2: Pool, tmp_path: Path) -> None:
