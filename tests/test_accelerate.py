@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import inspect
 import os
 import re
@@ -319,14 +318,15 @@ def _two_models(folder: str) -> tuple[list[int], tuple[str, str], list[int], tup
 
 
 def test_prepared_twice_and_prepared_anew(pool2: Pool) -> None:
-    for same, twice, steps, anew in pool2.run(_prepared_twice):
+    for same, twice, steps, anew, saved in pool2.run(_prepared_twice):
         assert same
+        assert saved == 1
         assert twice == 1
         assert steps == 2
         assert anew == (1, 0)
 
 
-def _prepared_twice() -> tuple[bool, int, int, tuple[int, int]]:
+def _prepared_twice() -> tuple[bool, int, int, tuple[int, int], int]:
     with several_processes():
         handler = new_handler()
         accelerator = new_accelerator(handler)
@@ -336,9 +336,9 @@ def _prepared_twice() -> tuple[bool, int, int, tuple[int, int]]:
         twice, steps = len(handler.syncs), handler.sync.stats().steps
         # As `find_executable_batch_size` has it: free everything, start again with a new model.
         model, optimizer = accelerator.free_memory(model, optimizer)
-        gc.collect()
         model, optimizer = prepared(accelerator)
-        return same, twice, steps, (len(handler.syncs), handler.sync.stats().steps)
+        anew = len(handler.syncs), handler.sync.stats().steps
+        return same, twice, steps, anew, len(handler.state_dict()["models"])
 
 
 def test_misuse_is_refused(pool2: Pool) -> None:

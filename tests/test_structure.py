@@ -107,7 +107,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
         name
         for name in new
         if name.split(".")[0] != "thinwire"
-        and name.split(".")[0] in {"rich", "typer", "numpy", "accelerate", "lightning"}
+        and name.split(".")[0] in {"rich", "typer", "numpy", "accelerate", "lightning", "transformers"}
     ] == []
     assert [name for name in new if name.startswith(("thinwire.demo", "thinwire.cli"))] == []
 

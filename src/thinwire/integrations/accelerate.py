@@ -15,6 +15,7 @@ What behaves differently is told in docs/migrating.d/accelerate.md.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Mapping
@@ -137,6 +138,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         accelerator = self._calling_accelerator()
         if self._accelerator not in (None, accelerator):
             raise ConfigError("this handler is used by another Accelerator already; make one for each")
+        gc.collect()  # models that were dropped are gone from here on, on every process alike
         self._syncs[model.module] = attach(model, algorithm, grad_scaler=accelerator.scaler)
         if self._accelerator is None:
             self._accelerator = accelerator
@@ -157,6 +159,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
 
     def state_dict(self) -> dict[str, Any]:
         """For Accelerate: what is remembered for each model. Collective; see `GradientSync.state_dict`."""
+        gc.collect()  # every process must have the same models
         return {"models": [sync.state_dict() for sync in self.syncs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
