@@ -72,6 +72,7 @@ def main() -> None:
     checksum = sum(p.detach().double().sum().item() for p in model.parameters())
     told = f"compression ratio {handler.sync.stats().compression_ratio:.2f}, checksum {checksum:.9f}"
     print(f"process {accelerator.process_index}: {told}", flush=True)
+    model, optimizer = accelerator.free_memory(model, optimizer)  # the model goes before its process group
     accelerator.end_training()
 
 
