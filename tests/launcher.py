@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+WITHOUT_TEARDOWN = str(Path(__file__).with_name("without_teardown.py"))
 TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.\d{9})")
 
 
 def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
     """What the script printed, errors included; raises if it failed."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, *launch, f"--nproc-per-node={processes}", str(script), *arguments]
-    return run(command, timeout_seconds=timeout_seconds)
+    command = [sys.executable, *launch, f"--nproc-per-node={processes}"]
+    return run([*command, WITHOUT_TEARDOWN, str(script), *arguments], timeout_seconds=timeout_seconds)
 
 
 def run(command: list[str], *, timeout_seconds: float = 100) -> str:

@@ -121,6 +121,12 @@ def _power(name: str) -> tuple[float, thinwire.Plan, list[Tensor], int]:
     return state.stats().compression_ratio, state.plan, gradients, state.stats().steps
 
 
+def test_the_settings_as_an_algorithm() -> None:
+    state = hooks.PowerSGDState(None, 3, 1, random_seed=7)
+    expected = thinwire.BatchedPowerSGD(matrix_rank=3, warmup_steps=1, seed=7, wire_dtype="fp16")
+    assert state.algorithm(thinwire.BatchedPowerSGD, "fp16") == expected
+
+
 def test_the_settings_reach_the_algorithm(pool2: Pool) -> None:
     expected = thinwire.PowerSGD(
         matrix_rank=3,

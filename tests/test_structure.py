@@ -91,7 +91,8 @@ def test_the_public_names() -> None:
         "AllGatherGrad",
         "all_gather_grad",
         "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError", "ConfigError",
-        "GradientError", "GradientSync", "Plan", "PowerSGD", "StateError", "Stats", "StepError",
+        "GradientError", "GradientSync", "MissingExtraError", "Plan", "PowerSGD", "StateError", "Stats",
+        "StepError",
         "ThinwireError", "attach", "hooks", "join",
     }  # fmt: skip
 

@@ -7,7 +7,8 @@ ThinwireError
 ├── GradientError         (also a TypeError)     a gradient of a kind that can't be averaged
 ├── StateError            (also a ValueError)    a state dict does not fit
 ├── StepError             (also a RuntimeError)  start and finish were called out of order
-└── CommunicationError    (also a RuntimeError)  a collective failed; the backend's error is the cause
+├── CommunicationError    (also a RuntimeError)  a collective failed; the backend's error is the cause
+└── MissingExtraError     (also an ImportError)  an optional package is not installed
 ```
 
 Each message says what was got, what was expected and what to do.
@@ -20,6 +21,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "GradientError",
+    "MissingExtraError",
     "StateError",
     "StepError",
     "ThinwireError",
@@ -52,3 +54,7 @@ class StepError(ThinwireError, RuntimeError):
 
 class CommunicationError(ThinwireError, RuntimeError):
     """A collective failed. The backend's own error is attached as the cause; the memory is as before."""
+
+
+class MissingExtraError(ThinwireError, ImportError):
+    """A package that an integration needs is not installed, or too old. The import's error is the cause."""

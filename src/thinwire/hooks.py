@@ -151,6 +151,17 @@ class PowerSGDState:
             checked_state(state, specs=None)
             self._loaded = copy.deepcopy(dict(state))
 
+    def algorithm(
+        self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
+    ) -> PowerSGD | BatchedPowerSGD:
+        """The settings as an algorithm, for `thinwire.attach`.
+
+        Args:
+            kind: PowerSGD for `powerSGD_hook`, BatchedPowerSGD for `batched_powerSGD_hook`.
+            wire_dtype: What `fp16_compress_wrapper` or `bf16_compress_wrapper` would make of the messages.
+        """
+        return kind(**self._settings, wire_dtype=wire_dtype)
+
     def run(
         self,
         kind: type[PowerSGD] | type[BatchedPowerSGD],
@@ -163,7 +174,7 @@ class PowerSGDState:
             ConfigError: The state has been used with another hook, wrapper or model.
             StateError: The loaded state is of another model.
         """
-        algorithm = kind(**self._settings, wire_dtype=wire_dtype)
+        algorithm = self.algorithm(kind, wire_dtype)
         if self._front is None:
             self._front = self._new_front(algorithm)
             self._loaded = None

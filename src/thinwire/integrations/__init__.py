@@ -1,0 +1,1 @@
+"""Shells around other frameworks; each needs its own optional package."""

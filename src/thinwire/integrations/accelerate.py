@@ -1,0 +1,210 @@
+"""Hugging Face Accelerate: the handler it takes, with Thinwire behind it.
+
+Change where two names come from, and leave the rest of the script as it is:
+
+    from thinwire.integrations.accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(
+        comm_hook=DDPCommunicationHookType.POWER_SGD,
+        comm_state_option={"matrix_approximation_rank": 4, "start_powerSGD_iter": 100},
+    )
+    accelerator = Accelerator(kwargs_handlers=[handler])
+
+What behaves differently is told in docs/migrating.d/accelerate.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms.cast import WireDtype
+from thinwire.ddp import attach
+from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
+from thinwire.hooks import PowerSGDState
+from thinwire.sync import GradientSync
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DDPCommunicationHookType
+    from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
+except ImportError as error:
+    raise MissingExtraError(
+        "thinwire.integrations.accelerate needs accelerate 1.15 or later: pip install 'thinwire[accelerate]'"
+    ) from error
+
+__all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
+
+LOW_RANK: dict[object, type[PowerSGD] | type[BatchedPowerSGD]] = {
+    DDPCommunicationHookType.POWER_SGD: PowerSGD,
+    DDPCommunicationHookType.BATCHED_POWER_SGD: BatchedPowerSGD,
+}
+CASTS: dict[object, WireDtype] = {
+    DDPCommunicationHookType.FP16: "fp16",
+    DDPCommunicationHookType.BF16: "bf16",
+}
+
+
+@dataclass
+class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accelerate is untyped
+    """Accelerate's handler of the same name; models it prepares are attached to Thinwire.
+
+    Attaching knows the parameters' names and the Accelerator's `GradScaler`, and registers what is
+    remembered with the Accelerator: `save_state` and `load_state` take it along. One handler serves
+    one Accelerator and any number of models. In a run of one process there is nothing to attach.
+
+    Args:
+        dim: DDP's own, as are the six that follow.
+        broadcast_buffers: DDP's own.
+        bucket_cap_mb: DDP's own.
+        find_unused_parameters: DDP's own.
+        check_reduction: DDP's own.
+        gradient_as_bucket_view: DDP's own.
+        static_graph: DDP's own.
+        comm_hook: What averages gradients. NO leaves it to DDP.
+        comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD travel in 16 bits.
+        comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, by the names of
+            `thinwire.hooks.PowerSGDState`, with its defaults. Note that compression starts after
+            `start_powerSGD_iter` = 1 000 steps.
+
+    Raises:
+        ConfigError: An unknown hook, wrapper or setting, or one that would have no effect.
+
+    >>> handler = DistributedDataParallelKwargs(
+    ...     comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option={"matrix_approximation_rank": 2}
+    ... )
+    >>> handler.syncs  # none yet; accelerator.prepare(model) attaches
+    ()
+    """
+
+    # By the user's own module, which the Accelerator holds until it is told to free it.
+    _syncs: WeakKeyDictionary[torch.nn.Module, GradientSync] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+    _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _algorithm_of(self.comm_hook, self.comm_wrapper, self.comm_state_option)
+
+    @property  # type: ignore[misc] # object's can be written to
+    def __class__(self) -> Any:
+        """Accelerate's own class: it looks handlers up by their exact class, and knows no subclasses."""
+        return StockKwargs
+
+    def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """For Accelerate: what its own handler gives for the same settings."""
+        settings = {each.name: getattr(self, each.name) for each in fields(StockKwargs)}
+        return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
+
+    @property
+    def syncs(self) -> tuple[GradientSync, ...]:
+        """The handles of the models that the Accelerator holds, in the order in which they were prepared."""
+        return tuple(self._syncs.values())
+
+    @property
+    def sync(self) -> GradientSync:
+        """The handle of the one prepared model: plan, statistics, and switching the algorithm.
+
+        Raises:
+            AttachError: No model has been attached, or more than one.
+        """
+        if len(self._syncs) != 1:
+            raise AttachError(
+                f"expected one attached model, got {len(self._syncs)}; a model is attached by "
+                "accelerator.prepare(model) in a run of several processes with a comm_hook other than NO, "
+                "and where there are more than one, handler.syncs has them all"
+            )
+        return self.syncs[0]
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """For Accelerate, which calls it while it prepares a model: attach the model.
+
+        Raises:
+            AttachError: Not called by the Accelerator that has this handler, or the model can't be attached.
+            ConfigError: The handler is used by two Accelerators, or its settings were changed to bad ones.
+        """
+        algorithm = _algorithm_of(self.comm_hook, self.comm_wrapper, self.comm_state_option)
+        if algorithm is None:
+            return
+        accelerator = self._calling_accelerator()
+        if self._accelerator not in (None, accelerator):
+            raise ConfigError("this handler is used by another Accelerator already; make one for each")
+        gc.collect()  # models that were dropped are gone from here on, on every process alike
+        self._syncs[model.module] = attach(model, algorithm, grad_scaler=accelerator.scaler)
+        if self._accelerator is None:
+            self._accelerator = accelerator
+            accelerator.register_for_checkpointing(self)
+
+    def _calling_accelerator(self) -> Accelerator:
+        """Accelerate tells its handler the model only; the Accelerator is one of the callers."""
+        frame = sys._getframe()
+        while (caller := frame.f_back) is not None:
+            frame = caller
+            candidate = frame.f_locals.get("self")
+            if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
+                return candidate
+        raise AttachError(
+            "register_comm_hook is called by accelerator.prepare(model), of the Accelerator that has this "
+            "handler; for a DDP model of your own use thinwire.attach(ddp_model, algorithm)"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For Accelerate: what is remembered for each model. Collective; see `GradientSync.state_dict`."""
+        gc.collect()  # every process must have the same models
+        return {"models": [sync.state_dict() for sync in self.syncs]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """For Accelerate: continue from a saved state; see `GradientSync.load_state_dict`.
+
+        Raises:
+            StateError: It is not such a state, or of other models.
+        """
+        models = state.get("models") if isinstance(state, Mapping) else None
+        if not isinstance(models, list) or len(models) != len(self._syncs):
+            got = f"one of {len(models)} models" if isinstance(models, list) else f"a {type(state).__name__}"
+            raise StateError(
+                f"expected a handler's state of {len(self._syncs)} models, got {got}; prepare the same "
+                "models and register your own objects in the same order as when it was saved"
+            )
+        for sync, saved in zip(self.syncs, models, strict=True):
+            sync.load_state_dict(saved)
+
+
+def _algorithm_of(hook: object, wrapper: object, options: Mapping[str, Any]) -> Algorithm | None:
+    """The algorithm for a handler's three settings, None to leave averaging to DDP."""
+    _check_member("comm_hook", hook, (DDPCommunicationHookType.NO, *CASTS, *LOW_RANK))
+    _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
+    if hook in LOW_RANK:
+        return _state_of(options).algorithm(LOW_RANK[hook], CASTS.get(wrapper))
+    if wrapper in CASTS or options:
+        raise ConfigError(
+            f"comm_wrapper and comm_state_option are for comm_hook POWER_SGD and BATCHED_POWER_SGD and would "
+            f"have no effect with {hook}, got {wrapper} and {options}; leave them out, or choose one of those"
+        )
+    return Cast(CASTS[hook]) if hook in CASTS else None
+
+
+def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
+    # Not `got in valid`: what was got may not even be comparable.
+    if not isinstance(got, DDPCommunicationHookType) or got not in valid:
+        names = ", ".join(member.name for member in valid)
+        raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")
+
+
+def _state_of(options: Mapping[str, Any]) -> PowerSGDState:
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"comm_state_option must map settings to values, got {options!r}")
+    valid = [name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"]
+    unknown = [name for name in options if name not in valid]
+    if unknown:
+        raise ConfigError(f"comm_state_option has unknown settings {unknown}; those there are: {valid}")
+    return PowerSGDState(None, **options)

@@ -1,0 +1,39 @@
+"""Accelerate in the processes of a pool, and what went wrong there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+
+
+@contextmanager
+def several_processes() -> Iterator[None]:
+    """What a launcher tells Accelerate; it takes over the group of the pool."""
+    told = {
+        "RANK": str(dist.get_rank()),
+        "LOCAL_RANK": str(dist.get_rank()),
+        "WORLD_SIZE": str(dist.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+        "OMP_NUM_THREADS": "1",
+    }
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name in told:
+            del os.environ[name]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def error_of(action: Any) -> tuple[str, str]:
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""

@@ -1,0 +1,270 @@
+"""The stock Hugging Face Trainer with Thinwire: launched as users launch it, and in the pool's processes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import Dataset
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+
+import thinwire
+from accelerated import error_of, several_processes
+from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, torchrun
+from pool import Pool
+from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
+
+ALGORITHM = thinwire.PowerSGD(matrix_rank=1)
+
+pytestmark = pytest.mark.usefixtures("_offline")
+
+
+@pytest.fixture
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
+    example = EXAMPLES / "transformers_trainer.py"
+    straight = torchrun(example, "--folder", str(tmp_path))
+    assert_compressed_and_agreed(straight)
+    resumed = torchrun(
+        example, "--folder", str(tmp_path), "--resume", str(tmp_path / "checkpoint-10"), timeout_seconds=60
+    )
+    assert_compressed_and_agreed(resumed, least_ratio=15)
+    checksums = {checksum for _, _, checksum in TOLD.findall(straight + resumed)}
+    assert len(checksums) == 1
+    assert [round(log["thinwire_compression_ratio"]) for log in logs_of(straight)] == [2, 4, 6]
+    assert [round(log["thinwire_compression_ratio"]) for log in logs_of(resumed)] == [20, 20]
+
+
+def logs_of(output: str) -> list[dict[str, float]]:
+    lines = [ast.literal_eval(line) for line in output.splitlines() if line.startswith("{'loss'")]
+    return [{name: float(value) for name, value in line.items()} for line in lines]
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(32, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Reporter(TrainerCallback):
+    """Like those for TensorBoard or wandb: it was there before Thinwire."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def new_trainer(folder: str, **settings: Any) -> Trainer:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=32, n_layer=1, n_head=2)
+    config.bos_token_id = config.eos_token_id = None
+    settings = {"max_steps": 6, "save_steps": 3, "logging_steps": 2} | settings
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Tokens(), callbacks=[Reporter()])
+
+
+def parameters_of(trainer: Trainer) -> list[Tensor]:
+    return [p.detach().clone() for p in cast(torch.nn.Module, trainer.model).parameters()]
+
+
+def test_checkpoint_and_resume(pool2: Pool, tmp_path: Path) -> None:
+    for straight, resumed, forgetful, step in pool2.run(_resume, str(tmp_path)):
+        assert step == 6
+        assert all(map(torch.equal, straight, resumed))
+        assert not all(map(torch.equal, straight, forgetful))
+
+
+def _resume(folder: str) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
+    with several_processes():
+        trainer = new_trainer(folder)
+        attach(trainer, ALGORITHM)
+        trainer.train()
+        straight = parameters_of(trainer)
+    dist.barrier()
+    checkpoint = f"{folder}/checkpoint-3"
+    with several_processes():
+        trainer = new_trainer(folder)
+        callback = attach(trainer, ALGORITHM)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        resumed, step = parameters_of(trainer), callback.sync.stats().steps
+    with several_processes():
+        elsewhere = new_trainer(f"{folder}/elsewhere")
+        callback = attach(
+            elsewhere, thinwire.PowerSGD(matrix_rank=1, error_feedback=False), checkpoint=checkpoint
+        )
+        elsewhere.train(resume_from_checkpoint=checkpoint)
+        forgetful = parameters_of(elsewhere)
+    return straight, resumed, forgetful, step
+
+
+def test_logs_reach_the_other_callbacks(pool2: Pool, tmp_path: Path) -> None:
+    for reported, history, message_bytes in pool2.run(_logged, str(tmp_path)):
+        losses = [log for log in reported if "loss" in log]
+        assert len(losses) == 3
+        assert all(log["thinwire_compression_ratio"] > 2 for log in losses)
+        assert losses[-1]["thinwire_message_bytes"] == message_bytes
+        assert losses[-1]["thinwire_skipped_steps"] == 0
+        assert [log for log in history if "loss" in log][-1]["thinwire_message_bytes"] == message_bytes
+
+
+def _logged(folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+    with several_processes():
+        trainer = new_trainer(folder, save_strategy="no")
+        callback = attach(trainer, ALGORITHM)
+        trainer.train()
+        (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
+        return reporter.logs, trainer.state.log_history, callback.sync.stats().message_bytes
+
+
+def test_training_again_goes_on_with_the_same_memory(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(_again, str(tmp_path)) == [(True, 12)] * 2
+
+
+def _again(folder: str) -> tuple[bool, int]:
+    with several_processes():
+        trainer = new_trainer(folder, save_strategy="no")
+        callback = attach(trainer, ALGORITHM)
+        trainer.train()
+        first = callback.sync
+        trainer.train()
+        return callback.sync is first, callback.sync.stats().steps
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(pool2: Pool, tmp_path: Path) -> None:
+    for without, elsewhere, mistaken in pool2.run(_unfit, str(tmp_path)):
+        assert without[0] == elsewhere[0] == mistaken[0] == "StateError"
+        assert f"has no {STATE_NAME}" in without[1]
+        assert "checkpoint=" in elsewhere[1]
+        assert "checkpoint=" in mistaken[1]
+
+
+def _unfit(folder: str) -> tuple[tuple[str, str], ...]:
+    """Without our file; from a folder not the trainer's; and where that has a checkpoint of another run."""
+    errors = []
+    for trained, attached, resumed in (("a", "a", "a"), ("b", "c", "b"), ("b", "a", "b")):
+        with several_processes():
+            new_trainer(f"{folder}/{trained}", logging_steps=1 if trained == "a" else 2, max_steps=3).train()
+            dist.barrier()
+        with several_processes():
+            trainer = new_trainer(f"{folder}/{attached}")
+            attach(trainer, ALGORITHM)
+            path = f"{folder}/{resumed}/checkpoint-3"
+            errors.append(error_of(lambda t=trainer, p=path: t.train(resume_from_checkpoint=p)))
+            dist.barrier()
+    return tuple(errors)
+
+
+def test_the_error_is_in_units_of_the_unscaled_loss(pool2: Pool, tmp_path: Path) -> None:
+    """On CPUs a Trainer has no scaler; here it has been given one."""
+    for plain, scaled in pool2.run(_scaled, str(tmp_path)):
+        assert plain.keys() == scaled.keys() != set()
+        for name, error in plain.items():
+            assert error.norm() > 0
+            assert torch.equal(error, scaled[name])
+
+
+def _scaled(folder: str) -> list[dict[str, Tensor]]:
+    errors = []
+    for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
+        with several_processes():
+            trainer = new_trainer(folder, save_strategy="no", max_grad_norm=0)
+            callback = attach(trainer, ALGORITHM)
+            trainer.accelerator.scaler = scaler
+            trainer.train()
+            errors.append(callback.sync.state_dict()["error"])
+    return errors
+
+
+def test_a_hyper_parameter_search_is_refused(pool2: Pool, tmp_path: Path) -> None:
+    for name, message in pool2.run(_search, str(tmp_path)):
+        assert name == "AttachError"
+        assert "hyperparameter_search" in message
+
+
+def _search(folder: str) -> tuple[str, str]:
+    with several_processes():
+        trainer = new_trainer(folder)
+        callback = attach(trainer, ALGORITHM)
+        state = TrainerState(is_hyper_param_search=True)
+        return error_of(lambda: callback.on_train_begin(trainer.args, state, trainer.control))
+
+
+def test_only_weights_are_saved_when_asked(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(_only_weights, str(tmp_path)) == [True] * 2
+    files = os.listdir(tmp_path / "checkpoint-6")
+    assert "model.safetensors" in files
+    assert STATE_NAME not in files
+
+
+def _only_weights(folder: str) -> bool:
+    with several_processes():
+        trainer = new_trainer(folder, save_only_model=True)
+        callback = attach(trainer, ALGORITHM)
+        trainer.train()
+        return callback.sync.stats().compression_ratio > 2
+
+
+def test_one_process_has_nothing_to_attach(tmp_path: Path) -> None:
+    trainer = new_trainer(str(tmp_path), save_strategy="no", max_steps=1)
+    callback = attach(trainer, ALGORITHM)
+    trainer.train()
+    with pytest.raises(thinwire.AttachError, match="several processes"):
+        _ = callback.sync
+
+
+def test_misuse_is_refused(tmp_path: Path) -> None:
+    trainer = new_trainer(str(tmp_path))
+    with pytest.raises(thinwire.ConfigError, match=r"expected a transformers\.Trainer"):
+        attach(cast(Any, trainer.model), ALGORITHM)
+    with pytest.raises(thinwire.ConfigError, match="expected an algorithm"):
+        attach(trainer, cast(Any, "powersgd"))
+    callback = attach(trainer, ALGORITHM)
+    assert isinstance(callback, ThinwireCallback)
+    with pytest.raises(thinwire.AttachError, match="attached already"):
+        attach(trainer, ALGORITHM)
+
+
+def test_without_transformers_the_error_tells_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["transformers"] = None
+try:
+    import thinwire.integrations.transformers
+except ImportError as error:
+    print(type(error).__name__, error, type(error.__cause__).__name__)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert out.stdout.startswith("MissingExtraError")
+    assert "pip install 'thinwire[transformers]' ModuleNotFoundError" in out.stdout
