@@ -16,7 +16,7 @@ from thinwire.channel import ProcessGroupChannel
 from thinwire.contributors import divide_by_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync, LossScale
+from thinwire.sync import GradientSync, LossScale, loss_scale_of
 
 __all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_where"]
 
@@ -59,10 +59,7 @@ def attach(
     (1, 9.3)
     """
     model = _checked_model(ddp_model)
-    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
-    channel = ProcessGroupChannel(model.process_group)
-    front = front_of(model, algorithm, channel, None if grad_scaler is None else _scale_of(grad_scaler))
+    front = front_of(model, algorithm, ProcessGroupChannel(model.process_group), loss_scale_of(grad_scaler))
     try:
         model.register_comm_hook(front, thinwire_hook)
     except RuntimeError as error:
@@ -212,15 +209,6 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
 
 def _new_future(device: torch.device) -> Future[torch.Tensor]:
     return Future(devices=None if device.type == "cpu" else [device])
-
-
-def _scale_of(grad_scaler: GradScaler) -> LossScale:
-    """The scale as a tensor, without reading it back from the device."""
-
-    def scale(device: torch.device) -> torch.Tensor:
-        return grad_scaler.scale(torch.ones((), device=device))
-
-    return scale
 
 
 def _checked_model(ddp_model: object) -> DistributedDataParallel:

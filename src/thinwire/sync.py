@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, Bucket, Memory
 from thinwire.channel import Channel
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
-from thinwire.plan import ParameterSpec, Plan
+from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
 from thinwire.state import LoadedState, check_model, checked_state, laid_out, packed_state
 from thinwire.unused import keep_owed, used_flags
 
@@ -250,14 +251,29 @@ class GradientSync:
     def _forget_stale_factors(self) -> None:
         """Drop the factors that no route has any more: of other buckets, or of an algorithm before."""
         labels = {route.label for route in self.plan.routes}
+        here = {name for route in self.plan.routes for name in route.names}
         for kept in (self._memory.factor, self._memory.sent):
             for label in kept.keys() - labels:
-                del kept[label]
+                if here.issuperset(label.split(BUCKET_SEPARATOR)):  # else of a parameter not used just now
+                    del kept[label]
 
     def abandon(self) -> None:
         """For fronts: forget a step that can't be finished. Memory is as it was before the step."""
         self._exchange.abandon()
         self._started, self._used = [], []
+
+    def take_error(self, name: str) -> torch.Tensor | None:
+        """For fronts: what is owed on a parameter, which is the caller's from now on; None if nothing is.
+
+        Returns:
+            fp32, shape (elements,), in the parameter's order of memory, in units of the unscaled loss.
+        """
+        self._memory.sent.pop(name, None)
+        return self._memory.error.pop(name, None)
+
+    def owe(self, name: str, error: torch.Tensor) -> None:
+        """For fronts: from now on this is owed on a parameter; as from `take_error`."""
+        self._memory.error[name] = error
 
     def _admit(self, specs: tuple[ParameterSpec, ...], device: torch.device) -> None:
         """Take note of a bucket's parameters, and lay out what was loaded for them."""
@@ -329,6 +345,23 @@ class GradientSync:
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
         self._told_error = {}
+
+
+def loss_scale_of(grad_scaler: object) -> LossScale | None:
+    """What a `GradScaler` multiplies the loss by, without reading it back from the device; None without one.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if grad_scaler is None:
+        return None
+    if not isinstance(grad_scaler, GradScaler):
+        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
+
+    def scale(device: torch.device) -> torch.Tensor:
+        return grad_scaler.scale(torch.ones((), device=device))
+
+    return scale
 
 
 @contextmanager

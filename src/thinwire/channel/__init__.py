@@ -5,7 +5,16 @@ process, so that an algorithm's mathematics can be run at 64 workers in millisec
 """
 
 from thinwire.channel.base import Channel, Pending, Traffic
+from thinwire.channel.broadcast import copy_from
 from thinwire.channel.in_process import InProcessChannel, lockstep
 from thinwire.channel.process_group import ProcessGroupChannel
 
-__all__ = ["Channel", "InProcessChannel", "Pending", "ProcessGroupChannel", "Traffic", "lockstep"]
+__all__ = [
+    "Channel",
+    "InProcessChannel",
+    "Pending",
+    "ProcessGroupChannel",
+    "Traffic",
+    "copy_from",
+    "lockstep",
+]

@@ -1,0 +1,290 @@
+"""The reference PowerSGD package's names (epfml/powersgd), on Thinwire's core: gradients without DDP.
+
+Change `from powersgd import …` to `from thinwire.powersgd import …`:
+
+    params = list(model.parameters())
+    powersgd = PowerSGD(params, config=Config(rank=4, start_compressing_after_num_steps=0))
+    ...
+    loss.backward()
+    optimizer_step(optimizer, powersgd)
+
+What behaves differently is told in docs/migrating.md.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from thinwire import algorithms
+from thinwire.errors import ConfigError, StepError
+from thinwire.plan import Plan
+from thinwire.step import Gradients, StepFront
+from thinwire.sync import Stats
+
+__all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
+
+
+class Aggregator(ABC):
+    """Averages gradients over processes; your own may derive from it."""
+
+    @abstractmethod
+    def aggregate(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The (approximate) mean gradients. What they miss is left in the input, zeros if nothing."""
+
+
+class Config(NamedTuple):
+    """Settings of `PowerSGD`, with the reference's names and defaults.
+
+    Attributes:
+        rank: Matrix rank of the factors; lower is fewer bytes.
+        min_compression_rate: A matrix is compressed only if its elements are more than this times those
+            sent in a step, 0.5 · num_iters_per_step · rank · (rows + columns).
+        num_iters_per_step: Rounds a step. Each sends one factor of what the ones before left over,
+            left and right in turn, and their results add up.
+        start_compressing_after_num_steps: Steps at the start that average whole gradients.
+    """
+
+    rank: int
+    min_compression_rate: float = 2
+    num_iters_per_step: int = 1
+    start_compressing_after_num_steps: int = 100
+
+
+class _Synchronised(Aggregator):
+    """An aggregator over a `StepFront`."""
+
+    grad_scaler: GradScaler | None
+
+    @abstractmethod
+    def front_for(self, tensors: Gradients) -> StepFront:
+        """The front for these parameters or gradients."""
+
+    def aggregate(self, gradients: Gradients) -> list[Any]:
+        """The mean gradients; what is owed goes back into the input, which the next gradients are added to.
+
+        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. Of
+        16-bit gradients the part of the error that their type can't hold is kept here. State that is
+        saved does not hold what is in your tensors: to save and resume, use `optimizer_step`.
+
+        Args:
+            gradients: One a parameter, None where it has none on this process; written.
+
+        Returns:
+            New tensors; None where no process has a gradient. If a mean is not finite, so are they, and the
+            input is as it was.
+
+        Raises:
+            ConfigError: Their number or a shape is not that of the parameters.
+            GradientError: One is sparse.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        front = self.front_for(gradients)
+        means, committed = front.average(gradients)
+        for index, gradient in enumerate(gradients if committed else ()):
+            if gradient is not None:
+                self._leave_error(front, index, gradient)
+        return means
+
+    def _leave_error(self, front: StepFront, index: int, gradient: torch.Tensor) -> None:
+        error = front.sync.take_error(front.name_of(index))
+        if error is None:
+            gradient.zero_()
+            return
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale(torch.ones_like(error[:1]))
+        gradient.copy_(front.in_layout(index, error * scale))
+        held = torch.empty_like(error)
+        front.in_layout(index, held).copy_(gradient)
+        rest = error - held / scale
+        if gradient.dtype.itemsize < error.dtype.itemsize and rest.any():
+            front.sync.owe(front.name_of(index), rest)
+
+
+class AllReduce(_Synchronised):
+    """Averages whole gradients.
+
+    Args:
+        process_group: None for the default one.
+        grad_scaler: The `GradScaler` that scales the loss, if there is one; `optimizer_step` steps through
+            it.
+    """
+
+    def __init__(
+        self, *, process_group: dist.ProcessGroup | None = None, grad_scaler: GradScaler | None = None
+    ) -> None:
+        self.grad_scaler = grad_scaler
+        self._process_group = process_group
+        self._front: StepFront | None = None
+
+    def front_for(self, tensors: Gradients) -> StepFront:
+        """A new one whenever there are other tensors than before: nothing is remembered."""
+        given = [tensor for tensor in tensors if tensor is not None]
+        if len(given) < len(tensors):
+            raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
+        if self._front is None or _kinds(self._front.parameters) != _kinds(given):
+            self._front = StepFront(given, algorithms.AllReduce(), process_group=self._process_group)
+        return self._front
+
+
+class PowerSGD(StepFront, _Synchronised):
+    """Sends low-rank factors of every gradient matrix; what they miss is added to the next gradients.
+
+    Source: Vogels et al., "PowerSGD" (arXiv 1905.13727), in the form of the reference implementation, which
+    is algorithm 2 of "PowerGossip" (arXiv 2008.01425): one round an iteration, left and right in turn.
+
+    Each matrix is normalised on its own. Gradients of any floating type; error and factors are fp32.
+
+    Args:
+        params: The model's parameters, in an order that is the same in every run: saved state tells them by
+            their position.
+        config: The settings.
+        process_group: None for the default one.
+        grad_scaler: The `GradScaler` that scales the loss, if there is one. The error is then kept in
+            unscaled units, and `optimizer_step` steps through the scaler.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
+        AttachError: `torch.distributed` is not initialised, or this process is not in the group.
+
+    Cost a step: `num_iters_per_step` rounds of r · (rows or columns) elements a matrix, and see `StepFront`.
+
+    >>> layer = torch.nn.Linear(64, 32)  # in a process group
+    >>> powersgd = PowerSGD(layer.parameters(), Config(rank=2, start_compressing_after_num_steps=0))
+    >>> layer(torch.ones(1, 64)).sum().backward()
+    >>> optimizer_step(torch.optim.SGD(layer.parameters(), lr=0.1), powersgd)
+    True
+    >>> round(powersgd.stats().compression_ratio, 1)
+    12.8
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        config: Config,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: GradScaler | None = None,
+    ) -> None:
+        super().__init__(params, _algorithm_of(config), process_group=process_group, grad_scaler=grad_scaler)
+        self.config = config
+        self.grad_scaler = grad_scaler
+
+    def front_for(self, tensors: Gradients) -> StepFront:
+        """Itself."""
+        return self
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter travels how."""
+        return self.sync.plan
+
+    def stats(self) -> Stats:
+        """What has been done so far; see `thinwire.Stats`."""
+        return self.sync.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
+        return self.sync.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state, on any number of processes; see `GradientSync.load_state_dict`."""
+        self.sync.load_state_dict(state)
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> bool:
+    """Average the gradients in `p.grad` over the processes, and step the optimizer with the means.
+
+    With Thinwire's aggregators the error is in their memory, and `p.grad` is None afterwards. So the loop may
+    call `optimizer.zero_grad()` or not: both are the same. An aggregator of your own keeps the
+    reference's contract: afterwards `p.grad` is what it left in its input, the error, so do not zero it.
+
+    Args:
+        optimizer: Any, with any number of parameter groups. Its parameters are the aggregator's.
+        aggregator: What averages. If it has a `grad_scaler`, that makes the step; call its `update()`
+            as usual. Call `unscale_` not before: the gradients are not averaged yet.
+
+    Returns:
+        False if the step was skipped, on all processes: a mean was not finite.
+
+    Raises:
+        ConfigError: The aggregator is none, or its parameters are not the optimizer's.
+        StepError: The gradients were unscaled already.
+        CommunicationError: A collective failed; memory is as it was.
+    """
+    if not isinstance(aggregator, Aggregator):
+        raise ConfigError(f"expected an Aggregator such as PowerSGD(params, config), got {aggregator!r}")
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not isinstance(aggregator, _Synchronised):
+        return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
+    front = aggregator.front_for(parameters)
+    _check_same(front, parameters, aggregator)
+    _check_scaled(optimizer, aggregator.grad_scaler)
+    parameters = parameters if isinstance(aggregator, AllReduce) else front.parameters
+    means, committed = front.average([parameter.grad for parameter in parameters])
+    for parameter, mean in zip(parameters, means, strict=True):
+        parameter.grad = mean
+    if aggregator.grad_scaler is not None:
+        aggregator.grad_scaler.step(optimizer)
+    elif committed:
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    return committed
+
+
+def _step_keeping_error(
+    optimizer: torch.optim.Optimizer, aggregator: Aggregator, parameters: list[torch.Tensor]
+) -> bool:
+    """The reference's contract: between steps `p.grad` is what the aggregator left of it."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    means = aggregator.aggregate(gradients)
+    for parameter, mean in zip(parameters, means, strict=True):
+        parameter.grad = mean
+    optimizer.step()
+    for parameter, left in zip(parameters, gradients, strict=True):
+        parameter.grad = left
+    return True
+
+
+def _check_same(front: StepFront, parameters: list[torch.Tensor], aggregator: _Synchronised) -> None:
+    if isinstance(aggregator, AllReduce):
+        return
+    here = {id(parameter) for parameter in parameters}
+    there = {id(parameter) for parameter in front.parameters if parameter.requires_grad}
+    if here != there:
+        raise ConfigError(
+            f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the aggregator "
+            f"{len(there - here)} that are not the optimizer's; make an aggregator for each optimizer, of "
+            "all its parameters"
+        )
+
+
+def _check_scaled(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None) -> None:
+    if grad_scaler is None:
+        return
+    if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+        raise StepError(
+            "grad_scaler.unscale_(optimizer) was called before optimizer_step, where the gradients are not "
+            "averaged yet; leave it out"
+        )
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+
+def _algorithm_of(config: object) -> algorithms.PowerSGD:
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {config!r}")
+    return algorithms.PowerSGD(
+        matrix_rank=config.rank,
+        min_compression_ratio=config.min_compression_rate,
+        warmup_steps=config.start_compressing_after_num_steps,
+        power_iterations=config.num_iters_per_step,
+        alternating=True,
+    )

@@ -1,0 +1,190 @@
+"""The front for gradients that are all there after the backward pass: one bucket a device and type."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from thinwire.algorithms import Algorithm, Bucket
+from thinwire.channel import ProcessGroupChannel, copy_from
+from thinwire.errors import ConfigError, GradientError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import GradientSync, loss_scale_of
+
+__all__ = ["StepFront"]
+
+Gradients: TypeAlias = Sequence["torch.Tensor | None"]
+
+
+class StepFront(Joinable):
+    """Averages lists of gradients over a process group, through a `GradientSync`.
+
+    Args:
+        parameters: What the gradients are of, in an order that is the same in every run: parameters are
+            called "parameter[0]", "parameter[1]" … in saved state.
+        algorithm: How gradients become their mean.
+        process_group: None for the default one.
+        grad_scaler: The `GradScaler` that scales the loss, if there is one.
+
+    Attributes:
+        parameters: As given.
+        sync: The handle: plan, statistics, state, and switching the algorithm.
+
+    Cost: a copy of the gradients while they are averaged; a message of 4 bytes a parameter that tells which
+    have a gradient anywhere, and one host synchronisation for it, besides the algorithm's own.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        algorithm: Algorithm,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: object = None,
+    ) -> None:
+        super().__init__()
+        self.parameters = _checked(parameters)
+        self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
+        self._channel = ProcessGroupChannel(process_group)
+        loss_scale = loss_scale_of(grad_scaler)
+        self.sync = GradientSync(algorithm, self._channel, self._specs, loss_scale=loss_scale)
+        self._divides_by_initial = True
+
+    def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
+        """The means of the gradients over the group.
+
+        Args:
+            gradients: One a parameter, each of its shape; None where the parameter was not used on this
+                process, which counts as zeros. Only read.
+
+        Returns:
+            New tensors in the layout of the parameters, None where no process has a gradient; and whether
+            the step was committed. If it was not, means are not finite, and memory is as it was.
+
+        Raises:
+            ConfigError: Their number or a shape is not that of the parameters.
+            GradientError: One is sparse.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        self._check(gradients)
+        share = self._share()
+        means: list[torch.Tensor | None] = [None] * len(gradients)
+        buckets = []
+        for indices in self._buckets(self._used_anywhere(gradients)):
+            specs = tuple(self._specs[index] for index in indices)
+            flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
+            if share is not None:
+                flat.mul_(share)
+            for index, part in zip(indices, Bucket(specs, flat).gradients(), strict=True):
+                means[index] = self.in_layout(index, part)
+            buckets.append((specs, flat))
+        for specs, flat in buckets:
+            self.sync.start(specs, flat)
+        return means, self.sync.finish() if buckets else True
+
+    def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """A flat tensor, in the order of memory of a parameter, as a view of the parameter's shape."""
+        spec = self._specs[index]
+        strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
+        return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
+
+    def name_of(self, index: int) -> str:
+        """What a parameter is called in saved state."""
+        return self._specs[index].name
+
+    def _check(self, gradients: Gradients) -> None:
+        if len(gradients) != len(self.parameters):
+            raise ConfigError(
+                f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)}"
+            )
+        for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if gradient is not None and gradient.shape != parameter.shape:
+                raise ConfigError(
+                    f"gradient {index} has shape {tuple(gradient.shape)}, its parameter "
+                    f"{tuple(parameter.shape)}; give the gradients in the order of the parameters"
+                )
+            if gradient is not None and gradient.is_sparse:
+                raise GradientError(
+                    f"gradient {index} is sparse and can't be averaged; build the embedding with sparse=False"
+                )
+
+    def _used_anywhere(self, gradients: Gradients) -> list[int]:
+        """The parameters that have a gradient on some process."""
+        device = self.parameters[0].device
+        flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=device)
+        shares = self._channel.average(flags).wait().tolist()
+        return [index for index, share in enumerate(shares) if share > 0]
+
+    def _buckets(self, indices: Iterable[int]) -> list[list[int]]:
+        buckets: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for index in indices:
+            buckets[self.parameters[index].device, self._specs[index].dtype].append(index)
+        return list(buckets.values())
+
+    def _flat(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """A gradient in its parameter's order of memory; zeros for none."""
+        spec, device = self._specs[index], self.parameters[index].device
+        flat = torch.zeros(spec.numel, dtype=spec.dtype, device=device)
+        if gradient is not None:
+            self.in_layout(index, flat).copy_(gradient)
+        return flat
+
+    # Uneven inputs: see thinwire.join.
+
+    def _share(self) -> torch.Tensor | None:
+        """Tell a join context that this process contributes; members over contributors, if it asks."""
+        work = Join.notify_join_context(self)
+        if work is None or self._divides_by_initial:
+            return None
+        (contributors,) = work.get_future().wait()
+        return self._channel.size / contributors  # type: ignore[no-any-return]
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """For a join context: how this process shadows the others once it has no more input."""
+        self._divides_by_initial = options.get("divide_by_initial_world_size", True)
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the join context's own messages are."""
+        return self.parameters[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that is joined."""
+        return self._channel.group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, front: StepFront) -> None:
+        self._front = front
+
+    def main_hook(self) -> None:
+        front = self._front
+        front._join_config = type(front._join_config).construct_disabled_join_config()
+        front.average([None] * len(front.parameters))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        copy_from(is_last_joiner, self._front.parameters, self._front.join_process_group)
+
+
+def _checked(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+        raise ConfigError(f"expected the model's parameters, got {type(parameters).__name__}")
+    listed = list(parameters)
+    for parameter in listed:
+        if not isinstance(parameter, torch.Tensor):
+            raise ConfigError(
+                f"expected the model's parameters, got a {type(parameter).__name__} among them; "
+                "pass model.parameters()"
+            )
+    if not listed:
+        raise ConfigError("expected the model's parameters, got none")
+    if len({id(parameter) for parameter in listed}) < len(listed):
+        raise ConfigError("a parameter is given more than once; pass model.parameters()")
+    return listed
