@@ -3,7 +3,7 @@
 
 import gc
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
@@ -18,7 +18,7 @@ from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale, loss_scale_of
 
-__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_where"]
+__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_where", "register"]
 
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -60,15 +60,24 @@ def attach(
     """
     model = _checked_model(ddp_model)
     front = front_of(model, algorithm, ProcessGroupChannel(model.process_group), loss_scale_of(grad_scaler))
+    register(model, front, thinwire_hook)
+    return front.sync
+
+
+def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+    """Register a communication hook.
+
+    Raises:
+        AttachError: The model has one already.
+    """
     try:
-        model.register_comm_hook(front, thinwire_hook)
+        model.register_comm_hook(state, hook)
     except RuntimeError as error:
         model._comm_hooks.pop()  # DDP notes a hook before it finds that it can't have it
         raise AttachError(
             "the model has a communication hook already, and DDP allows one only; "
             "if it is Thinwire's, switch its algorithm with sync.use(…)"
         ) from error
-    return front.sync
 
 
 def front_of(

@@ -1,0 +1,275 @@
+"""Lightning: a strategy that attaches, and a callback that logs and saves.
+
+    from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy
+
+    trainer = Trainer(
+        strategy=ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4)), callbacks=[ThinwireCallback()], ...
+    )
+
+What behaves differently is told in docs/migrating.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import ddp, hooks
+from thinwire.algorithms import Algorithm, PowerSGD
+from thinwire.errors import AttachError, ConfigError, MissingExtraError
+from thinwire.hooks import PowerSGDState
+from thinwire.sync import GradientSync
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise MissingExtraError(
+        "thinwire.integrations.lightning needs lightning 2.6 or later: pip install 'thinwire[lightning]'"
+    ) from error
+
+__all__ = ["ThinwireCallback", "ThinwireStrategy", "register_ddp_comm_hook"]
+
+CHECKPOINT_KEY = "thinwire"
+
+Remembering: TypeAlias = "GradientSync | PowerSGDState"
+
+
+def register_ddp_comm_hook(
+    model: DistributedDataParallel,
+    ddp_comm_state: object | None = None,
+    ddp_comm_hook: Callable[..., Any] | None = None,
+    ddp_comm_wrapper: Callable[..., Any] | None = None,
+) -> None:
+    """Register a communication hook on a DDP model, wrapped if asked; nothing without a hook.
+
+    Args:
+        model: The DDP model, on any device.
+        ddp_comm_state: What the hook wants: a `PowerSGDState` for `powerSGD_hook` and its batched variant,
+            a process group or None for `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook`.
+        ddp_comm_hook: One of `thinwire.hooks`, or any other.
+        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or another.
+
+    Raises:
+        AttachError: Not a DDP model, or it has a hook already.
+        ConfigError: A state or wrapper without a hook, a state of the wrong kind, or a wrapper around what is
+            no hook.
+    """
+    hook = _checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+    if not isinstance(model, DistributedDataParallel):
+        raise AttachError(
+            f"expected a DistributedDataParallel model, got {type(model).__name__}; wrap it first"
+        )
+    if hook is not None:
+        ddp.register(model, ddp_comm_state, hook)
+
+
+class ThinwireStrategy(DDPStrategy):
+    """DDP with Thinwire's averaging, on CPUs and GPUs alike; `strategy="thinwire"` is this with PowerSGD().
+
+    Args:
+        algorithm: How gradients become their mean; `thinwire.PowerSGD()` if neither it nor a hook is given.
+        ddp_comm_state: With a hook in place of an algorithm: see `register_ddp_comm_hook`.
+        ddp_comm_hook: As `DDPStrategy` takes it, which ignores it silently on CPUs.
+        ddp_comm_wrapper: Likewise.
+        options: `DDPStrategy`'s own, and DDP's.
+
+    Raises:
+        ConfigError: Both an algorithm and a hook, or a combination that `register_ddp_comm_hook` refuses.
+
+    >>> import thinwire
+    >>> strategy = ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4), find_unused_parameters=False)
+    >>> strategy.algorithm.matrix_rank
+    4
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | None = None,
+        *,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> None:
+        _checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+        if algorithm is not None and not isinstance(algorithm, Algorithm):
+            raise ConfigError(
+                f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
+            )
+        if algorithm is not None and ddp_comm_hook is not None:
+            raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
+        super().__init__(
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            **options,
+        )
+        self.algorithm = PowerSGD() if algorithm is None and ddp_comm_hook is None else algorithm
+        self._sync: GradientSync | None = None
+
+    @property
+    def sync(self) -> GradientSync:
+        """The handle: plan, statistics, state, and switching the algorithm.
+
+        Raises:
+            AttachError: Training has not begun, or a hook was given in place of an algorithm.
+        """
+        if self._sync is None:
+            raise AttachError(
+                "nothing is attached: trainer.fit() attaches when it wraps the model, if the strategy has an "
+                "algorithm; with a ddp_comm_hook its state has the statistics"
+            )
+        return self._sync
+
+    @property
+    def remembering(self) -> Remembering | None:
+        """What has memory and statistics: the handle or a `PowerSGDState`; None if nothing has."""
+        if self._sync is None and isinstance(self._ddp_comm_state, PowerSGDState):
+            return self._ddp_comm_state
+        return self._sync
+
+    def _register_ddp_hooks(self) -> None:
+        """For Lightning, when it has wrapped the model: attach. A second fit of the same model goes on."""
+        assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
+        if self.algorithm is None:
+            register_ddp_comm_hook(
+                self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
+            )
+            return
+        before, self._sync = self._sync, None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        sync = ddp.attach(self.model, self.algorithm, grad_scaler=scaler)
+        if before is not None:
+            sync.load_state_dict(before.state_dict())
+        self._sync = sync
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """For Lightning's registry of names."""
+        strategy_registry.register("thinwire", cls, description="DDP with PowerSGD, by Thinwire")
+
+
+class ThinwireCallback(Callback):
+    """Logs statistics through the Trainer's loggers, and keeps the memory in the Trainer's checkpoints.
+
+    Logged are `thinwire/compression_ratio`, `thinwire/message_bytes`, `thinwire/skipped_steps` and
+    `thinwire/waiting_seconds`, of process 0, since the start of training. A resumed run is the run that
+    went on, on any number of processes. A checkpoint that was made without Thinwire has nothing to restore.
+
+    Args:
+        log_every_n_steps: Optimizer steps from one log to the next.
+
+    Raises:
+        ConfigError: `log_every_n_steps` is not a whole number of at least 1, or (when training begins)
+            the Trainer's strategy is not a `ThinwireStrategy` with an algorithm or a `PowerSGDState`.
+
+    Cost: `GradientSync.stats` at each log; `GradientSync.state_dict`, a collective, at each checkpoint.
+    """
+
+    def __init__(self, log_every_n_steps: int = 50) -> None:
+        steps = log_every_n_steps
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"log_every_n_steps must be a whole number of at least 1, got {steps!r}")
+        self._log_every_n_steps = steps
+        self._logged_step = 0
+        self._loaded: Any = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """For Lightning, before anything is built: refuse a strategy that has nothing to log or save."""
+        strategy = trainer.strategy
+        if stage == TrainerFn.FITTING and not (
+            isinstance(strategy, ThinwireStrategy)
+            and (strategy.algorithm is not None or strategy.remembering is not None)
+        ):
+            raise ConfigError(
+                f"expected Trainer(strategy=ThinwireStrategy(…)) with an algorithm or a PowerSGDState, got "
+                f"{type(strategy).__name__}"
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """For Lightning, when the model is wrapped: restore what a checkpoint held."""
+        if self._loaded is not None:
+            _remembering(trainer).load_state_dict(self._loaded)
+        self._loaded = None
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
+        """For Lightning: log, every so many optimizer steps."""
+        step = trainer.global_step
+        if step == self._logged_step or step % self._log_every_n_steps:
+            return
+        self._logged_step = step
+        stats = _remembering(trainer).stats()
+        told = {
+            "thinwire/compression_ratio": stats.compression_ratio,
+            "thinwire/message_bytes": stats.message_bytes,
+            "thinwire/skipped_steps": stats.skipped_steps,
+            "thinwire/waiting_seconds": stats.waiting_seconds,
+        }
+        for logger in trainer.loggers:
+            logger.log_metrics(told, step=step)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """For Lightning, which calls it on every process: collective."""
+        checkpoint[CHECKPOINT_KEY] = _remembering(trainer).state_dict()
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """For Lightning, usually before the model is wrapped: kept until it is."""
+        self._loaded = checkpoint.get(CHECKPOINT_KEY)
+
+
+def _remembering(trainer: Trainer) -> Remembering:
+    remembering = getattr(trainer.strategy, "remembering", None)
+    if not isinstance(remembering, GradientSync | PowerSGDState):
+        raise AttachError("nothing is attached: trainer.fit() attaches when it wraps the model")
+    return remembering
+
+
+def _checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., Any] | None:
+    """The hook with its wrapper; None without a hook.
+
+    Raises:
+        ConfigError: What was given does not belong together.
+    """
+    if hook is None:
+        if state is not None or wrapper is not None:
+            raise ConfigError(
+                "ddp_comm_state and ddp_comm_wrapper need a ddp_comm_hook, such as "
+                "thinwire.hooks.powerSGD_hook"
+            )
+        return None
+    if not callable(hook):
+        raise ConfigError(f"ddp_comm_hook must be a hook such as thinwire.hooks.powerSGD_hook, got {hook!r}")
+    _check_state(state, hook)
+    if wrapper is None:
+        return hook
+    wrapped = wrapper(hook) if callable(wrapper) else None
+    if not callable(wrapped):
+        raise ConfigError(
+            "ddp_comm_wrapper must be a wrapper such as thinwire.hooks.fp16_compress_wrapper, got "
+            f"{wrapper!r}"
+        )
+    return wrapped  # type: ignore[no-any-return]
+
+
+def _check_state(state: object, hook: object) -> None:
+    if hook in (hooks.powerSGD_hook, hooks.batched_powerSGD_hook):
+        if not isinstance(state, PowerSGDState):
+            got = f"{type(state).__module__}.{type(state).__name__}"
+            raise ConfigError(f"this hook needs a thinwire.hooks.PowerSGDState, got {got}")
+    elif hook in (hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook) and not (
+        state is None or isinstance(state, dist.ProcessGroup)
+    ):
+        raise ConfigError(f"this hook needs a process group or None, got {type(state).__name__}")
+
+
+if "thinwire" not in StrategyRegistry:
+    ThinwireStrategy.register_strategies(StrategyRegistry)

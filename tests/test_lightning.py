@@ -1,0 +1,325 @@
+"""Stock Lightning with our strategy, hooks and callback: real Trainers in real processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_power
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import thinwire
+from launcher import EXAMPLES, assert_compressed_and_agreed, torchrun
+from pool import Pool
+from thinwire import PowerSGD, hooks
+from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
+
+POWER = PowerSGD(matrix_rank=2, warmup_steps=1)
+
+
+class Regression(LightningModule):
+    """A small network on random numbers, the same in every run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss: Tensor = (self.layers(batch) - batch.roll(1, dims=1)).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(count: int = 6) -> DataLoader[Tensor]:
+    rows = torch.randn(count * 8 * 2, 32, generator=torch.Generator().manual_seed(0))
+    return DataLoader(rows, batch_size=8)  # type: ignore[arg-type]
+
+
+@contextmanager
+def lightning_environment() -> Iterator[None]:
+    """What torchrun would have set, and Lightning's own deprecations let through."""
+    world_size = dist.get_world_size()
+    variables = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": world_size}
+    texts = {name: str(value) for name, value in variables.items()}
+    with patch.dict(os.environ, texts), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        yield
+
+
+def fit(
+    strategy: Any, folder: Path, *, epochs: int = 2, resume: str | None = None, **options: Any
+) -> tuple[Trainer, Regression]:
+    with lightning_environment():
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            plugins=[TorchElasticEnvironment()],
+            strategy=strategy,
+            max_epochs=epochs,
+            default_root_dir=folder,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **{"logger": False, "enable_checkpointing": False, **options},
+        )
+        model = Regression()
+        trainer.fit(model, batches(), ckpt_path=resume)
+    return trainer, model
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_example_and_its_resume_end_with_the_same_model(tmp_path: Path) -> None:
+    straight = torchrun(EXAMPLES / "lightning_ddp.py", str(tmp_path / "one"))
+    assert_compressed_and_agreed(straight)
+    checkpoint = str(tmp_path / "one" / "epoch=0.ckpt")
+    resumed = torchrun(EXAMPLES / "lightning_ddp.py", str(tmp_path / "two"), "--resume", checkpoint)
+    assert_compressed_and_agreed(resumed)
+    checksums = [set(re.findall(r"checksum (-?\d+\.\d{9})", output)) for output in (straight, resumed)]
+    assert checksums[0] == checksums[1]
+    metrics = next((tmp_path / "one").rglob("metrics.csv")).read_text()
+    assert "thinwire/compression_ratio" in metrics
+
+
+@pytest.mark.parametrize("kind", ["ours", "made without Thinwire"])
+def test_checkpoint_and_resume(pool2: Pool, tmp_path: Path, kind: str) -> None:
+    results = pool2.run(_resumed, tmp_path, kind)
+    for straight, resumed, steps, ratio in results:
+        assert steps == (12 if kind == "ours" else 6)
+        assert ratio > 2
+        if kind == "ours":
+            assert_same(straight, resumed)
+        assert_same(resumed, results[0][1])
+
+
+def save(folder: Path) -> None:
+    """By hand, after one epoch."""
+    trainer, _ = fit(ThinwireStrategy(POWER), folder, epochs=1, callbacks=[ThinwireCallback()])
+    with lightning_environment():
+        trainer.save_checkpoint(folder / "checkpoint.ckpt")
+
+
+def _resumed(folder: Path, kind: str) -> tuple[list[Tensor], list[Tensor], int, float]:
+    saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    callbacks = [ThinwireCallback(), saving]
+    _, straight = fit(ThinwireStrategy(POWER), folder, callbacks=callbacks, enable_checkpointing=True)
+    file = str(folder / "epoch=0.ckpt")
+    if kind == "made without Thinwire" and dist.get_rank() == 0:
+        saved = torch.load(file, weights_only=True)
+        del saved["thinwire"]
+        torch.save(saved, file)
+    dist.barrier()
+    resuming = ThinwireStrategy(POWER)
+    _, resumed = fit(resuming, folder, resume=file, callbacks=[ThinwireCallback()])
+    stats = resuming.sync.stats()
+    return parameters_of(straight), parameters_of(resumed), stats.steps, stats.compression_ratio
+
+
+def test_resume_on_another_number_of_processes(pool2: Pool, pool4: Pool, tmp_path: Path) -> None:
+    pool2.run(save, tmp_path)
+    for steps, owed in pool4.run(_resume_on_four, tmp_path):
+        assert steps > 6
+        assert owed > 0
+
+
+def _resume_on_four(folder: Path) -> tuple[int, float]:
+    strategy = ThinwireStrategy(POWER)
+    fit(strategy, folder, resume=str(folder / "checkpoint.ckpt"), callbacks=[ThinwireCallback()])
+    error = strategy.sync.state_dict()["error"]
+    return strategy.sync.stats().steps, sum(float(each.norm()) for each in error.values())
+
+
+def test_facts_16_hooks_work_on_the_cpu_where_stock_ignores_them(pool2: Pool, tmp_path: Path) -> None:
+    for ours, stock, agreed in pool2.run(_hooked, tmp_path):
+        assert ours > 4
+        assert stock == 0
+        assert agreed
+
+
+def _hooked(folder: Path) -> tuple[float, int, bool]:
+    results = []
+    for strategy_class in (ThinwireStrategy, DDPStrategy):
+        state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+        strategy = strategy_class(
+            ddp_comm_state=state,
+            ddp_comm_hook=hooks.powerSGD_hook,
+            ddp_comm_wrapper=hooks.fp16_compress_wrapper,
+        )
+        callbacks = [ThinwireCallback()] if strategy_class is ThinwireStrategy else []
+        _, model = fit(strategy, folder, epochs=1, callbacks=callbacks)
+        results.append((state.stats(), torch.cat([p.view(-1) for p in parameters_of(model)])))
+    everyone = [torch.empty_like(results[0][1]) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, results[0][1])
+    return results[0][0].compression_ratio, results[1][0].steps, torch.equal(everyone[0], everyone[1])
+
+
+def test_accumulation_and_clipping(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(_accumulated, tmp_path)
+    for steps, ratio, parameters in results:
+        assert steps == 3
+        assert ratio > 2
+        assert_same(parameters, results[0][2])
+
+
+def _accumulated(folder: Path) -> tuple[int, float, list[Tensor]]:
+    strategy = ThinwireStrategy(PowerSGD(matrix_rank=2))
+    _, model = fit(strategy, folder, epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    stats = strategy.sync.stats()
+    return stats.steps, stats.compression_ratio, parameters_of(model)
+
+
+def test_the_callback_logs_and_a_second_fit_goes_on(pool2: Pool, tmp_path: Path) -> None:
+    results = pool2.run(_logged, tmp_path)
+    for steps, _ in results:
+        assert steps == [6, 12]
+    lines = results[0][1].splitlines()
+    assert "thinwire/compression_ratio" in lines[0]
+    assert len(lines) == 1 + 3
+
+
+def _logged(folder: Path) -> tuple[list[int], str]:
+    strategy = ThinwireStrategy(POWER)
+    logger = CSVLogger(folder, version="one")
+    trainer, model = fit(strategy, folder, epochs=1, callbacks=[ThinwireCallback(2)], logger=logger)
+    steps = [strategy.sync.stats().steps]
+    logger.save()
+    file = folder / "lightning_logs" / "one" / "metrics.csv"
+    text = file.read_text() if dist.get_rank() == 0 else ""
+    with lightning_environment():
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(model, batches())
+    return [*steps, strategy.sync.stats().steps], text
+
+
+def test_by_name(pool2: Pool, tmp_path: Path) -> None:
+    for ratio, algorithm in pool2.run(_by_name, tmp_path):
+        assert ratio > 1.5
+        assert algorithm == PowerSGD()
+
+
+def _by_name(folder: Path) -> tuple[float, Any]:
+    trainer, _ = fit("thinwire", folder, epochs=1)
+    assert isinstance(trainer.strategy, ThinwireStrategy)
+    return trainer.strategy.sync.stats().compression_ratio, trainer.strategy.algorithm
+
+
+def test_register_ddp_comm_hook(pool2: Pool) -> None:
+    for ratio, twice in pool2.run(_registered):
+        assert ratio > 4
+        assert "one only" in twice
+
+
+def _registered() -> tuple[float, str]:
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    register_ddp_comm_hook(model, state, hooks.powerSGD_hook, hooks.bf16_compress_wrapper)
+    torch.autograd.backward(model(torch.ones(2, 64)).sum())
+    register_ddp_comm_hook(model)
+    with pytest.raises(thinwire.AttachError) as raised:
+        register_ddp_comm_hook(model, None, hooks.allreduce_hook)
+    return state.stats().compression_ratio, str(raised.value)
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "a wrapper without a hook": (
+        lambda: ThinwireStrategy(ddp_comm_wrapper=hooks.fp16_compress_wrapper),
+        "need a ddp_comm_hook",
+    ),
+    "a state without a hook": (
+        lambda: ThinwireStrategy(ddp_comm_state=hooks.PowerSGDState(None)),
+        "need a ddp_comm_hook",
+    ),
+    "a wrapper around no hook": (
+        lambda: ThinwireStrategy(
+            ddp_comm_hook=stock_power.powerSGD_hook, ddp_comm_wrapper=hooks.fp16_compress_wrapper
+        ),
+        "use torch's own wrapper",
+    ),
+    "a wrapper that is none": (
+        lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, ddp_comm_wrapper="fp16"),  # type: ignore[arg-type]
+        "'fp16'",
+    ),
+    "a hook that is none": (lambda: ThinwireStrategy(ddp_comm_hook="powersgd"), "'powersgd'"),  # type: ignore[arg-type]
+    "no state": (lambda: ThinwireStrategy(ddp_comm_hook=hooks.powerSGD_hook), "PowerSGDState"),
+    "torch's state": (
+        lambda: ThinwireStrategy(
+            ddp_comm_state=stock_power.PowerSGDState(None),
+            ddp_comm_hook=hooks.powerSGD_hook,
+        ),
+        "torch.distributed",
+    ),
+    "a state for a hook without": (
+        lambda: ThinwireStrategy(
+            ddp_comm_state=hooks.PowerSGDState(None), ddp_comm_hook=hooks.fp16_compress_hook
+        ),
+        "process group or None",
+    ),
+    "an algorithm and a hook": (
+        lambda: ThinwireStrategy(POWER, ddp_comm_hook=hooks.allreduce_hook),
+        "not both",
+    ),
+    "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),  # type: ignore[arg-type]
+    "no steps": (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),
+    "not DDP": (lambda: register_ddp_comm_hook(nn.Linear(2, 2), None, hooks.allreduce_hook), "got Linear"),  # type: ignore[arg-type]
+    "before fit": (lambda: ThinwireStrategy(POWER).sync, "nothing is attached"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_are_refused_at_once(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(thinwire.ThinwireError, match=message):
+        call()
+
+
+def test_the_callback_refuses_a_strategy_with_nothing_to_log(pool2: Pool, tmp_path: Path) -> None:
+    for message in pool2.run(_wrong_strategy, tmp_path):
+        assert "got DDPStrategy" in message
+
+
+def _wrong_strategy(folder: Path) -> str:
+    with pytest.raises(thinwire.ConfigError) as raised:
+        fit(DDPStrategy(), folder, callbacks=[ThinwireCallback()])
+    return str(raised.value)
+
+
+def test_without_lightning_it_says_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["lightning"] = None
+try:
+    import thinwire.integrations.lightning
+except ImportError as error:
+    import thinwire
+    assert isinstance(error, thinwire.MissingExtraError)
+    print(error)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert "pip install 'thinwire[lightning]'" in out.stdout
