@@ -88,7 +88,7 @@ def test_the_public_names() -> None:
         "AllGatherGrad",
         "all_gather_grad",
         "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError", "ConfigError",
-        "GradientError", "GradientSync", "Plan", "PowerSGD", "StateError", "Stats", "StepError",
+        "GradientError", "GradientSync", "LocalSGD", "Plan", "PowerSGD", "StateError", "Stats", "StepError",
         "ThinwireError", "attach", "hooks",
     }  # fmt: skip
 

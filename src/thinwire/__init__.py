@@ -17,6 +17,7 @@ from thinwire.errors import (
     StepError,
     ThinwireError,
 )
+from thinwire.local_sgd import LocalSGD
 from thinwire.plan import Plan
 from thinwire.sync import GradientSync, Stats
 
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "GradientError",
     "GradientSync",
+    "LocalSGD",
     "Plan",
     "PowerSGD",
     "StateError",
