@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from pool import Pool
 from thinwire import (
     AllReduce,
@@ -78,6 +79,12 @@ def agreed(model: nn.Module) -> bool:
     return bool((everyone == everyone[0]).all())
 
 
+def pairs() -> dist.ProcessGroup:
+    """This process's group of two."""
+    subgroup: dist.ProcessGroup = dist.new_subgroups(2)[0]  # type: ignore[no-untyped-call]
+    return subgroup
+
+
 def error_of(action: Callable[[], object]) -> str:
     """The Thinwire error an action raises: its type and message; empty if it raises none."""
     try:
@@ -90,29 +97,33 @@ def error_of(action: Callable[[], object]) -> str:
 # The schedule
 
 
+FULL_RANK = PowerSGD(matrix_rank=48, min_compression_ratio=0.01)
+
+
 @pytest.mark.parametrize(
-    "algorithm", [AllReduce(), PowerSGD(matrix_rank=48, min_compression_ratio=0.01)], ids=str
+    ("algorithm", "dtype", "most_gap"),
+    [
+        (AllReduce(), torch.float64, 1e-12),
+        (AllReduce(), torch.float32, 1e-5),
+        (FULL_RANK, torch.float32, 1e-4),
+    ],
+    ids=["exact, fp64", "exact, fp32", "full rank, fp32"],
 )
-def test_averaging_every_step_is_data_parallel_training(pool2: Pool, algorithm: Algorithm) -> None:
-    for world_size, gap, moved, equal, same_storage in pool2.run(_every_step, algorithm):
-        assert world_size == 2
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_averaging_every_step_is_data_parallel_training(
+    request: pytest.FixtureRequest, world_size: int, algorithm: Algorithm, dtype: torch.dtype, most_gap: float
+) -> None:
+    pool: Pool = request.getfixturevalue(f"pool{world_size}")
+    for size, gap, moved, equal, same_storage in pool.run(_every_step, algorithm, dtype):
+        assert size == world_size
         assert moved > 0.1
-        assert gap < 1e-5 * moved
+        assert gap < most_gap * moved
         assert equal
         assert same_storage
 
 
-def test_averaging_every_step_on_four_processes(pool4: Pool) -> None:
-    for world_size, gap, moved, equal, same_storage in pool4.run(_every_step, AllReduce()):
-        assert world_size == 4
-        assert moved > 0.1
-        assert gap < 1e-6 * moved
-        assert equal
-        assert same_storage
-
-
-def _every_step(algorithm: Algorithm) -> tuple[int, float, float, bool, bool]:
-    ours, ddp_model = new_model(), DistributedDataParallel(new_model())
+def _every_step(algorithm: Algorithm, dtype: torch.dtype) -> tuple[int, float, float, bool, bool]:
+    ours, ddp_model = new_model(dtype=dtype), DistributedDataParallel(new_model(dtype=dtype))
     start, addresses = flat(ours), [p.data_ptr() for p in ours.parameters()]
     train(ddp_model, new_optimizer(ddp_model), range(10))
     optimizer = new_optimizer(ours)
@@ -169,15 +180,15 @@ def _bytes(warmup_steps: int) -> tuple[Any, int]:
 
 def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimizer(pool2: Pool) -> None:
     for gap, moved, errors, outer_state, last in pool2.run(_warm_up):
-        assert gap < 1e-6 * moved
+        assert gap < 1e-12 * moved
         assert errors == [0, 3]
         assert outer_state == [0, 6]
         assert last
 
 
 def _warm_up() -> tuple[float, float, list[int], list[int], bool]:
-    ours, ddp_model = new_model(), DistributedDataParallel(new_model())
-    start = flat(ours)
+    ours, reference = new_model(dtype=torch.float64), new_model(dtype=torch.float64)
+    start, ddp_model = flat(ours), DistributedDataParallel(reference)
     train(ddp_model, new_optimizer(ddp_model), range(5))
     optimizer = new_optimizer(ours)
     errors, outer_state = [], []
@@ -382,7 +393,7 @@ def test_different_numbers_of_batches_are_an_error_on_all_processes(
 def _uneven(every_steps: int, hierarchical: bool) -> str:
     model = new_model()
     optimizer = new_optimizer(model)
-    subgroup, _ = dist.new_subgroups(2) if hierarchical else (None, None)
+    subgroup = pairs() if hierarchical else None
     steps = range(3 if dist.get_rank() == 1 else 4)
 
     def loop() -> None:
@@ -476,7 +487,7 @@ def test_hierarchical_averaging(pool4: Pool, in_ddp: bool) -> None:
 
 
 def _hierarchical(in_ddp: bool) -> tuple[int, list[tuple[bool, bool]], int, int]:
-    subgroup, _ = dist.new_subgroups(2)
+    subgroup = pairs()
     model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005) if in_ddp else new_model()
     optimizer = new_optimizer(model)
     seen = []
@@ -491,15 +502,16 @@ def _hierarchical(in_ddp: bool) -> tuple[int, list[tuple[bool, bool]], int, int]
 def test_within_a_subgroup_it_is_data_parallel_training(pool4: Pool, in_ddp: bool) -> None:
     for gap, moved, seen in pool4.run(_within, in_ddp):
         assert seen == (True, False)
-        assert gap < 1e-6 * moved
+        assert gap < 1e-12 * moved
 
 
 def _within(in_ddp: bool) -> tuple[float, float, tuple[bool, bool]]:
-    subgroup, _ = dist.new_subgroups(2)
-    reference = DistributedDataParallel(new_model(), process_group=subgroup)
+    subgroup = pairs()
+    reference = DistributedDataParallel(new_model(dtype=torch.float64), process_group=subgroup)
     start = flat(reference)
     train(reference, new_optimizer(reference), range(6))
-    model = DistributedDataParallel(new_model()) if in_ddp else new_model()
+    model = new_model(dtype=torch.float64)
+    model = DistributedDataParallel(model) if in_ddp else model
     optimizer = new_optimizer(model)
     with LocalSGD(model, optimizer, every_steps=100, subgroup=subgroup):
         train(model, optimizer, range(6))
@@ -567,7 +579,7 @@ def test_a_process_group_of_some(pool4: Pool) -> None:
 
 
 def _of_some() -> tuple[int, tuple[bool, bool], float]:
-    group, _ = dist.new_subgroups(2)
+    group = pairs()
     model = new_model(seed=dist.get_rank() // 2)
     optimizer = new_optimizer(model)
     with LocalSGD(model, optimizer, every_steps=2, process_group=group) as local:
@@ -580,6 +592,9 @@ def _of_some() -> tuple[int, tuple[bool, bool], float]:
 
 class Normalised(nn.Module):
     """BatchNorm's statistics, a saved buffer that is partly infinite, and a mask that is not saved."""
+
+    bounds: Tensor
+    mask: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -616,16 +631,11 @@ def _buffers(average_buffers: bool, outer: Any) -> tuple[bool, float, list[int],
             model(batch_of(9)), alone(batch_of(9))
         train(model, optimizer, range(2))
     train(alone, new_optimizer(alone), range(2))
-    means = gathered(model.norm.running_mean)  # type: ignore[arg-type]
-    gap = (means[0] - gathered(alone.norm.running_mean).mean(0)).abs().max().item()  # type: ignore[arg-type]
-    tracked = gathered(model.norm.num_batches_tracked).tolist()  # type: ignore[arg-type]
-    return (
-        torch.equal(means[0], means[1]),
-        gap,
-        tracked,
-        model.bounds.tolist(),
-        gathered(model.mask)[:, 0].tolist(),
-    )
+    means, alone_means = (gathered(each.norm.state_dict()["running_mean"]) for each in (model, alone))
+    gap = (means[0] - alone_means.mean(0)).abs().max().item()
+    tracked = gathered(model.norm.state_dict()["num_batches_tracked"]).tolist()
+    mask = gathered(model.mask)[:, 0].tolist()
+    return torch.equal(means[0], means[1]), gap, tracked, model.bounds.tolist(), mask
 
 
 class Mixed(nn.Module):
@@ -636,7 +646,7 @@ class Mixed(nn.Module):
         self.embed = nn.Linear(24, 24, bias=False)
         self.again = nn.Linear(24, 24, bias=False)
         self.again.weight = self.embed.weight
-        self.half = nn.Linear(24, 16).to(torch.bfloat16)
+        self.narrow = nn.Linear(24, 16).to(torch.bfloat16)
         self.filter = nn.Parameter(torch.randn(16, 12, dtype=torch.complex64))
         self.transposed = nn.Parameter(torch.randn(8, 12).t())
         self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
@@ -644,8 +654,9 @@ class Mixed(nn.Module):
         self.nothing = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.half(self.again(self.embed(x)).bfloat16()).to(torch.complex64)
-        return (hidden @ self.filter).abs() @ self.transposed * self.scale * self.frozen + self.nothing.sum()
+        hidden = self.narrow(self.again(self.embed(x)).bfloat16()).to(torch.complex64)
+        out: Tensor = (hidden @ self.filter).abs() @ self.transposed * self.scale * self.frozen
+        return out + self.nothing.sum()
 
 
 @pytest.mark.parametrize(
@@ -767,12 +778,12 @@ def _exit(raises: bool) -> tuple[bool, list[int], bool, int]:
     scaler.step = own = scaler.step  # type: ignore[method-assign]
     optimizer.register_step_post_hook(lambda *_: None)
     hooks = []
-    with pytest.raises(KeyError) if raises else nullcontext():
-        with LocalSGD(model, optimizer, every_steps=5, grad_scaler=scaler) as local:
-            hooks.append(len(optimizer._optimizer_step_post_hooks))
-            train(model, optimizer, range(2))
-            if raises:
-                raise KeyError
+    local = LocalSGD(model, optimizer, every_steps=5, grad_scaler=scaler)
+    with pytest.raises(KeyError) if raises else nullcontext(), local:
+        hooks.append(len(optimizer._optimizer_step_post_hooks))
+        train(model, optimizer, range(2))
+        if raises:
+            raise KeyError
     hooks.append(len(optimizer._optimizer_step_post_hooks))
     train(model, optimizer, range(10 if raises else 0))
     return agreed(model), hooks, scaler.step is own, local.stats().messages
@@ -783,7 +794,7 @@ def test_a_process_without_input_shadows_the_others(pool2: Pool) -> None:
     for equal, gap, ratio in pool2.run(_shadowed):
         assert equal
         assert gap < 1e-6
-        assert ratio > 1.5
+        assert ratio == 2
 
 
 def _shadowed() -> tuple[bool, float, float]:
@@ -822,7 +833,7 @@ def test_resuming_is_equal_to_the_bit(pool2: Pool, outer: Any, saved_after: int)
     for straight, resumed, schedule, ratio in pool2.run(_resume, outer, saved_after):
         assert torch.equal(straight, resumed)
         assert schedule == [11, 11]
-        assert ratio > 20
+        assert ratio > 15
 
 
 def _resume(outer: Any, saved_after: int) -> tuple[Tensor, Tensor, list[int], float]:
@@ -941,13 +952,16 @@ def _loaded_inside() -> None:
         local.load_state_dict(local.state_dict())
 
 
-def _wrapped_optimizer() -> None:
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-    from torch.distributed.optim import PostLocalSGDOptimizer
+class Wrapper(torch.optim.Optimizer):
+    """As torch's PostLocalSGDOptimizer and Accelerate's: an optimizer that is none itself."""
 
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.optimizer, self.param_groups = inner, inner.param_groups
+
+
+def _wrapped_optimizer() -> None:
     model = new_model()
-    wrapper = PostLocalSGDOptimizer(new_optimizer(model), PeriodicModelAverager(4))  # type: ignore[no-untyped-call]
-    _make(model, wrapper)
+    _make(model, Wrapper(new_optimizer(model)))
 
 
 def _foreign_parameters() -> None:
@@ -981,8 +995,6 @@ def _other_ddp_group() -> None:
 
 
 def _attached_ddp() -> None:
-    import thinwire
-
     model = DistributedDataParallel(new_model())
     thinwire.attach(model, POWER)
     _make(model)
@@ -1012,7 +1024,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "nothing to train": (_frozen, "ConfigError: Sequential has no trainable parameter"),
     "no optimizer": (lambda: _make(optimizer="SGD"), "ConfigError: expected a torch.optim.Optimizer"),
-    "wrapped optimizer": (_wrapped_optimizer, "ConfigError: PostLocalSGDOptimizer wraps an optimizer"),
+    "wrapped optimizer": (_wrapped_optimizer, "ConfigError: Wrapper wraps an optimizer"),
     "other model's": (
         lambda: _make(optimizer=new_optimizer(new_model())),
         "ConfigError: the optimizer holds none of the model's trainable parameters",

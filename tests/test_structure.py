@@ -22,7 +22,7 @@ FLOORS = [
     {"algorithms", "channel"},
     {"exchange", "state", "unused", "all_gather"},
     {"sync"},
-    {"ddp", "simulation", "step", "local_sgd", "join"},
+    {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join"},
     {"hooks", "powersgd"},
     {"integrations"},
     {"__init__"},

@@ -262,20 +262,17 @@ class LocalSGD:
         """
         self._average()
 
-    def _after_step(self) -> None:
-        """The optimizer or the scaler has attempted a step."""
-        self._steps_here += 1
-        self._count_step()
-
     def _shadow(self) -> None:
         """For `join`: a step of the others, on a process that has no more input.
 
         It takes part in the averaging that is due after that step, if one is, with what it has changed
         since the last one: its own last steps at first, then nothing.
         """
-        self._count_step()
+        self._after_step()
 
-    def _count_step(self) -> None:
+    def _after_step(self) -> None:
+        """A step was attempted: by the optimizer, by the scaler, or by others."""
+        self._steps_here += 1
         self._step += 1
         self._pending_steps += 1
         if self._is_due():
