@@ -411,7 +411,7 @@ def test_parameters_that_are_not_finite_are_an_error_on_all_processes(
     results = pool2.run(_diverged, algorithm)
     assert len(results) == 2
     for message, finite, untouched, messages in results:
-        assert message.startswith("StepError: the parameters of process 1 are not finite")
+        assert message.startswith("StepError: the parameters or buffers of process 1 are not finite")
         assert "restart all processes from a checkpoint" in message
         assert untouched == [True, True, True]
         assert messages == (1 if algorithm == AllReduce() else 2)

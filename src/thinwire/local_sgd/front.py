@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from types import TracebackType
@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel.broadcast import copy_from_first
-from thinwire.ddp import BucketFront
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.local_sgd.averager import EXACT, Averager
 from thinwire.local_sgd.checks import (
@@ -31,7 +30,7 @@ from thinwire.local_sgd.checks import (
     checked_state,
     whole_number,
 )
-from thinwire.local_sgd.gradients import check_ddp, gradients_averaged_by
+from thinwire.local_sgd.gradients import check_ddp, gradients_averaged_by, named_front
 from thinwire.local_sgd.replica import Averaged, Replica, averaged_tensors
 from thinwire.local_sgd.steps import calling_after_steps
 from thinwire.sync import GradientSync, Stats
@@ -222,18 +221,16 @@ class LocalSGD:
         with ExitStack() as attached:
             attached.enter_context(calling_after_steps(self._optimizer, self._grad_scaler, self._after_step))
             if self._ddp is not None:
-                names = {p: name for name, p in self._ddp.module.named_parameters()}
-                everywhere = BucketFront(self._averager.exact, names)
-                inner = self._averager.inner
-                inside = None if inner is None else BucketFront(inner, names)
-                attached.enter_context(
-                    gradients_averaged_by(
-                        self._ddp,
-                        lambda: everywhere if self._step < self._warmup_steps else inside,
-                        afterwards=everywhere,
-                    )
-                )
+                attached.enter_context(self._driving_gradients(self._ddp))
             yield
+
+    def _driving_gradients(self, ddp_model: DistributedDataParallel) -> AbstractContextManager[None]:
+        everywhere = named_front(ddp_model, self._averager.exact)
+        inner = self._averager.inner
+        inside = None if inner is None else named_front(ddp_model, inner)
+        return gradients_averaged_by(
+            ddp_model, lambda: everywhere if self._step < self._warmup_steps else inside
+        )
 
     def __exit__(
         self,

@@ -10,10 +10,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.algorithms import AllReduce
+from thinwire.channel import ProcessGroupChannel
 from thinwire.ddp import BucketFront, DetachedFront, dense_buffer
 from thinwire.errors import AttachError, StateError
+from thinwire.sync import GradientSync
 
-__all__ = ["check_ddp", "gradients_averaged_by"]
+__all__ = ["check_ddp", "gradients_averaged_by", "named_front"]
 
 
 class _GradientSwitch:
@@ -51,9 +54,9 @@ def _left_alone(bucket: GradBucket) -> Future[torch.Tensor]:
 
 @contextmanager
 def gradients_averaged_by(
-    model: DistributedDataParallel, front_now: Callable[[], BucketFront | None], afterwards: BucketFront
+    model: DistributedDataParallel, front_now: Callable[[], BucketFront | None]
 ) -> Iterator[None]:
-    """Let `front_now` say at every bucket who averages the gradients; afterwards, `afterwards` does."""
+    """Let `front_now` say at every bucket who averages the gradients; afterwards, all processes do."""
     switch = next((state for _, state in model._comm_hooks if isinstance(state, _GradientSwitch)), None)
     if switch is None:
         switch = _GradientSwitch(front_now)
@@ -62,7 +65,13 @@ def gradients_averaged_by(
     try:
         yield
     finally:
+        afterwards = named_front(model, GradientSync(AllReduce(), ProcessGroupChannel(model.process_group)))
         switch.front_now = lambda: afterwards
+
+
+def named_front(model: DistributedDataParallel, sync: GradientSync) -> BucketFront:
+    """Feeds the model's buckets to `sync`, under the names the module gives its parameters."""
+    return BucketFront(sync, {parameter: name for name, parameter in model.module.named_parameters()})
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

@@ -20,7 +20,7 @@ class Answer(NamedTuple):
 
     Attributes:
         step: Steps it has attempted.
-        is_finite: Whether its parameters are.
+        is_finite: Whether its parameters and buffers are.
     """
 
     step: int
@@ -48,15 +48,15 @@ def agree(answers: Sequence[Answer]) -> None:
     """Refuse to average if processes disagree; all of them refuse alike.
 
     Raises:
-        StepError: They are at different steps, or one has parameters that are not finite.
+        StepError: They are at different steps, or one has parameters or buffers that are not finite.
     """
     broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
     if broken:
         raise StepError(
-            f"the parameters of process {_told(broken)} are not finite (inf or NaN); nothing was averaged, "
-            "and every process has kept its own parameters. Find what diverged there (learning rate, loss, "
+            f"the parameters or buffers of process {_told(broken)} are not finite (inf or NaN); nothing was "
+            "averaged, and every process has kept its own. Find what diverged there (learning rate, loss, "
             "overflow in fp16 without a GradScaler) and restart all processes from a checkpoint; the last "
-            "average is in state_dict()['last_average']"
+            "average is in state_dict()['last_average']. Buffers that may be infinite: average_buffers=False"
         )
     if len({answer.step for answer in answers}) > 1:
         steps = _told([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
