@@ -239,6 +239,24 @@ def _after_zero_grad() -> tuple[str, bool]:
         return message, agreed(model)
 
 
+def test_facts_15_a_parameter_without_a_gradient_is_averaged(pool2: Pool) -> None:
+    """torch leaves it out, though earlier steps have moved it on each process."""
+    assert pool2.run(_without_gradient) == [(False, True)] * 2
+
+
+def _without_gradient() -> tuple[bool, bool]:
+    theirs, ours = new_model(), new_model()
+    their_optimizer, our_optimizer = new_optimizer(theirs), new_optimizer(ours)
+    averager = PeriodicModelAverager(period=2)
+    with LocalSGD(ours, our_optimizer, every_steps=100) as local:
+        for model, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
+            train(model, optimizer, range(2))
+            next(model.parameters()).grad = None
+        averager.average_parameters(theirs.parameters())
+        local.average()
+        return agreed(theirs), agreed(ours)
+
+
 def test_facts_15_storage_stays_where_it_is(pool2: Pool) -> None:
     """torch: every parameter becomes a view of one new tensor, and others keep the old."""
     for theirs_moved, ours_moved, view_follows in pool2.run(_storage):
