@@ -355,6 +355,26 @@ def _skipped(enabled: bool) -> tuple[int, list[int], Any, bool]:
     return len(taken), averaged_after, local.stats(), "step" not in vars(scaler)
 
 
+def test_a_fused_optimizer_under_a_scaler_counts_once(pool2: Pool) -> None:
+    """The scaler leaves skipping to it, so that its own hook fires in every step."""
+    for averaged_after, stats in pool2.run(_fused):
+        assert averaged_after == [3, 6]
+        assert stats.steps == 6
+
+
+def _fused() -> tuple[list[int], Any]:
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = GradScaler("cpu", init_scale=2.0**8)
+    averaged_after = []
+    with LocalSGD(model, optimizer, every_steps=3, grad_scaler=scaler) as local:
+        for step in range(6):
+            scaled_step(model, optimizer, scaler, step)
+            if agreed(model):
+                averaged_after.append(step + 1)
+    return averaged_after, local.stats()
+
+
 def test_without_the_scaler_a_skipped_step_is_an_error_on_all_processes_that_names_the_remedy(
     pool2: Pool,
 ) -> None:
@@ -444,6 +464,28 @@ def _diverged(algorithm: Algorithm) -> tuple[str, bool, list[bool], int]:
     ]
     finite = dist.get_rank() == 1 or bool(flat(model).isfinite().all())
     return message, finite, untouched, local.stats().messages
+
+
+def test_a_subgroup_that_diverges_stops_all_processes(pool4: Pool) -> None:
+    messages = pool4.run(_diverged_in_a_subgroup)
+    assert len(messages) == 4
+    for message in messages:
+        assert message.startswith("StepError: the parameters or buffers of process 3 are not finite")
+
+
+def _diverged_in_a_subgroup() -> str:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    subgroup = pairs()
+
+    def loop() -> None:
+        with LocalSGD(model, optimizer, every_steps=3, subgroup=subgroup):
+            for step in range(6):
+                if step == 4 and dist.get_rank() == 3:
+                    next(model.parameters()).data[0, 0] = torch.inf
+                train(model, optimizer, range(step, step + 1))
+
+    return error_of(loop)
 
 
 def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_and_changes_nothing(pool2: Pool) -> None:
@@ -691,6 +733,25 @@ def _bytes_of(parameter: nn.Parameter) -> list[Any]:
     return [each.numpy() for each in gathered(raw)] if raw.numel() else [raw.numpy()]
 
 
+def test_of_two_optimizers_the_one_that_steps_last_is_given(pool2: Pool) -> None:
+    assert pool2.run(_two_optimizers) == [[False, True, False, True]] * 2
+
+
+def _two_optimizers() -> list[bool]:
+    model = new_model()
+    first, *others = model.parameters()
+    optimizers = [torch.optim.AdamW([first], lr=0.01), torch.optim.SGD(others, lr=0.05)]
+    equal = []
+    with LocalSGD(model, optimizers[1], every_steps=2):
+        for step in range(4):
+            model.zero_grad()
+            torch.autograd.backward(model(batch_of(step)).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+            equal.append(agreed(model))
+    return equal
+
+
 def test_entry_gives_all_processes_the_first_ones_model(pool2: Pool) -> None:
     for equal, frozen, unsaved in pool2.run(_entry):
         assert equal
@@ -879,6 +940,40 @@ def _state() -> dict[str, Any]:
     with LocalSGD(model, optimizer, every_steps=4, algorithm=POWER) as local:
         train(model, optimizer, range(5))
         return local.state_dict()
+
+
+def test_an_averaged_model_resumes_on_another_number_of_processes(pool2: Pool, pool4: Pool) -> None:
+    """One model, one optimizer's state and one LocalSGD state for all."""
+    saved = pool2.run(_save_one)[0]
+    for world_size, same_start, equal, step, error in pool4.run(_resume_on_more, saved):
+        assert world_size == 4
+        assert same_start
+        assert equal
+        assert step == 12
+        assert error
+
+
+def _save_one() -> tuple[dict[str, Any], ...]:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    with LocalSGD(model, optimizer, every_steps=4, algorithm=POWER, outer=NESTEROV) as local:
+        train(model, optimizer, range(6))
+        local.average()
+        return local.state_dict(), model.state_dict(), optimizer.state_dict()
+
+
+def _resume_on_more(saved: tuple[dict[str, Any], ...]) -> tuple[int, bool, bool, int, bool]:
+    model = new_model(seed=dist.get_rank())
+    optimizer = new_optimizer(model)
+    local = LocalSGD(model, optimizer, every_steps=4, algorithm=POWER, outer=NESTEROV)
+    local.load_state_dict(saved[0])
+    model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[2])
+    with local:
+        same_start = agreed(model)
+        train(model, optimizer, range(6, 12))
+    error = local.state_dict()["sync"]["error"]
+    return dist.get_world_size(), same_start, agreed(model), local.stats().steps, bool(error)
 
 
 STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
