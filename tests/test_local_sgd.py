@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -850,38 +851,89 @@ def _exit(raises: bool) -> tuple[bool, list[int], bool, int]:
     return agreed(model), hooks, scaler.step is own, local.stats().messages
 
 
-def test_a_process_without_input_shadows_the_others(pool2: Pool) -> None:
-    """Process 1 has three batches, process 0 five: the seam that `join` uses."""
-    for equal, gap, ratio in pool2.run(_shadowed):
+@pytest.mark.parametrize("by_contributors", [False, True], ids=["by initial size", "by contributors"])
+@pytest.mark.parametrize("num_batches", [(6, 3), (2, 7), (5, 0), (4, 4), (0, 0)], ids=str)
+def test_uneven_inputs(pool2: Pool, num_batches: tuple[int, int], by_contributors: bool) -> None:
+    for equal, gap, steps, world_size in pool2.run(_uneven_inputs, num_batches, by_contributors):
+        assert world_size == 2
         assert equal
-        assert gap < 1e-6
-        assert ratio == 2
+        assert gap < 1e-12
+        assert steps == max(num_batches)
 
 
-def _shadowed() -> tuple[bool, float, float]:
+def _uneven_inputs(num_batches: tuple[int, int], by_contributors: bool) -> tuple[bool, float, int, int]:
+    model = new_model(dtype=torch.float64)
+    optimizer = new_optimizer(model)
+    with (
+        LocalSGD(model, optimizer, every_steps=2) as local,
+        Join([local], divide_by_initial_world_size=not by_contributors),
+    ):
+        train(model, optimizer, range(num_batches[dist.get_rank()]))
+    assert not local._join_config.enable
+    gap = (flat(model) - _uneven_in_one_process(num_batches, by_contributors)).abs().max().item()
+    return agreed(model), gap, local.stats().steps, dist.get_world_size()
+
+
+def _uneven_in_one_process(num_batches: tuple[int, int], by_contributors: bool) -> Tensor:
+    """Two workers; sums of changes over two, or over those that had input, after every second step."""
+    workers = [new_model(dtype=torch.float64) for _ in num_batches]
+    optimizers = [new_optimizer(worker) for worker in workers]
+    last, contributors = flat(workers[0]), set()
+    for step in range(max(num_batches)):
+        for place, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            if step < num_batches[place]:
+                train_step(worker, optimizer, batch_of(step, place).double())
+                contributors.add(place)
+        if step % 2 == 1 or step == max(num_batches) - 1:
+            total = sum((flat(worker) - last for worker in workers), start=torch.zeros_like(last))
+            last = last + total / (len(contributors) if by_contributors else 2)
+            contributors = set()
+            for worker in workers:
+                nn.utils.vector_to_parameters(last.clone(), worker.parameters())
+    return last
+
+
+@pytest.mark.parametrize("subgroups", [False, True])
+def test_uneven_inputs_on_four_processes(pool4: Pool, subgroups: bool) -> None:
+    for equal, steps, compressed in pool4.run(_uneven_on_four, subgroups):
+        assert equal
+        assert steps == 6
+        assert compressed
+
+
+def _uneven_on_four(subgroups: bool) -> tuple[bool, int, bool]:
     model = new_model()
     optimizer = new_optimizer(model)
-    num_batches = 3 if dist.get_rank() == 1 else 6
-    with LocalSGD(model, optimizer, every_steps=2) as local:
-        train(model, optimizer, range(num_batches))
-        for _ in range(6 - num_batches):
-            local._shadow()
-    return agreed(model), _gap_to_shadowed_reference(model), local.stats().compression_ratio
+    local = LocalSGD(
+        model,
+        optimizer,
+        every_steps=2,
+        warmup_steps=1,
+        algorithm=POWER,
+        outer=NESTEROV,
+        subgroup=pairs() if subgroups else None,
+    )
+    with local, Join([local]):
+        train(model, optimizer, range([6, 1, 4, 3][dist.get_rank()]))
+    return agreed(model), local.stats().steps, local.stats().compression_ratio > 3
 
 
-def _gap_to_shadowed_reference(model: nn.Module) -> float:
-    """Two workers in this process: means of changes after steps 2, 4 and 6; worker 1 stops after step 3."""
-    workers = [new_model() for _ in range(2)]
-    optimizers = [new_optimizer(worker) for worker in workers]
-    for step in range(6):
-        for place, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
-            if place == 0 or step < 3:
-                train_step(worker, optimizer, batch_of(step, place))
-        if step % 2 == 1:
-            mean = torch.stack([flat(worker) for worker in workers]).mean(0)
-            for worker in workers:
-                nn.utils.vector_to_parameters(mean.clone(), worker.parameters())
-    return (flat(model) - flat(workers[0])).abs().max().item()
+def test_early_termination_raises_on_all_processes(pool2: Pool) -> None:
+    messages = pool2.run(_early_termination)
+    assert messages[0].startswith("Detected at least one rank that exhausted inputs")
+    assert messages[1] == "Rank 1 exhausted all inputs."
+
+
+def _early_termination() -> str:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    local = LocalSGD(model, optimizer, every_steps=2)
+    try:
+        with local, Join([local], throw_on_early_termination=True):
+            train(model, optimizer, range(4 - 2 * dist.get_rank()))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 # State
@@ -919,6 +971,24 @@ def _resume(outer: Any, saved_after: int) -> tuple[Tensor, Tensor, list[int], fl
         train(again, again_optimizer, range(saved_after, 11))
     steps = [local.stats().steps, resumed.stats().steps]
     return flat(model), flat(again), steps, resumed.stats().compression_ratio
+
+
+def test_what_was_pending_when_saved_is_averaged_after_resuming(pool2: Pool) -> None:
+    assert pool2.run(_pending) == [(False, True)] * 2
+
+
+def _pending() -> tuple[bool, bool]:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    with LocalSGD(model, optimizer, every_steps=4) as local:
+        train(model, optimizer, range(2))
+        state, saved = local.state_dict(), copy.deepcopy(model.state_dict())
+    model.load_state_dict(saved)
+    resumed = LocalSGD(model, optimizer, every_steps=4)
+    resumed.load_state_dict(state)
+    with resumed:
+        before = agreed(model)
+    return before, agreed(model)
 
 
 def test_the_state_is_the_same_on_all_processes(pool2: Pool) -> None:
@@ -1089,6 +1159,16 @@ def _other_ddp_group() -> None:
     _make(DistributedDataParallel(new_model()), process_group=dist.new_group([0, 1]))
 
 
+def _joined_ddp() -> None:
+    with _make(DistributedDataParallel(new_model())) as local:
+        local.join_hook()
+
+
+def _joined_by_contributors() -> None:
+    with _make(subgroup=dist.group.WORLD) as local:
+        local.join_hook(divide_by_initial_world_size=False)
+
+
 def _attached_ddp() -> None:
     model = DistributedDataParallel(new_model())
     thinwire.attach(model, POWER)
@@ -1130,7 +1210,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "outer is an optimizer": (
         lambda: _make(outer=new_optimizer(new_model())),
-        "ConfigError: outer must be a function",
+        "ConfigError: outer must be a function that makes",
     ),
     "outer makes nothing": (
         lambda: _make(outer=lambda parameters: None).__enter__(),
@@ -1152,6 +1232,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "average before": (lambda: _make().average(), "StepError: average() was called outside"),
     "average after": (_averaged_outside, "StepError: average() was called outside"),
     "state before": (lambda: _make().state_dict(), "StepError: there is nothing to save before"),
+    "joined outside": (lambda: _make().join_hook(), "StepError: enter LocalSGD before"),
+    "joined with DDP": (_joined_ddp, "AttachError: a DDP model can't be joined through LocalSGD"),
+    "joined with a subgroup": (
+        _joined_by_contributors,
+        "ConfigError: with a subgroup",
+    ),
     "load inside": (_loaded_inside, "StepError: load the state before the context is entered"),
 }
 

@@ -10,37 +10,48 @@ import torch.distributed as dist
 
 from thinwire.errors import CommunicationError
 
-__all__ = ["copy_from_first"]
+__all__ = ["copy_from"]
 
 
-def copy_from_first(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Make every tensor, in place, what it is on the group's first process; exact to the bit.
+def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Make every tensor, in place, what it is on one process; exact to the bit.
 
     Collective. Tensors travel as bytes, one message a device.
 
     Args:
+        is_source: Whether this process offers its own; of several, the last one's are taken.
         tensors: The same shapes and types in the same order on every process.
         group: The process group.
 
     Raises:
-        CommunicationError: The backend fails.
+        CommunicationError: No process offers its own, or the backend fails.
     """
     by_device = defaultdict(list)
     for tensor in tensors:
         if tensor.numel():
             by_device[tensor.device].append(tensor.detach())
-    for members in by_device.values():
+    for device, members in by_device.items():
+        source = _source(is_source, device, group)
         flat = torch.cat([_as_bytes(tensor) for tensor in members])
         try:
-            dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group)
+            dist.broadcast(flat, src=dist.get_global_rank(group, source), group=group)
         except RuntimeError as error:
             raise CommunicationError(
-                f"copying {len(flat)} bytes from the group's first process failed: {error}. A process has "
-                "died, or its model is another one; look for the first error among all processes"
+                f"copying {len(flat)} bytes from process {source} of the group failed: {error}. A process "
+                "has died, or its model is another one; look for the first error among all processes"
             ) from error
         parts = flat.split_with_sizes([tensor.numel() * tensor.element_size() for tensor in members])
         for tensor, part in zip(members, parts, strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _source(is_source: bool, device: torch.device, group: dist.ProcessGroup) -> int:
+    """The group's last process that offers its own tensors."""
+    offered = torch.tensor(group.rank() if is_source else -1, device=device)
+    dist.all_reduce(offered, op=dist.ReduceOp.MAX, group=group)
+    if offered < 0:
+        raise CommunicationError("no process of the group offers its tensors to the others")
+    return int(offered)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import ProcessGroupChannel
 from thinwire.errors import StepError
 from thinwire.local_sgd.replica import Replica
-from thinwire.local_sgd.roll_call import Answer, agree, roll_call
+from thinwire.local_sgd.roll_call import Answer, check_agreement, do_agree, roll_call
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, exact_arithmetic
 
@@ -63,6 +63,8 @@ class Averager:
         exactly: bool,
         outer: torch.optim.Optimizer | None,
         nothing_new: bool,
+        contributes: bool,
+        divides_by_contributors: bool,
     ) -> None:
         """Average over the group. Collective.
 
@@ -72,6 +74,9 @@ class Averager:
             exactly: Whether to average as in the warm-up, without `algorithm` and `outer`.
             outer: The outer optimizer.
             nothing_new: Whether there was no step since the last averaging; then this only asks.
+            contributes: Whether this process has had input since the last averaging.
+            divides_by_contributors: Whether to divide the sum of changes by the processes that had, instead
+                of by all.
 
         Raises:
             StepError: Processes disagree; nothing was averaged.
@@ -79,9 +84,12 @@ class Averager:
         """
         with exact_arithmetic(replica.device):
             changes = replica.changes()
-            self._ask(Answer(step, _are_finite(changes)), replica.device, everywhere=True)
+            own = Answer(step, _are_finite(changes), contributes)
+            answers = self._ask(own, replica.device, everywhere=True)
             if nothing_new:
                 return
+            if divides_by_contributors:
+                _divide_by_contributors(changes, answers)
             means = _means(self.exact if exactly else self.sync, replica, changes)
             if outer is None or exactly:
                 replica.move(means)
@@ -97,17 +105,27 @@ class Averager:
         """
         with exact_arithmetic(replica.device):
             changes = replica.changes()
-            self._ask(Answer(step, _are_finite(changes)), replica.device, everywhere=False)
+            self._ask(Answer(step, _are_finite(changes), True), replica.device, everywhere=False)
             if self.inner is not None:
                 replica.write(_means(self.inner, replica, changes))
 
-    def _ask(self, own: Answer, device: torch.device, *, everywhere: bool) -> None:
+    def _ask(self, own: Answer, device: torch.device, *, everywhere: bool) -> list[Answer]:
         """Those who disagree in a subgroup ask everywhere at once, where the others refuse with them."""
+        answers = []
         if self._asked_channel is not None:
             answers = roll_call(self._asked_channel, own, device)
-            everywhere = everywhere or any(answer != own or not answer.is_finite for answer in answers)
+            everywhere = everywhere or not do_agree(answers)
         if everywhere:
-            agree(roll_call(self.channel, own, device))
+            answers = roll_call(self.channel, own, device)
+            check_agreement(answers)
+        return answers
+
+
+def _divide_by_contributors(changes: Sequence[torch.Tensor], answers: Sequence[Answer]) -> None:
+    """Scale what goes in, so that the mean over the group is the sum over the number of contributors."""
+    num_contributors = sum(answer.contributes for answer in answers)
+    for change in changes if num_contributors else ():
+        change.mul_(len(answers) / num_contributors)
 
 
 def _means(sync: GradientSync, replica: Replica, changes: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,7 +15,15 @@ from thinwire.channel.process_group import checked_group
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.replica import Averaged
 
-__all__ = ["Loaded", "checked_groups", "checked_optimizer", "checked_outer", "checked_state", "whole_number"]
+__all__ = [
+    "Loaded",
+    "checked_groups",
+    "checked_optimizer",
+    "checked_scaler",
+    "checked_state",
+    "unwrapped",
+    "whole_number",
+]
 
 STATE_VERSION = 1
 REQUIRED = {"version", "step", "pending_steps", "last_average", "sync", "outer"}
@@ -30,6 +38,20 @@ def whole_number(name: str, value: object, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
     return value
+
+
+def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """The module, and the DDP model around it if there is one.
+
+    Raises:
+        ConfigError: It is no module.
+    """
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, DistributedDataParallel):
+        return inner.module, inner
+    if not isinstance(inner, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {model!r}")
+    return inner, None
 
 
 def checked_groups(
@@ -87,23 +109,6 @@ def checked_optimizer(
             "averaged; put all that is trained into one module and pass that"
         )
     return optimizer
-
-
-def checked_outer(outer: object, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """What the user's `outer` made of `parameters`.
-
-    Raises:
-        ConfigError: It is no optimizer of exactly these.
-    """
-    if not isinstance(outer, torch.optim.Optimizer):
-        raise ConfigError(f"outer must make a torch.optim.Optimizer of a list of tensors, got {outer!r}")
-    held = {id(p) for group in outer.param_groups for p in group["params"]}
-    if held != set(map(id, parameters)):
-        raise ConfigError(
-            "outer must make an optimizer of all the tensors it is given and no others, such as "
-            "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
-        )
-    return outer
 
 
 def checked_scaler(grad_scaler: object) -> GradScaler | None:

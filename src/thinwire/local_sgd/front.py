@@ -3,44 +3,44 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel.broadcast import copy_from_first
-from thinwire.errors import ConfigError, StateError, StepError
+from thinwire.channel.broadcast import copy_from
+from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averager import EXACT, Averager
 from thinwire.local_sgd.checks import (
     STATE_VERSION,
     Loaded,
     checked_groups,
     checked_optimizer,
-    checked_outer,
     checked_scaler,
     checked_state,
+    unwrapped,
     whole_number,
 )
-from thinwire.local_sgd.gradients import check_ddp, gradients_averaged_by, named_front
+from thinwire.local_sgd.gradients import check_ddp, driven_gradients
+from thinwire.local_sgd.outer import Outer, check_outer, new_outer
 from thinwire.local_sgd.replica import Averaged, Replica, averaged_tensors
 from thinwire.local_sgd.steps import calling_after_steps
+from thinwire.local_sgd.uneven import Shadow
 from thinwire.sync import GradientSync, Stats
 
-__all__ = ["LocalSGD", "Outer"]
-
-Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+__all__ = ["LocalSGD"]
 
 
-class LocalSGD:
+class LocalSGD(Joinable):
     """Train each process on its own for some steps, then average the models: fewer messages.
 
     A context manager around the training loop; to be entered on every process of the group alike. The
@@ -95,7 +95,7 @@ class LocalSGD:
             as well. Its `step` is replaced on this object while the context lasts.
 
     Cost: a copy of what is averaged, a second one during an averaging, and what `algorithm` and `outer`
-    keep. An averaging sends 16 bytes a process first, to compare step counts, and synchronises with the
+    keep. An averaging sends 24 bytes a process first, to compare step counts, and synchronises with the
     host three times.
 
     Raises:
@@ -129,16 +129,13 @@ class LocalSGD:
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
+        super().__init__()
         self._every_steps = whole_number("every_steps", every_steps, least=1)
         self._warmup_steps = whole_number("warmup_steps", warmup_steps, least=0)
         if not isinstance(average_buffers, bool):
             raise ConfigError(f"average_buffers must be True or False, got {average_buffers!r}")
-        if outer is not None and (isinstance(outer, torch.optim.Optimizer) or not callable(outer)):
-            raise ConfigError(
-                "outer must be a function that makes an optimizer of a list of tensors, such as "
-                f"lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9), got {outer!r}"
-            )
-        self._module, self._ddp = _unwrapped(model)
+        check_outer(outer)
+        self._module, self._ddp = unwrapped(model)
         self._average_buffers = average_buffers
         averaged = self._averaged_now()
         self._optimizer = checked_optimizer(optimizer, averaged, self._module)
@@ -155,8 +152,8 @@ class LocalSGD:
         self._replica: Replica | None = None
         self._loaded: Loaded | None = None
         self._attached = ExitStack()
-        self._is_inside = False
-        self._step = self._steps_here = self._pending_steps = 0
+        self._is_inside = self._divides_by_contributors = False
+        self._step = self._steps_here = self._pending_steps = self._own_pending_steps = 0
 
     @property
     def sync(self) -> GradientSync:
@@ -194,43 +191,31 @@ class LocalSGD:
                 "with load_state_dict(state_dict())"
             )
         replica = Replica(self._averaged_now())
-        self._outer = self._new_outer(replica)
+        if self._make_outer is not None:
+            saved = None if self._loaded is None else self._loaded.outer
+            self._outer = new_outer(self._make_outer, replica.last_parameters, saved)
         if self._loaded is None:
             everything = chain(self._module.parameters(), self._module.buffers())
-            copy_from_first(everything, self._averager.channel.group)
+            group = self._averager.channel.group
+            copy_from(group.rank() == 0, everything, group)
             replica.take()
         else:
             replica.load(self._loaded.last_average)
-        self._attached.enter_context(self._attaching())
+        self._attach()
         self._replica, self._loaded, self._is_inside = replica, None, True
         return self
 
-    def _new_outer(self, replica: Replica) -> torch.optim.Optimizer | None:
-        if self._make_outer is None:
-            return None
-        outer = checked_outer(self._make_outer(replica.last_parameters), replica.last_parameters)
-        if self._loaded is not None and self._loaded.outer is not None:
-            try:
-                outer.load_state_dict(dict(self._loaded.outer))
-            except ValueError as error:
-                raise StateError(f"the state is of another outer optimizer: {error}") from error
-        return outer
-
-    @contextmanager
-    def _attaching(self) -> Iterator[None]:
+    def _attach(self) -> None:
+        averager = self._averager
         with ExitStack() as attached:
             attached.enter_context(calling_after_steps(self._optimizer, self._grad_scaler, self._after_step))
             if self._ddp is not None:
-                attached.enter_context(self._driving_gradients(self._ddp))
-            yield
-
-    def _driving_gradients(self, ddp_model: DistributedDataParallel) -> AbstractContextManager[None]:
-        everywhere = named_front(ddp_model, self._averager.exact)
-        inner = self._averager.inner
-        inside = None if inner is None else named_front(ddp_model, inner)
-        return gradients_averaged_by(
-            ddp_model, lambda: everywhere if self._step < self._warmup_steps else inside
-        )
+                attached.enter_context(
+                    driven_gradients(
+                        self._ddp, averager.exact, averager.inner, lambda: self._step < self._warmup_steps
+                    )
+                )
+            self._attached = attached.pop_all()
 
     def __exit__(
         self,
@@ -259,16 +244,18 @@ class LocalSGD:
         """
         self._average()
 
-    def _shadow(self) -> None:
-        """For `join`: a step of the others, on a process that has no more input.
-
-        It takes part in the averaging that is due after that step, if one is, with what it has changed
-        since the last one: its own last steps at first, then nothing.
-        """
-        self._after_step()
-
     def _after_step(self) -> None:
-        """A step was attempted: by the optimizer, by the scaler, or by others."""
+        """The optimizer, or the scaler, has attempted a step."""
+        Join.notify_join_context(self)
+        self._own_pending_steps += 1
+        self._shadow()
+
+    def _shadow(self) -> None:
+        """Count a step, of this process or (in a join context) of others while it has no more input.
+
+        If an averaging is due, it takes part with what it has changed since the last one: without input,
+        its own last steps at first, then nothing.
+        """
         self._steps_here += 1
         self._step += 1
         self._pending_steps += 1
@@ -290,8 +277,45 @@ class LocalSGD:
             exactly=self._step <= self._warmup_steps,
             outer=self._outer,
             nothing_new=self._pending_steps == 0,
+            contributes=self._own_pending_steps > 0,
+            divides_by_contributors=self._divides_by_contributors,
         )
-        self._pending_steps = 0
+        self._pending_steps = self._own_pending_steps = 0
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """For a join context: how this process shadows the others once it has no more input.
+
+        Changes are divided by the members of the group, or (`divide_by_initial_world_size=False`) by the
+        contributors: the processes that had input since the last averaging. At the end of the join
+        context what is left is averaged.
+
+        Raises:
+            StepError: The LocalSGD context is not entered.
+            AttachError: The model is a DDP model, which averages gradients of its own.
+            ConfigError: Division by the contributors with a subgroup.
+        """
+        if not self._is_inside:
+            raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
+        if self._ddp is not None:
+            raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
+        self._divides_by_contributors = not options.get("divide_by_initial_world_size", True)
+        if self._divides_by_contributors and self._averager.inner is not None:
+            raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
+        return Shadow(self._shadow, self._end_join)
+
+    def _end_join(self) -> None:
+        self._join_config = type(self._join_config).construct_disabled_join_config()
+        self.average()
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where a join context's own messages are."""
+        return self._checked_replica().device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that is joined."""
+        return self._averager.channel.group
 
     def _checked_replica(self) -> Replica:
         if self._replica is None or not self._is_inside:
@@ -342,13 +366,3 @@ class LocalSGD:
         self.sync.load_state_dict(loaded.sync)
         self._loaded = copy.deepcopy(loaded)
         self._step, self._pending_steps = loaded.step, loaded.pending_steps
-
-
-def _unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """The module, and the DDP model around it if there is one."""
-    inner = getattr(model, "_orig_mod", model)
-    if isinstance(inner, DistributedDataParallel):
-        return inner.module, inner
-    if not isinstance(inner, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module, got {model!r}")
-    return inner, None

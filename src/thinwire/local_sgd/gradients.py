@@ -16,7 +16,7 @@ from thinwire.ddp import BucketFront, DetachedFront, dense_buffer
 from thinwire.errors import AttachError, StateError
 from thinwire.sync import GradientSync
 
-__all__ = ["check_ddp", "gradients_averaged_by", "named_front"]
+__all__ = ["check_ddp", "driven_gradients"]
 
 
 class _GradientSwitch:
@@ -53,10 +53,28 @@ def _left_alone(bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 @contextmanager
-def gradients_averaged_by(
-    model: DistributedDataParallel, front_now: Callable[[], BucketFront | None]
+def driven_gradients(
+    model: DistributedDataParallel,
+    everywhere: GradientSync,
+    inside: GradientSync | None,
+    is_warm_up: Callable[[], bool],
 ) -> Iterator[None]:
-    """Let `front_now` say at every bucket who averages the gradients; afterwards, all processes do."""
+    """Average the model's gradients over the group in the warm-up, later in the subgroup or not at all.
+
+    After the context, they are averaged over the group again.
+
+    Args:
+        model: Registers our hook, if it has none of ours yet.
+        everywhere: Averages over the group.
+        inside: Averages within the subgroup, None for no averaging.
+        is_warm_up: Asked at every bucket.
+    """
+    warm_up = _front(model, everywhere)
+    later = None if inside is None else _front(model, inside)
+
+    def front_now() -> BucketFront | None:
+        return warm_up if is_warm_up() else later
+
     switch = next((state for _, state in model._comm_hooks if isinstance(state, _GradientSwitch)), None)
     if switch is None:
         switch = _GradientSwitch(front_now)
@@ -65,12 +83,11 @@ def gradients_averaged_by(
     try:
         yield
     finally:
-        afterwards = named_front(model, GradientSync(AllReduce(), ProcessGroupChannel(model.process_group)))
+        afterwards = _front(model, GradientSync(AllReduce(), ProcessGroupChannel(model.process_group)))
         switch.front_now = lambda: afterwards
 
 
-def named_front(model: DistributedDataParallel, sync: GradientSync) -> BucketFront:
-    """Feeds the model's buckets to `sync`, under the names the module gives its parameters."""
+def _front(model: DistributedDataParallel, sync: GradientSync) -> BucketFront:
     return BucketFront(sync, {parameter: name for name, parameter in model.module.named_parameters()})
 
 

@@ -10,7 +10,7 @@ import torch
 from thinwire.channel import ProcessGroupChannel
 from thinwire.errors import StepError
 
-__all__ = ["Answer", "agree", "roll_call"]
+__all__ = ["Answer", "check_agreement", "do_agree", "roll_call"]
 
 MOST_TOLD = 8
 
@@ -21,10 +21,12 @@ class Answer(NamedTuple):
     Attributes:
         step: Steps it has attempted.
         is_finite: Whether its parameters and buffers are.
+        contributes: Whether it has had input since the last averaging.
     """
 
     step: int
     is_finite: bool
+    contributes: bool
 
 
 def roll_call(channel: ProcessGroupChannel, own: Answer, device: torch.device) -> list[Answer]:
@@ -32,7 +34,7 @@ def roll_call(channel: ProcessGroupChannel, own: Answer, device: torch.device) -
 
     Each process writes its own line of a table of zeros; the mean of the tables has every line.
 
-    Cost: one message of 16 bytes a process, and a host synchronisation.
+    Cost: one message of 24 bytes a process, and a host synchronisation.
 
     Raises:
         CommunicationError: The collective failed.
@@ -41,10 +43,15 @@ def roll_call(channel: ProcessGroupChannel, own: Answer, device: torch.device) -
     table[channel.group.rank()] = torch.tensor(own, dtype=torch.float64)
     mean = channel.average(table.view(-1), is_gradient=False).wait()
     lines = (mean * channel.size).round().view(channel.size, len(own)).tolist()
-    return [Answer(int(step), bool(is_finite)) for step, is_finite in lines]
+    return [Answer(int(step), bool(finite), bool(contributes)) for step, finite, contributes in lines]
 
 
-def agree(answers: Sequence[Answer]) -> None:
+def do_agree(answers: Sequence[Answer]) -> bool:
+    """Whether all are at one step, with finite parameters and buffers."""
+    return len({answer.step for answer in answers}) == 1 and all(answer.is_finite for answer in answers)
+
+
+def check_agreement(answers: Sequence[Answer]) -> None:
     """Refuse to average if processes disagree; all of them refuse alike.
 
     Raises:
@@ -58,7 +65,7 @@ def agree(answers: Sequence[Answer]) -> None:
             "overflow in fp16 without a GradScaler) and restart all processes from a checkpoint; the last "
             "average is in state_dict()['last_average']. Buffers that may be infinite: average_buffers=False"
         )
-    if len({answer.step for answer in answers}) > 1:
+    if not do_agree(answers):
         steps = _told([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
         raise StepError(
             f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
