@@ -95,7 +95,7 @@ class LocalSGD(Joinable):
             as well. Its `step` is replaced on this object while the context lasts.
 
     Cost: a copy of what is averaged, a second one during an averaging, and what `algorithm` and `outer`
-    keep. An averaging sends 24 bytes a process first, to compare step counts, and synchronises with the
+    keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises with the
     host three times.
 
     Raises:
