@@ -95,8 +95,8 @@ class LocalSGD(Joinable):
             as well. Its `step` is replaced on this object while the context lasts.
 
     Cost: a copy of what is averaged, a second one during an averaging, and what `algorithm` and `outer`
-    keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises with the
-    host three times.
+    keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises
+    with the host three times.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
