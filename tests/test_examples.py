@@ -6,7 +6,7 @@ import pytest
 
 from launcher import EXAMPLES, assert_compressed_and_agreed, torchrun
 
-UNDER_TORCHRUN = ["plain_ddp", "optimizer_step", "uneven_inputs"]
+UNDER_TORCHRUN = ["plain_ddp", "optimizer_step", "uneven_inputs", "local_sgd"]
 
 
 def test_no_example_is_longer_than_a_screen_and_a_half() -> None:

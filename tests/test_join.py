@@ -112,7 +112,7 @@ def _telescoping(
     return gap, sync.stats().steps, sync.stats().compression_ratio, owed_norm
 
 
-@pytest.mark.parametrize("name", [*STATELESS, "powerSGD_hook", "batched_powerSGD_hook"])
+@pytest.mark.parametrize("name", [*STATELESS, "powerSGD_hook", "batched_powerSGD_hook", "post_localSGD_hook"])
 @pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
 def test_facts_9_every_hook_divides_as_asked(pool2: Pool, name: str, divide_by_initial: bool) -> None:
     """FACTS 9: with any hook, torch's join ignores divide_by_initial_world_size=False."""
@@ -123,19 +123,62 @@ def test_facts_9_every_hook_divides_as_asked(pool2: Pool, name: str, divide_by_i
 def _hooked(name: str, num_batches: tuple[int, int], divide_by_initial: bool) -> float:
     model = new_model()
     plain = copy.deepcopy(model.module)
-    state = None if name in STATELESS else hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    state: Any = None if name in STATELESS else hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    if name == "post_localSGD_hook":
+        state = hooks.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=100)
     model.register_comm_hook(state, getattr(hooks, name))
     total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
     with thinwire.join(model, divide_by_initial):
         for step in range(num_batches[dist.get_rank()]):
             for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
                 each.add_(gradient)
-    if state is not None:
+    if isinstance(state, hooks.PowerSGDState):
         assert state.stats().compression_ratio > 1.5
         error = state.state_dict()["error"]
         for each, (parameter_name, _) in zip(total, plain.named_parameters(), strict=True):
             each.add_(error.get(parameter_name, torch.zeros(())))
     return gap_of(total, true_sum(plain, num_batches, divide_by_initial))
+
+
+@pytest.mark.parametrize("num_batches", [(3, 21), (0, 9)], ids=str)
+@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
+def test_local_sgd(pool2: Pool, num_batches: tuple[int, int], divide_by_initial: bool) -> None:
+    """Learning rate one, gradients that do not depend on the weights: moved and owed are the true sum."""
+    for weight, gap, ratio, steps in (results := pool2.run(_local, num_batches, divide_by_initial)):
+        assert steps == max(num_batches)
+        assert ratio > 4
+        assert gap < 1e-5
+        assert torch.equal(weight, results[0][0])
+
+
+def _local(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[Tensor, float, float, int]:
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 30, bias=False)
+    start = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    local = thinwire.LocalSGD(layer, optimizer, every_steps=4, algorithm=POWER)
+    with local, thinwire.join(local, divide_by_initial):
+        for step in range(num_batches[dist.get_rank()]):
+            layer.weight.grad = _drawn(step, dist.get_rank())
+            optimizer.step()
+    true = torch.zeros(30, 40, dtype=torch.float64)
+    for first in range(0, max(num_batches), 4):
+        steps = range(first, min(first + 4, max(num_batches)))
+        moved = [
+            sum((_drawn(step, index).double() for step in steps if step < batches), torch.zeros(()))
+            for index, batches in enumerate(num_batches)
+        ]
+        contributors = sum(batches > first for batches in num_batches)
+        true += (moved[0] + moved[1]) / (2 if divide_by_initial else contributors)
+    owed = local.sync.state_dict()["error"]["weight"]
+    assert owed.norm() > 0
+    gap = (start - layer.weight.detach() - true - owed).norm() / true.norm()
+    return layer.weight.detach(), float(gap), local.stats().compression_ratio, local.stats().steps
+
+
+def _drawn(step: int, process_rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + process_rank)
+    return torch.randn(30, 40, generator=generator)
 
 
 @pytest.mark.parametrize("stock", [True, False], ids=["model.join", "thinwire.join"])

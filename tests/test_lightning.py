@@ -281,6 +281,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "process group or None",
     ),
+    "a hook that needs more": (
+        lambda: ThinwireStrategy(ddp_comm_hook=hooks.post_localSGD_hook),
+        "use thinwire.LocalSGD",
+    ),
     "an algorithm and a hook": (
         lambda: ThinwireStrategy(POWER, ddp_comm_hook=hooks.allreduce_hook),
         "not both",

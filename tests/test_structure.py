@@ -23,7 +23,7 @@ FLOORS = [
     {"algorithms", "channel"},
     {"exchange", "state", "unused", "contributors", "all_gather"},
     {"sync"},
-    {"ddp", "simulation", "step", "local_sgd", "join"},
+    {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join"},
     {"hooks", "powersgd"},
     {"integrations"},
     {"__init__"},
@@ -91,9 +91,8 @@ def test_the_public_names() -> None:
         "AllGatherGrad",
         "all_gather_grad",
         "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError", "ConfigError",
-        "GradientError", "GradientSync", "MissingExtraError", "Plan", "PowerSGD", "StateError", "Stats",
-        "StepError",
-        "ThinwireError", "attach", "hooks", "join",
+        "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "Plan", "PowerSGD", "StateError",
+        "Stats", "StepError", "ThinwireError", "attach", "hooks", "join",
     }  # fmt: skip
 
 

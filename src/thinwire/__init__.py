@@ -19,6 +19,7 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.join import join
+from thinwire.local_sgd import LocalSGD
 from thinwire.plan import Plan
 from thinwire.sync import GradientSync, Stats
 
@@ -34,6 +35,7 @@ __all__ = [
     "ConfigError",
     "GradientError",
     "GradientSync",
+    "LocalSGD",
     "MissingExtraError",
     "Plan",
     "PowerSGD",

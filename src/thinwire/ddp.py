@@ -18,7 +18,7 @@ from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale, loss_scale_of
 
-__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_where", "register"]
+__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_where", "plain_name", "register"]
 
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -90,7 +90,7 @@ def front_of(
     names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
         if name not in model.parameters_to_ignore:
-            names.setdefault(parameter, _plain(name))
+            names.setdefault(parameter, plain_name(name))
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     sync = GradientSync(
         algorithm, channel, specs, loss_scale=loss_scale, may_be_unused=model.find_unused_parameters
@@ -111,7 +111,7 @@ def models_where(is_wanted: Callable[[object], bool]) -> list[DistributedDataPar
     ]
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A parameter's name as the user's own module has it."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")

@@ -27,10 +27,12 @@ from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where
 from thinwire.errors import ConfigError, StateError
 from thinwire.plan import Plan
+from thinwire.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from thinwire.state import checked_state, packed_state
 from thinwire.sync import GradientSync, Stats
 
 __all__ = [
+    "PostLocalSGDState",
     "PowerSGDState",
     "allreduce_hook",
     "batched_powerSGD_hook",
@@ -38,6 +40,7 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "post_localSGD_hook",
     "powerSGD_hook",
 ]
 

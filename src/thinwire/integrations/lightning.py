@@ -261,6 +261,11 @@ def _checked_hook(state: object, hook: object, wrapper: object) -> Callable[...,
 
 
 def _check_state(state: object, hook: object) -> None:
+    if hook is hooks.post_localSGD_hook:
+        raise ConfigError(
+            "post_localSGD_hook needs an averaging of models as well, which the strategy does not make; "
+            "use thinwire.LocalSGD, which is both"
+        )
     if hook in (hooks.powerSGD_hook, hooks.batched_powerSGD_hook):
         if not isinstance(state, PowerSGDState):
             got = f"{type(state).__module__}.{type(state).__name__}"

@@ -1,0 +1,117 @@
+"""Gradients averaged over all processes at first, later in a subgroup or not at all, as torch's hook does."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from thinwire.channel import ProcessGroupChannel
+from thinwire.channel.process_group import checked_group
+from thinwire.contributors import divide_by_contributors
+from thinwire.ddp import dense_buffer
+from thinwire.errors import ConfigError
+
+__all__ = ["PostLocalSGDState", "post_localSGD_hook"]
+
+logger = logging.getLogger(__name__)
+
+
+class PostLocalSGDState:
+    """Settings and step counter of `post_localSGD_hook` on one model.
+
+    The hook averages gradients only. Averaging the parameters after the local phase has begun is left to
+    another object, as in torch, whose `warmup_steps` must be the same number. `thinwire.LocalSGD` does both
+    with one counter.
+
+    Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv 1808.07217).
+
+    Args:
+        process_group: The group of the first steps, None for the default one.
+        subgroup: The group of later steps; None for the processes of this machine, as many as it has
+            accelerators.
+        start_localSGD_iter: Steps at the start that average over `process_group`.
+        post_local_gradient_allreduce: Whether later steps average within `subgroup`, or not at all.
+
+    Attributes:
+        iter: Steps so far, up to `start_localSGD_iter`; may be set when training is resumed.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range, or the processes of this machine can't
+            be told because it has no accelerator.
+        AttachError: This process is not a member of a group.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        subgroup: dist.ProcessGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+    ) -> None:
+        steps = start_localSGD_iter
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+            raise ConfigError(f"start_localSGD_iter must be a whole number of at least 0, got {steps!r}")
+        if not isinstance(post_local_gradient_allreduce, bool):
+            raise ConfigError(
+                f"post_local_gradient_allreduce must be True or False, got {post_local_gradient_allreduce!r}"
+            )
+        if subgroup is None and post_local_gradient_allreduce and not torch.cuda.is_available():
+            raise ConfigError(
+                "without an accelerator the processes of a machine can't be told; pass subgroup=, such as "
+                "torch.distributed.new_subgroups(group_size=…)[0]"
+            )
+        self.process_group = None if process_group is None else checked_group(process_group)
+        self.subgroup = None if subgroup is None else checked_group(subgroup)
+        self.start_localSGD_iter = steps
+        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.iter = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "PostLocalSGDState":
+        """A state with the same settings and groups at step 0: a copied model has no hook."""
+        copied = PostLocalSGDState.__new__(PostLocalSGDState)
+        copied.__dict__.update(self.__dict__, iter=0)
+        return copied
+
+
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average over the group until `start_localSGD_iter`, then within the subgroup or not at all.
+
+    Cost: one message a bucket of the gradient's own bytes; none in the local phase without `subgroup`.
+
+    Raises:
+        ConfigError: No subgroup was given, and the processes can't be divided by machine.
+        GradientError: The gradients are sparse.
+        CommunicationError: A collective failed.
+    """
+    flat = dense_buffer(bucket)
+    if state.subgroup is None and state.post_local_gradient_allreduce:
+        state.subgroup = _processes_of_this_machine(state.process_group)
+    if state.iter < state.start_localSGD_iter:
+        divide_by_contributors(bucket.parameters(), flat)
+        _count(state, bucket)
+        return ProcessGroupChannel(state.process_group).average_later(flat)
+    if state.post_local_gradient_allreduce:
+        return ProcessGroupChannel(state.subgroup).average_later(flat)
+    future: Future[torch.Tensor] = Future(devices=None if flat.device.type == "cpu" else [flat.device])
+    future.set_result(flat)
+    return future
+
+
+def _count(state: PostLocalSGDState, bucket: GradBucket) -> None:
+    if bucket.is_last():
+        state.iter += 1
+        if state.iter == state.start_localSGD_iter:
+            logger.info("local SGD starts after %d steps", state.iter)
+
+
+def _processes_of_this_machine(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    try:
+        subgroup: dist.ProcessGroup = dist.new_subgroups(group=group)[0]  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}; pass subgroup=, this process's group of processes on one machine"
+        ) from error
+    return subgroup

@@ -1,0 +1,283 @@
+"""torch's post-local SGD hook with our core, and FACTS 15: what averaging less often breaks in torch."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from pool import Pool
+from test_local_sgd import (
+    agreed,
+    batch_of,
+    error_of,
+    flat,
+    gathered,
+    halves,
+    new_model,
+    new_optimizer,
+    pairs,
+    train,
+)
+from thinwire import LocalSGD, hooks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the package compiles functions with torch.jit as it is imported
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+
+def new_ddp_model() -> DistributedDataParallel:
+    return DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+
+
+def test_the_state_and_the_hook_have_torchs_parameters_and_defaults() -> None:
+    theirs = inspect.signature(stock.PostLocalSGDState).parameters
+    ours = inspect.signature(hooks.PostLocalSGDState).parameters
+    assert list(ours) == list(theirs)
+    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
+    assert list(inspect.signature(hooks.post_localSGD_hook).parameters) == ["state", "bucket"]
+
+
+@pytest.mark.parametrize("local_gradients", [True, False])
+def test_gradients_are_torchs_own(pool4: Pool, local_gradients: bool) -> None:
+    """Global, then of the pair or alone; several buckets; the same counter."""
+    for world_size, equal, iters, seen in pool4.run(_as_torchs, local_gradients):
+        assert world_size == 4
+        assert equal
+        assert iters == [(1, 1), (2, 2), (3, 3), (3, 3), (3, 3)]
+        assert seen == [(True, True)] * 3 + [(local_gradients, False)] * 2
+
+
+def _as_torchs(local_gradients: bool) -> tuple[int, bool, list[tuple[int, int]], list[tuple[bool, bool]]]:
+    subgroup = pairs()
+    theirs, ours = new_ddp_model(), new_ddp_model()
+    their_state = stock.PostLocalSGDState(None, subgroup, 3, local_gradients)  # type: ignore[no-untyped-call]
+    our_state = hooks.PostLocalSGDState(None, subgroup, 3, local_gradients)
+    theirs.register_comm_hook(their_state, stock.post_localSGD_hook)
+    ours.register_comm_hook(our_state, hooks.post_localSGD_hook)
+    optimizers = [new_optimizer(theirs), new_optimizer(ours)]
+    equal, iters, seen = True, [], []
+    for step in range(5):
+        train(theirs, optimizers[0], range(step, step + 1))
+        train(ours, optimizers[1], range(step, step + 1))
+        equal &= torch.equal(flat(theirs), flat(ours))
+        iters.append((their_state.iter, our_state.iter))
+        seen.append(halves(ours))
+    return dist.get_world_size(), equal, iters, seen
+
+
+def test_a_process_group_of_some(pool4: Pool) -> None:
+    for size, seen in pool4.run(_of_some):
+        assert size == 2
+        assert seen == (True, False)
+
+
+def _of_some() -> tuple[int, tuple[bool, bool]]:
+    group = pairs()
+    model = DistributedDataParallel(new_model(), process_group=group)
+    state = hooks.PostLocalSGDState(group, None, 10, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    train(model, new_optimizer(model), range(3))
+    return group.size(), halves(model)
+
+
+def test_a_copied_model_averages_again(pool2: Pool) -> None:
+    assert pool2.run(_copied) == [(3, 0, False, True)] * 2
+
+
+def _copied() -> tuple[int, int, bool, bool]:
+    model = DistributedDataParallel(new_model())
+    state = hooks.PostLocalSGDState(None, None, 3, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    train(model, new_optimizer(model), range(3))
+    copied, copied_state = copy.deepcopy((model, state))
+    for each in (model, copied):
+        train(each, new_optimizer(each), range(3, 4))
+    return state.iter, copied_state.iter, agreed(model), agreed(copied)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"start_localSGD_iter": -1}, "ConfigError: start_localSGD_iter must be a whole number"),
+        ({"start_localSGD_iter": 1.5}, "ConfigError: start_localSGD_iter must be a whole number"),
+        ({"post_local_gradient_allreduce": 1}, "ConfigError: post_local_gradient_allreduce must be True"),
+        ({"subgroup": 3}, "AttachError: expected a torch.distributed process group"),
+        ({"process_group": "all"}, "AttachError: expected a torch.distributed process group"),
+        ({"subgroup": "foreign"}, "AttachError: this process is not a member"),
+    ],
+    ids=str,
+)
+def test_mistakes_raise_at_once(pool2: Pool, settings: dict[str, Any], message: str) -> None:
+    assert all(each.startswith(message) for each in pool2.run(_mistake, settings))
+
+
+def _mistake(settings: dict[str, Any]) -> str:
+    if settings.get("subgroup") == "foreign":
+        groups = [dist.new_group([process_rank]) for process_rank in range(2)]
+        settings = settings | {"subgroup": groups[1 - dist.get_rank()]}
+    arguments = {"process_group": None, "subgroup": dist.group.WORLD, "start_localSGD_iter": 3, **settings}
+    return error_of(lambda: hooks.PostLocalSGDState(**arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with an accelerator the machine's processes are known")
+def test_without_an_accelerator_the_subgroup_must_be_given(pool2: Pool) -> None:
+    for ours, theirs in pool2.run(_no_subgroup):
+        assert ours.startswith("ConfigError: without an accelerator")
+        assert "pass subgroup=" in ours
+        assert theirs == 3
+
+
+def _no_subgroup() -> tuple[str, int]:
+    """torch's fails as well, but only after `start_localSGD_iter` steps."""
+    model = new_ddp_model()
+    state = stock.PostLocalSGDState(None, None, 3)  # type: ignore[no-untyped-call]
+    model.register_comm_hook(state, stock.post_localSGD_hook)
+    steps_taken = 0
+    try:
+        for step in range(5):
+            train(model, new_optimizer(model), range(step, step + 1))
+            steps_taken += 1
+    except ValueError:
+        pass
+    return error_of(lambda: hooks.PostLocalSGDState(None, None, 3)), steps_taken
+
+
+# FACTS 15
+
+
+def test_facts_15_two_counters_must_agree_by_hand(pool2: Pool) -> None:
+    """torch: gradients stop being averaged after 2 steps, models start after 6; nobody says a word."""
+    for apart_in_torch, apart_here in pool2.run(_two_counters):
+        assert apart_in_torch == [False, False, True, True, True, True, False, True]
+        assert apart_here == [False, False, True, False, True, False, True, False]
+    names = inspect.signature(LocalSGD).parameters
+    assert [name for name in names if "warm" in name or "start" in name] == ["warmup_steps"]
+
+
+def _two_counters() -> tuple[list[bool], list[bool]]:
+    theirs, ours = new_ddp_model(), new_ddp_model()
+    state = stock.PostLocalSGDState(None, None, 2, False)  # type: ignore[no-untyped-call]
+    theirs.register_comm_hook(state, stock.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=2, warmup_steps=6)
+    their_optimizer, our_optimizer = new_optimizer(theirs), new_optimizer(ours)
+    apart_in_torch, apart_here = [], []
+    with LocalSGD(ours, our_optimizer, every_steps=2, warmup_steps=2):
+        for step in range(8):
+            train(theirs, their_optimizer, range(step, step + 1))
+            averager.average_parameters(theirs.parameters())
+            apart_in_torch.append(not agreed(theirs))
+            train(ours, our_optimizer, range(step, step + 1))
+            apart_here.append(not agreed(ours))
+    return apart_in_torch, apart_here
+
+
+def test_facts_15_a_skipped_step_desynchronises(pool2: Pool) -> None:
+    """torch: one process is a step behind for good. Ours counts attempted steps."""
+    their_steps, equal = zip(*pool2.run(_skipped_step), strict=True)
+    assert their_steps == (4, 5)
+    assert equal == ([False, True] * 2 + [False], [False, True] * 2 + [False])
+
+
+def _skipped_step() -> tuple[int, list[bool]]:
+    theirs, ours = new_model(), new_model()
+    averager = PeriodicModelAverager(period=100, warmup_steps=100)
+    their_optimizer, our_optimizer = (
+        PostLocalSGDOptimizer(new_optimizer(theirs), averager),
+        new_optimizer(ours),
+    )
+    scalers = [GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
+    equal = []
+    with LocalSGD(ours, our_optimizer, every_steps=2, grad_scaler=scalers[1]):
+        for step in range(5):
+            _overflowing_step(theirs, their_optimizer, scalers[0], step)
+            _overflowing_step(ours, our_optimizer, scalers[1], step)
+            equal.append(agreed(ours))
+    return averager.step, equal
+
+
+def _overflowing_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, step: int
+) -> None:
+    optimizer.zero_grad()
+    factor = torch.inf if step == 2 and dist.get_rank() == 0 else 1.0
+    torch.autograd.backward(scaler.scale(model(batch_of(step)).square().mean()) * factor)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_facts_15_averaging_after_zero_grad(pool2: Pool) -> None:
+    """torch: parameters without a gradient are left out, and with none left it fails."""
+    for theirs, ours in pool2.run(_after_zero_grad):
+        assert "expected a non-empty list of Tensors" in theirs
+        assert ours
+
+
+def _after_zero_grad() -> tuple[str, bool]:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    message = ""
+    with LocalSGD(model, optimizer, every_steps=100) as local:
+        train(model, optimizer, range(2))
+        optimizer.zero_grad(set_to_none=True)
+        averager = PeriodicModelAverager(period=2)
+        try:
+            averager.average_parameters(model.parameters())
+        except (RuntimeError, ValueError) as error:
+            message = str(error)
+        local.average()
+        return message, agreed(model)
+
+
+def test_facts_15_a_parameter_without_a_gradient_is_averaged(pool2: Pool) -> None:
+    """torch leaves it out, though earlier steps have moved it on each process."""
+    assert pool2.run(_without_gradient) == [(False, True)] * 2
+
+
+def _without_gradient() -> tuple[bool, bool]:
+    theirs, ours = new_model(), new_model()
+    their_optimizer, our_optimizer = new_optimizer(theirs), new_optimizer(ours)
+    averager = PeriodicModelAverager(period=2)
+    with LocalSGD(ours, our_optimizer, every_steps=100) as local:
+        for model, optimizer in ((theirs, their_optimizer), (ours, our_optimizer)):
+            train(model, optimizer, range(2))
+            next(model.parameters()).grad = None
+        averager.average_parameters(theirs.parameters())
+        local.average()
+        return agreed(theirs), agreed(ours)
+
+
+def test_facts_15_storage_stays_where_it_is(pool2: Pool) -> None:
+    """torch: every parameter becomes a view of one new tensor, and others keep the old."""
+    for theirs_moved, ours_moved, view_follows in pool2.run(_storage):
+        assert all(theirs_moved)
+        assert not any(ours_moved)
+        assert view_follows
+
+
+def _storage() -> tuple[list[bool], list[bool], bool]:
+    theirs, ours = new_model(), new_model()
+    their_optimizer, our_optimizer = new_optimizer(theirs), new_optimizer(ours)
+    before = [[p.data_ptr() for p in model.parameters()] for model in (theirs, ours)]
+    held = next(ours.parameters()).detach()
+    averager = PeriodicModelAverager(period=2)
+    with LocalSGD(ours, our_optimizer, every_steps=2):
+        train(theirs, their_optimizer, range(2))
+        averager.average_parameters(theirs.parameters())
+        train(ours, our_optimizer, range(2))
+        after = [[p.data_ptr() for p in model.parameters()] for model in (theirs, ours)]
+        moved = [
+            [old != new for old, new in zip(*each, strict=True)] for each in zip(before, after, strict=True)
+        ]
+        everyone: Tensor = gathered(held)
+        return moved[0], moved[1], torch.equal(everyone[0], everyone[1])
