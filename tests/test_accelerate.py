@@ -148,7 +148,7 @@ def test_without_a_hook_ddp_averages(pool2: Pool, tmp_path: Path) -> None:
 
 
 def _move_to_thinwire(folder: str) -> tuple[str, int]:
-    """As docs/migrating.d/accelerate.md tells: an older checkpoint gets an empty state."""
+    """As docs/migrating.md tells: an older checkpoint gets an empty state."""
     with several_processes():
         handler = new_handler()
         accelerator = new_accelerator(handler)

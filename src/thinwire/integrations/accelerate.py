@@ -10,7 +10,7 @@ Change where two names come from, and leave the rest of the script as it is:
     )
     accelerator = Accelerator(kwargs_handlers=[handler])
 
-What behaves differently is told in docs/migrating.d/accelerate.md.
+What behaves differently is told in docs/migrating.md.
 """
 
 from __future__ import annotations
