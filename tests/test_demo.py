@@ -229,8 +229,8 @@ def test_no_records_no_summary() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"processes": 1}, "processes must be at least 2, got 1"),
-        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"processes": 1}, "processes must be a whole number of at least 2, got 1"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"model_size": "huge"}, "model_size must be one of tiny, small, medium, got 'huge'"),
         ({"algorithms": ()}, "got no algorithms"),
         ({"algorithms": ("int8",)}, "algorithm must be one of exact, .*, got 'int8'"),

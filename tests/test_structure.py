@@ -19,7 +19,7 @@ SOURCE = Path(thinwire.__file__).parent
 # From the bottom up; a module imports from its own floor or a lower one only.
 FLOORS = [
     {"errors"},
-    {"plan"},
+    {"plan", "checks"},
     {"algorithms", "channel"},
     {"exchange", "state", "unused", "contributors", "all_gather"},
     {"sync"},

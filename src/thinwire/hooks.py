@@ -23,6 +23,7 @@ from torch.futures import Future
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory, PowerSGD
 from thinwire.algorithms.cast import WireDtype
 from thinwire.channel import ProcessGroupChannel
+from thinwire.checks import number, true_or_false, whole_number
 from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where
 from thinwire.errors import ConfigError, StateError
@@ -87,12 +88,8 @@ class PowerSGDState:
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
-        _check_number("orthogonalization_epsilon", orthogonalization_epsilon, least=0)
-        _check_number("compression_stats_logging_frequency", compression_stats_logging_frequency, least=1)
-        if not isinstance(batch_tensors_with_same_shape, bool):
-            raise ConfigError(
-                f"batch_tensors_with_same_shape must be True or False, got {batch_tensors_with_same_shape!r}"
-            )
+        number("orthogonalization_epsilon", orthogonalization_epsilon, least=0)
+        true_or_false("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise ConfigError(
                 f"process_group must be a torch.distributed process group or None, got {process_group!r}"
@@ -107,7 +104,9 @@ class PowerSGDState:
             "seed": random_seed,
         }
         PowerSGD(**self._settings)
-        self._log_every_steps = compression_stats_logging_frequency
+        self._log_every_steps = whole_number(
+            "compression_stats_logging_frequency", compression_stats_logging_frequency, least=1
+        )
         self._front: BucketFront | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -292,8 +291,3 @@ def _one_round(
         return flat
 
     return ProcessGroupChannel(process_group).average_later(message).then(write_back)
-
-
-def _check_number(name: str, value: object, *, least: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
-        raise ConfigError(f"{name} must be a number of at least {least}, got {value!r}")

@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from thinwire.channel import ProcessGroupChannel
 from thinwire.channel.process_group import checked_group
+from thinwire.checks import true_or_false, whole_number
 from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import dense_buffer
 from thinwire.errors import ConfigError
@@ -51,13 +52,8 @@ class PostLocalSGDState:
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:
-        steps = start_localSGD_iter
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-            raise ConfigError(f"start_localSGD_iter must be a whole number of at least 0, got {steps!r}")
-        if not isinstance(post_local_gradient_allreduce, bool):
-            raise ConfigError(
-                f"post_local_gradient_allreduce must be True or False, got {post_local_gradient_allreduce!r}"
-            )
+        whole_number("start_localSGD_iter", start_localSGD_iter, least=0)
+        true_or_false("post_local_gradient_allreduce", post_local_gradient_allreduce)
         if subgroup is None and post_local_gradient_allreduce and not torch.cuda.is_available():
             raise ConfigError(
                 "without an accelerator the processes of a machine can't be told; pass subgroup=, such as "
@@ -65,7 +61,7 @@ class PostLocalSGDState:
             )
         self.process_group = None if process_group is None else checked_group(process_group)
         self.subgroup = None if subgroup is None else checked_group(subgroup)
-        self.start_localSGD_iter = steps
+        self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
 

@@ -12,7 +12,7 @@ import torch
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessChannel, lockstep
-from thinwire.errors import ConfigError
+from thinwire.checks import whole_number
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale, exact_arithmetic
 
@@ -47,8 +47,7 @@ class Simulation:
         num_workers: int,
         loss_scale: LossScale | None = None,
     ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
+        whole_number("num_workers", num_workers, least=1)
         self.buckets = list(buckets)
         specs = [spec for bucket in self.buckets for spec in bucket]
         self.syncs = [

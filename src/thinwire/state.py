@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.algorithms import Algorithm, Memory
+from thinwire.checks import whole_number
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
 
@@ -189,10 +190,7 @@ def _check_factors(labels: Iterable[str], specs: Mapping[str, ParameterSpec]) ->
 
 
 def _count(state: Mapping[str, Any], key: str) -> int:
-    value = state.get(key, 0)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise StateError(f"{key} must be a whole number of at least 0, got {value!r}")
-    return value
+    return whole_number(key, state.get(key, 0), least=0, error=StateError)
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -10,6 +10,7 @@ import torch
 from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
 from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.algorithms.exact import exchange_whole
+from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -31,12 +32,9 @@ class LowRank(Algorithm):
 
     def __post_init__(self) -> None:
         for name, least in (("matrix_rank", 1), ("warmup_steps", 0), ("seed", 0), ("power_iterations", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            whole_number(name, getattr(self, name), least=least)
         for name in ("error_feedback", "warm_start"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            true_or_false(name, getattr(self, name))
         ratio = self.min_compression_ratio
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio > 0:
             raise ConfigError(f"min_compression_ratio must be a number above 0, got {ratio!r}")

@@ -16,7 +16,7 @@ from thinwire.algorithms.exact import keep_unpaid, with_owed
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.algorithms.matrices import MatrixGroup, remember, round_into, settle
 from thinwire.algorithms.rounds import approximate
-from thinwire.errors import ConfigError
+from thinwire.checks import true_or_false
 from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["PowerSGD"]
@@ -82,8 +82,7 @@ class PowerSGD(LowRank):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.alternating, bool):
-            raise ConfigError(f"alternating must be True or False, got {self.alternating!r}")
+        true_or_false("alternating", self.alternating)
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """How each parameter of a bucket travels once past the warm-up."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.checks import whole_number
 from thinwire.demo.model import SIZES
 from thinwire.errors import ConfigError
 
@@ -36,9 +37,9 @@ class DemoOptions:
     output: Path = Path("thinwire-demo")
 
     def __post_init__(self) -> None:
-        _check_at_least("processes", self.processes, 2)
-        _check_at_least("steps", self.steps, 1)
-        _check_at_least("seed", self.seed, 0)
+        whole_number("processes", self.processes, least=2)
+        whole_number("steps", self.steps, least=1)
+        whole_number("seed", self.seed, least=0)
         _check_choice("model_size", self.model_size, tuple(SIZES))
         if not self.algorithms:
             raise ConfigError(f"got no algorithms, expected at least one of {', '.join(ALGORITHMS)}")
@@ -74,11 +75,6 @@ class DemoOptions:
         fields = json.loads(line)
         fields.update(algorithms=tuple(fields["algorithms"]), output=Path(fields["output"]))
         return cls(**fields)
-
-
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

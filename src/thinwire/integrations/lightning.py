@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import ddp, hooks
 from thinwire.algorithms import Algorithm, PowerSGD
+from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.hooks import PowerSGDState
 from thinwire.sync import GradientSync
@@ -172,10 +173,7 @@ class ThinwireCallback(Callback):
     """
 
     def __init__(self, log_every_n_steps: int = 50) -> None:
-        steps = log_every_n_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"log_every_n_steps must be a whole number of at least 1, got {steps!r}")
-        self._log_every_n_steps = steps
+        self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, least=1)
         self._logged_step = 0
         self._loaded: Any = None
 

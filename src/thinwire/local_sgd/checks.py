@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel.process_group import checked_group
+from thinwire.checks import whole_number
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.replica import Averaged
 
@@ -22,22 +23,10 @@ __all__ = [
     "checked_scaler",
     "checked_state",
     "unwrapped",
-    "whole_number",
 ]
 
 STATE_VERSION = 1
 REQUIRED = {"version", "step", "pending_steps", "last_average", "sync", "outer"}
-
-
-def whole_number(name: str, value: object, *, least: int) -> int:
-    """`value`, if it is a whole number of at least `least`.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value
 
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
@@ -147,8 +136,7 @@ def checked_state(state: object, averaged: Sequence[Averaged], *, has_outer: boo
         )
     loaded = Loaded(*(state[field] for field in Loaded._fields))
     for name, value in (("step", loaded.step), ("pending_steps", loaded.pending_steps)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise StateError(f"{name} must be a whole number of at least 0, got {value!r}")
+        whole_number(name, value, least=0, error=StateError)
     if loaded.outer is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     _check_tensors(loaded.last_average, averaged)

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel.broadcast import copy_from
+from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averager import EXACT, Averager
 from thinwire.local_sgd.checks import (
@@ -28,7 +29,6 @@ from thinwire.local_sgd.checks import (
     checked_scaler,
     checked_state,
     unwrapped,
-    whole_number,
 )
 from thinwire.local_sgd.gradients import check_ddp, driven_gradients
 from thinwire.local_sgd.outer import Outer, check_outer, new_outer
@@ -132,11 +132,9 @@ class LocalSGD(Joinable):
         super().__init__()
         self._every_steps = whole_number("every_steps", every_steps, least=1)
         self._warmup_steps = whole_number("warmup_steps", warmup_steps, least=0)
-        if not isinstance(average_buffers, bool):
-            raise ConfigError(f"average_buffers must be True or False, got {average_buffers!r}")
         check_outer(outer)
         self._module, self._ddp = unwrapped(model)
-        self._average_buffers = average_buffers
+        self._average_buffers = true_or_false("average_buffers", average_buffers)
         averaged = self._averaged_now()
         self._optimizer = checked_optimizer(optimizer, averaged, self._module)
         self._grad_scaler = checked_scaler(grad_scaler)
