@@ -1,0 +1,248 @@
+"""On a GPU everything does what it does on the CPU. Needs one GPU; says so where there is none.
+
+Two Gloo processes share the GPU, so that something is averaged; NCCL runs with one process.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.powersgd import Config, optimizer_step
+from thinwire.powersgd import PowerSGD as Aggregator
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
+DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
+on_both = pytest.mark.parametrize("device", DEVICES)
+
+STEPS = 5
+
+
+def exact_products() -> None:
+    """TF32 would round what is compared."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def new_module(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(7)
+    layers = [nn.Conv2d(3, 24, 3), nn.Flatten(), nn.Linear(24 * 16, 40), nn.Tanh(), nn.Linear(40, 40)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def loss_of(model: nn.Module, step: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    batch = torch.randn(8, 3, 6, 6, generator=generator)
+    loss: Tensor = model(batch.to(device, dtype)).float().square().mean()
+    return loss
+
+
+def gap(one: list[Tensor], other: list[Tensor]) -> float:
+    flat = [torch.cat([each.detach().cpu().double().view(-1) for each in side]) for side in (one, other)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+ALGORITHMS: list[Algorithm] = [
+    AllReduce(),
+    Cast("fp16"),
+    Cast("bf16"),
+    PowerSGD(matrix_rank=2),
+    PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
+    PowerSGD(matrix_rank=2, wire_dtype="bf16"),
+    BatchedPowerSGD(),
+]
+
+
+@on_both
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attached_models_train_as_on_the_cpu(
+    pool2: Pool, algorithm: Algorithm, dtype: torch.dtype, device: str
+) -> None:
+    results = pool2.run(_attached, algorithm, dtype, device)
+    assert len(results) == 2
+    for difference, ratio, parameters in results:
+        assert difference < (5e-2 if dtype == torch.bfloat16 or "bf16" in str(algorithm) else 1e-3)
+        assert isinstance(algorithm, AllReduce) or ratio > 1.2 or dtype == torch.bfloat16
+        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][2], strict=True))
+
+
+def _attached(algorithm: Algorithm, dtype: torch.dtype, device: str) -> tuple[float, float, list[Tensor]]:
+    exact_products()
+    trained = {}
+    for place in ("cpu", device):
+        model = DistributedDataParallel(new_module(dtype).to(place), bucket_cap_mb=0.02)
+        sync = thinwire.attach(model, algorithm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(model, step, place, dtype))
+            optimizer.step()
+        trained[place] = [p.detach().cpu() for p in model.parameters()]
+    return gap(trained[device], trained["cpu"]), sync.stats().compression_ratio, trained[device]
+
+
+@on_both
+@pytest.mark.parametrize(
+    "name",
+    ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook"],
+)
+def test_every_hook(pool2: Pool, name: str, device: str) -> None:
+    for gradients, plain in pool2.run(_hooked, name, device):
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        assert gap(gradients, plain) < (2e-2 if "SGD" not in name else 2.0)
+
+
+def _hooked(name: str, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    module = new_module().to(device)
+    models = [DistributedDataParallel(copy.deepcopy(module)) for _ in range(2)]
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0) if "SGD" in name else None
+    models[0].register_comm_hook(state, getattr(hooks, name))
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            torch.autograd.backward(loss_of(model, step, device))
+    if state is not None:
+        assert state.stats().compression_ratio > 2
+    ours, plain = ([p.grad.cpu() for p in model.parameters() if p.grad is not None] for model in models)
+    return ours, plain
+
+
+@on_both
+def test_an_overflow_under_a_grad_scaler(pool2: Pool, device: str) -> None:
+    for steps, skipped, finite, scale in pool2.run(_overflow, device):
+        assert (steps, skipped) == (STEPS, 1)
+        assert finite
+        assert scale == 2.0**9
+
+
+def _overflow(device: str) -> tuple[int, int, bool, float]:
+    model = DistributedDataParallel(new_module().to(device))
+    scaler = GradScaler(device, init_scale=2.0**10)
+    sync = thinwire.attach(model, PowerSGD(matrix_rank=2), grad_scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model, step, device)
+        if step == 2 and dist.get_rank() == 1:
+            loss = loss * torch.inf
+        torch.autograd.backward(scaler.scale(loss))
+        scaler.step(optimizer)
+        scaler.update()
+    finite = all(bool(p.isfinite().all()) for p in model.parameters())
+    return sync.stats().steps, sync.stats().skipped_steps, finite, scaler.get_scale()
+
+
+@on_both
+@pytest.mark.parametrize("kind", ["optimizer_step", "LocalSGD"])
+def test_without_ddp(pool2: Pool, kind: str, device: str) -> None:
+    for difference, ratio, parameters in (results := pool2.run(_without_ddp, kind, device)):
+        assert difference < 1e-3
+        assert ratio > 2
+        assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][2], strict=True))
+
+
+def _without_ddp(kind: str, device: str) -> tuple[float, float, list[Tensor]]:
+    exact_products()
+    trained, ratio = {}, 0.0
+    for place in ("cpu", device):
+        model = new_module().to(place)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ratio = TRAINING[kind](model, optimizer, place)
+        trained[place] = [p.detach().cpu() for p in model.parameters()]
+    return gap(trained[device], trained["cpu"]), ratio, trained[device]
+
+
+def _with_optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> float:
+    powersgd = Aggregator(model.parameters(), Config(rank=2, start_compressing_after_num_steps=0))
+    for step in range(STEPS):
+        torch.autograd.backward(loss_of(model, step, device))
+        optimizer_step(optimizer, powersgd)
+    return powersgd.stats().compression_ratio
+
+
+def _with_local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> float:
+    with thinwire.LocalSGD(model, optimizer, every_steps=2, algorithm=PowerSGD(matrix_rank=2)) as local:
+        for step in range(2 * STEPS):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(model, step, device))
+            optimizer.step()
+    return local.stats().compression_ratio
+
+
+TRAINING: dict[str, Callable[..., float]] = {
+    "optimizer_step": _with_optimizer_step,
+    "LocalSGD": _with_local_sgd,
+}
+
+
+@on_both
+def test_state_moves_between_devices(pool2: Pool, device: str) -> None:
+    for difference in pool2.run(_moved, device):
+        assert difference < 1e-3
+
+
+def _moved(device: str) -> float:
+    exact_products()
+    models = [DistributedDataParallel(new_module().to(place)) for place in ("cpu", device)]
+    syncs = [thinwire.attach(model, PowerSGD(matrix_rank=2)) for model in models]
+    gradients: list[list[Tensor]] = [[], []]
+    for step in range(STEPS):
+        if step == 3:
+            syncs[1].load_state_dict(syncs[0].state_dict())
+        for model, place, kept in zip(models, ("cpu", device), gradients, strict=True):
+            model.zero_grad()
+            torch.autograd.backward(loss_of(model, step, place))
+            kept[:] = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    return gap(gradients[1], gradients[0])
+
+
+@on_both
+def test_orthonormal_rows(device: str) -> None:
+    rows = torch.randn(3, 6, 200, generator=torch.Generator().manual_seed(0))
+    here = orthonormal_rows([rows])[0]
+    there = orthonormal_rows([rows.to(device)])[0]
+    torch.testing.assert_close(there.cpu(), here, rtol=1e-5, atol=1e-6)
+
+
+@needs_gpu
+@pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
+def test_one_host_synchronisation_a_step(algorithm: Algorithm) -> None:
+    """Counted by CUDA itself, over NCCL with one process."""
+    dist.init_process_group("nccl", store=dist.TCPStore("127.0.0.1", 0, 1), rank=0, world_size=1)
+    try:
+        assert _synchronisations(algorithm) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def _synchronisations(algorithm: Algorithm) -> int:
+    model = DistributedDataParallel(new_module().cuda(), bucket_cap_mb=0.02)
+    thinwire.attach(model, algorithm)
+    losses: list[Any] = []
+    for step in range(STEPS):
+        losses = [loss_of(model, step, "cuda")]
+        if step < STEPS - 1:
+            torch.autograd.backward(losses[0])
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.autograd.backward(losses[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in caught)
