@@ -223,7 +223,7 @@ def test_orthonormal_rows(device: str) -> None:
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
 def test_one_host_synchronisation_a_step(algorithm: Algorithm) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
-    dist.init_process_group("nccl", store=dist.TCPStore("127.0.0.1", 0, 1), rank=0, world_size=1)
+    dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
     try:
         assert _synchronisations(algorithm) == 1
     finally:
