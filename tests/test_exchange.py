@@ -181,6 +181,27 @@ def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry, autocas
             assert not b.requires_grad
 
 
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str) -> None:
+    """Lightning advises torch.set_float32_matmul_precision("high"): TF32 on GPUs."""
+
+    class Looking(Recording):
+        def _average(self, message: torch.Tensor) -> Pending:
+            self.events.append(torch.backends.cuda.matmul.fp32_precision)
+            return super()._average(message)
+
+    channel = Looking()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        outside = torch.backends.cuda.matmul.fp32_precision
+        step(GradientSync(PowerSGD(matrix_rank=2), channel))
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cuda.matmul.fp32_precision == outside == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert channel.events.count("ieee") == 3
+
+
 def test_a_worker_that_sends_something_else_is_named() -> None:
     channels = InProcessChannel.group(2)
     pending = [channel.average(torch.zeros(size)) for channel, size in zip(channels, (3, 4), strict=True)]

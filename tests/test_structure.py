@@ -21,7 +21,7 @@ FLOORS = [
     {"errors"},
     {"plan", "checks"},
     {"algorithms", "channel"},
-    {"exchange", "state", "unused", "contributors", "all_gather"},
+    {"exchange", "state", "unused", "contributors", "arithmetic", "all_gather"},
     {"sync"},
     {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join"},
     {"hooks", "powersgd"},

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from thinwire.algorithms import Algorithm
+from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import InProcessChannel, lockstep
 from thinwire.checks import whole_number
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync, LossScale, exact_arithmetic
+from thinwire.sync import GradientSync, LossScale
 
 __all__ = ["Simulation"]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -11,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, Bucket, Memory
+from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import Channel
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
@@ -362,13 +362,6 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
         return grad_scaler.scale(torch.ones((), device=device))
 
     return scale
-
-
-@contextmanager
-def exact_arithmetic(device: torch.device) -> Iterator[None]:
-    """No autograd and no autocast: backward may run under either; autocast refuses to mix 16-bit types."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.autocast("cpu", enabled=False):
-        yield
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import ProcessGroupChannel
 from thinwire.errors import StepError
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.roll_call import Answer, check_agreement, do_agree, roll_call
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync, exact_arithmetic
+from thinwire.sync import GradientSync
 
 __all__ = ["EXACT", "Averager"]
 
