@@ -444,6 +444,40 @@ def _copied() -> tuple[list[tuple[str, bool]], list[int], float, list[Tensor]]:
     return errors, steps, again.stats().compression_ratio, gradients
 
 
+class Failing(torch.autograd.Function):
+    """Raises in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise MemoryError("out of memory in the backward pass")
+
+
+def test_a_backward_pass_that_fails_leaves_a_state_that_can_be_saved(pool2: Pool) -> None:
+    for told, before, after in pool2.run(_failing_backward):
+        assert "call abandon() first" in told[1]
+        assert told[0] == "StepError"
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def _failing_backward() -> tuple[tuple[str, str], dict[str, Tensor], dict[str, Tensor]]:
+    ddp_model = new_model(bucket_cap_mb=0.0001)
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(ddp_model, range(3))
+    before = state.state_dict()["error"]
+    ddp_model.module[0].register_forward_hook(lambda module, inputs, output: Failing.apply(output))  # type: ignore[no-untyped-call]
+    with pytest.raises(MemoryError):
+        gradients_of(ddp_model, range(3, 4))
+    told = error_of(state.state_dict)
+    state.abandon()
+    return told, before, state.state_dict()["error"]
+
+
 def test_statistics_are_logged(pool2: Pool) -> None:
     for lines in pool2.run(_logged):
         assert len(lines) == 2

@@ -153,6 +153,11 @@ class PowerSGDState:
             checked_state(state, specs=None)
             self._loaded = copy.deepcopy(dict(state))
 
+    def abandon(self) -> None:
+        """Forget a step that an exception in the backward pass has ended, so that the state can be saved."""
+        if self._front is not None:
+            self._front.sync.abandon()
+
     def algorithm(
         self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
     ) -> PowerSGD | BatchedPowerSGD:
