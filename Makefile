@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 .PHONY: demo test lint types bench clean
 
-demo: .venv/.installed
+demo: .venv/.demo
 	$(BIN)/thinwire demo
 
 test: lint types
@@ -21,9 +21,11 @@ bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_quality.py
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.demo: EXTRA := cli
+.venv/.installed: EXTRA := dev
+.venv/.demo .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRA)]'
 	touch $@
 
 clean:
