@@ -113,14 +113,14 @@ def _telescoping(
 
 
 @pytest.mark.parametrize("name", [*STATELESS, "powerSGD_hook", "batched_powerSGD_hook", "post_localSGD_hook"])
-@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
-def test_facts_9_every_hook_divides_as_asked(pool2: Pool, name: str, divide_by_initial: bool) -> None:
+@pytest.mark.parametrize("divisor", ["initial size", "contributors", "initial size, model.join"])
+def test_facts_9_every_hook_divides_as_asked(pool2: Pool, name: str, divisor: str) -> None:
     """FACTS 9: with any hook, torch's join ignores divide_by_initial_world_size=False."""
-    gaps = pool2.run(_hooked, name, (2, 6), divide_by_initial)
+    gaps = pool2.run(_hooked, name, (2, 6), divisor)
     assert gaps[1] < STATELESS.get(name, 1e-5)
 
 
-def _hooked(name: str, num_batches: tuple[int, int], divide_by_initial: bool) -> float:
+def _hooked(name: str, num_batches: tuple[int, int], divisor: str) -> float:
     model = new_model()
     plain = copy.deepcopy(model.module)
     state: Any = None if name in STATELESS else hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
@@ -128,7 +128,10 @@ def _hooked(name: str, num_batches: tuple[int, int], divide_by_initial: bool) ->
         state = hooks.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=100)
     model.register_comm_hook(state, getattr(hooks, name))
     total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
-    with thinwire.join(model, divide_by_initial):
+    divide_by_initial = divisor != "contributors"
+    stock = divisor.endswith("model.join")
+    context: AbstractContextManager[Any] = model.join() if stock else thinwire.join(model, divide_by_initial)
+    with context:
         for step in range(num_batches[dist.get_rank()]):
             for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
                 each.add_(gradient)
@@ -286,17 +289,19 @@ def _disabled() -> tuple[int, int]:
 
 
 def test_what_cannot_be_joined_is_refused_at_once(pool2: Pool) -> None:
-    for not_joinable, loose, batch_norm in pool2.run(_refused):
+    for not_joinable, loose, *batch_norm in pool2.run(_refused):
         assert "got Linear" in not_joinable
         assert "not attached" in loose
-        assert "throw_on_early_termination=True" in batch_norm
+        assert ["throw_on_early_termination=True" in message for message in batch_norm] == [True, True]
 
 
 def _refused() -> list[str]:
     model = new_model()
     model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only
     messages = []
-    for joined in (nn.Linear(2, 2), thinwire.GradientSync(AllReduce(), ProcessGroupChannel()), model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = thinwire.LocalSGD(model.module, optimizer, every_steps=2)
+    for joined in (nn.Linear(2, 2), thinwire.GradientSync(AllReduce(), ProcessGroupChannel()), model, local):
         with pytest.raises(thinwire.ThinwireError) as raised, thinwire.join(joined):
             raise AssertionError("the loop must not be entered")
         messages.append(str(raised.value))

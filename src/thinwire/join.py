@@ -133,8 +133,10 @@ def _joinable(joined: object) -> Joinable:
 
 
 def _refuse_other_collectives(joinable: Joinable, shadows: bool) -> None:
-    modules = joinable.modules() if shadows and isinstance(joinable, torch.nn.Module) else ()
-    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in modules):
+    model = getattr(joinable, "module", None)  # a DDP model's or a LocalSGD's; an aggregator knows none
+    if not shadows or not isinstance(model, torch.nn.Module):
+        return
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise ConfigError(
             "the model has SyncBatchNorm, whose collectives a process without input can't take part in; "
             "use join(…, throw_on_early_termination=True) or BatchNorm"

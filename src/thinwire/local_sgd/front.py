@@ -133,12 +133,12 @@ class LocalSGD(Joinable):
         self._every_steps = whole_number("every_steps", every_steps, least=1)
         self._warmup_steps = whole_number("warmup_steps", warmup_steps, least=0)
         check_outer(outer)
-        self._module, self._ddp = unwrapped(model)
+        self.module, self._ddp = unwrapped(model)
         self._average_buffers = true_or_false("average_buffers", average_buffers)
         averaged = self._averaged_now()
-        self._optimizer = checked_optimizer(optimizer, averaged, self._module)
+        self._optimizer = checked_optimizer(optimizer, averaged, self.module)
         self._grad_scaler = checked_scaler(grad_scaler)
-        group, inner = checked_groups(process_group, subgroup, self._ddp or self._module)
+        group, inner = checked_groups(process_group, subgroup, self._ddp or self.module)
         if self._ddp is not None:
             check_ddp(self._ddp)
         self._averager = Averager(
@@ -193,7 +193,7 @@ class LocalSGD(Joinable):
             saved = None if self._loaded is None else self._loaded.outer
             self._outer = new_outer(self._make_outer, replica.last_parameters, saved)
         if self._loaded is None:
-            everything = chain(self._module.parameters(), self._module.buffers())
+            everything = chain(self.module.parameters(), self.module.buffers())
             group = self._averager.channel.group
             copy_from(group.rank() == 0, everything, group)
             replica.take()
@@ -323,7 +323,7 @@ class LocalSGD(Joinable):
 
     def _averaged_now(self) -> list[Averaged]:
         ignored = () if self._ddp is None else self._ddp.parameters_to_ignore
-        return averaged_tensors(self._module, ignored=ignored, buffers=self._average_buffers)
+        return averaged_tensors(self.module, ignored=ignored, buffers=self._average_buffers)
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule, the last average and what algorithm and outer optimizer remember. Collective.
