@@ -109,6 +109,7 @@ def _bad_attach() -> dict[str, str]:
             messages[name] = ""
         except thinwire.ThinwireError as error:
             messages[name] = str(error)
+    assert [len(model._comm_hooks) for model in (ddp_model, hooked)] == [1, 1]  # nothing was changed
     return messages
 
 

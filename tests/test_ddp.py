@@ -565,6 +565,24 @@ def _ignored() -> tuple[list[str], float]:
     return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
 
 
+def test_a_tied_parameter_that_ddp_ignores_under_one_name_only_has_the_other(pool2: Pool) -> None:
+    for planned, ratio in pool2.run(_ignored_once):
+        assert "head.weight" in planned
+        assert "embed.weight" not in planned
+        assert ratio > 1.5
+
+
+def _ignored_once() -> tuple[list[str], float]:
+    module = Tied()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["embed.weight"])  # type: ignore[no-untyped-call]
+    ddp_model = DistributedDataParallel(module)
+    sync = thinwire.attach(ddp_model, POWER)
+    for step in range(2):
+        batch = batch_of("tied, scalar, empty", step, dist.get_rank(), torch.float32)
+        torch.autograd.backward(ddp_model(batch).square().mean())
+    return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
+
+
 def test_state_has_the_names_of_the_users_own_module(pool2: Pool) -> None:
     """Tied, frozen after wrapping, compiled before wrapping: never a position, never torch's prefix."""
     for planned, saved, ratio in pool2.run(_named):

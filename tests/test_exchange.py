@@ -265,6 +265,11 @@ def test_the_relative_error_is_what_is_owed_of_what_was_to_send(
     before_saving = [sync.stats().relative_error for sync in syncs]
     lockstep([_silently(sync.saving()) for sync in syncs])
     assert [sync.stats().relative_error for sync in syncs] == before_saving
+    for sync, (flat,) in zip(syncs, gradients, strict=True):
+        sync.use(AllReduce())
+        sync.start(layout, flat)
+    lockstep([_silently(sync.finishing()) for sync in syncs])
+    assert [sync.stats().relative_error for sync in syncs] == [{}, {}]
 
 
 def _silently(generator: Generator[None, None, Any]) -> Generator[None, None, None]:

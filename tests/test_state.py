@@ -12,7 +12,8 @@ import torch
 
 from catalog import buckets, random_gradients, spec
 from test_conformance import assert_same_state
-from thinwire import PowerSGD
+from thinwire import GradientSync, PowerSGD
+from thinwire.channel import InProcessChannel
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
 
@@ -66,6 +67,14 @@ def test_a_loaded_state_can_be_saved_before_the_next_step(state: dict[str, Any])
         sync.load_state_dict(state)
     for saved in fresh.state_dicts():
         assert_same_state(saved, state)
+
+
+def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: dict[str, Any]) -> None:
+    channel = InProcessChannel.group(1)[0]
+    sync = GradientSync(POWER, channel)
+    sync.load_state_dict(state)
+    assert_same_state(sync.state_dict(), state)
+    assert sync.state_dict()["parameters"] == state["parameters"]
 
 
 def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
