@@ -334,6 +334,38 @@ def _hidden() -> tuple[dict[str, Any], tuple[str, str], list[Tensor], list[Tenso
     return saved, refused, gradients_of(resumed, range(3, 5)), gradients_of(straight, range(3, 5))
 
 
+class Heads(nn.Module):
+    """One head a task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+
+    def forward(self, inputs: Tensor, task: int) -> Tensor:
+        outputs: Tensor = self.heads[task](inputs)
+        return outputs
+
+
+def test_inside_a_hook_of_ones_own_an_unused_layer_keeps_what_it_is_owed(pool2: Pool) -> None:
+    for owed, kept, gradient in pool2.run(_hidden_unused):
+        assert owed.norm() > 0
+        torch.testing.assert_close(owed, kept, rtol=1e-4, atol=1e-7)
+        assert gradient is None or not gradient.any()
+
+
+def _hidden_unused() -> tuple[Tensor, Tensor, Tensor | None]:
+    torch.manual_seed(7)
+    model = DistributedDataParallel(Heads(), find_unused_parameters=True)
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    model.register_comm_hook(None, _hiding(state, hooks.powerSGD_hook))
+    errors = []
+    for task in (0, 1, 0):
+        model.zero_grad()
+        torch.autograd.backward(model(torch.randn(8, 64), task).square().mean())
+        errors.append(state.state_dict()["error"]["parameter[-1]"])
+    return errors[1], errors[2], model.module.heads[1].weight.grad
+
+
 def test_a_loaded_state_is_a_copy_and_can_be_copied_and_sent_before_its_first_use(pool2: Pool) -> None:
     for states in pool2.run(_copies_of_a_loaded_state):
         reference, *others = states

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_power
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -68,13 +70,20 @@ def lightning_environment() -> Iterator[None]:
 
 
 def fit(
-    strategy: Any, folder: Path, *, epochs: int = 2, resume: str | None = None, **options: Any
+    strategy: Any,
+    folder: Path,
+    *,
+    epochs: int = 2,
+    resume: str | None = None,
+    model: type[Regression] = Regression,
+    plugins: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[Trainer, Regression]:
     with lightning_environment():
         trainer = Trainer(
             accelerator="cpu",
             devices=dist.get_world_size(),
-            plugins=[TorchElasticEnvironment()],
+            plugins=[TorchElasticEnvironment(), *plugins],
             strategy=strategy,
             max_epochs=epochs,
             default_root_dir=folder,
@@ -82,9 +91,9 @@ def fit(
             enable_model_summary=False,
             **{"logger": False, "enable_checkpointing": False, **options},
         )
-        model = Regression()
-        trainer.fit(model, batches(), ckpt_path=resume)
-    return trainer, model
+        module = model()
+        trainer.fit(module, batches(), ckpt_path=resume)
+    return trainer, module
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
@@ -193,6 +202,35 @@ def _accumulated(folder: Path) -> tuple[int, float, list[Tensor]]:
     _, model = fit(strategy, folder, epochs=1, accumulate_grad_batches=2, gradient_clip_val=0.5)
     stats = strategy.sync.stats()
     return stats.steps, stats.compression_ratio, parameters_of(model)
+
+
+def test_16_bit_mixed_precision_tells_the_loss_scale(pool2: Pool, tmp_path: Path) -> None:
+    """An overflow on one process: one step skipped on all, the scale halves, and training goes on."""
+    results = pool2.run(_mixed, tmp_path)
+    for steps, skipped, scale, error, parameters in results:
+        assert (steps, skipped) == (6, 1)
+        assert scale == 2.0**9
+        assert 0 < error < 100  # in scaled units it would be hundreds of times as much
+        assert_same(parameters, results[0][4])
+        assert all(parameter.isfinite().all() for parameter in parameters)
+
+
+class Overflowing(Regression):
+    """Infinite in the third batch of process 1."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        return loss * torch.inf if self.global_rank == 1 and self.trainer.global_step == 2 else loss
+
+
+def _mixed(folder: Path) -> tuple[int, int, float, float, list[Tensor]]:
+    strategy, scaler = ThinwireStrategy(PowerSGD(matrix_rank=2)), GradScaler("cpu", init_scale=2.0**10)
+    with lightning_environment():
+        precision = MixedPrecision("16-mixed", "cpu", scaler)
+    _, model = fit(strategy, folder, epochs=1, plugins=[precision], model=Overflowing)
+    stats = strategy.sync.stats()
+    error = sum(float(each.norm()) for each in strategy.sync.state_dict()["error"].values())
+    return stats.steps, stats.skipped_steps, scaler.get_scale(), error, parameters_of(model)
 
 
 def test_the_callback_logs_and_a_second_fit_goes_on(pool2: Pool, tmp_path: Path) -> None:
