@@ -277,20 +277,21 @@ def _groups() -> list[Tensor]:
     return parameters_of(model)
 
 
-@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "GradScaler"])
-def test_a_non_finite_gradient_skips_the_step_on_all(pool2: Pool, scaled: bool) -> None:
-    for taken, unchanged, healthy, agreed, scale in pool2.run(_overflow, scaled):
+@pytest.mark.parametrize("kind", ["plain", "GradScaler", "a disabled one"])
+def test_a_non_finite_gradient_skips_the_step_on_all(pool2: Pool, kind: str) -> None:
+    for taken, unchanged, healthy, agreed, scale in pool2.run(_overflow, kind):
         assert taken == [True, True, False, True, True]
         assert unchanged
         assert healthy
         assert agreed
-        assert scale == (2.0**9 if scaled else 1.0)
+        assert scale == (2.0**9 if kind == "GradScaler" else 1.0)
 
 
-def _overflow(scaled: bool) -> tuple[list[bool], bool, bool, bool, float]:
+def _overflow(kind: str) -> tuple[list[bool], bool, bool, bool, float]:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = GradScaler("cpu", init_scale=2.0**10) if scaled else None
+    enabled = kind == "GradScaler"
+    scaler = None if kind == "plain" else GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
     powersgd = PowerSGD(model.parameters(), AT_ONCE, grad_scaler=scaler)
     taken, unchanged = [], False
     for step in range(5):

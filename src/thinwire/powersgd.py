@@ -65,6 +65,7 @@ class _Synchronised(Aggregator):
     def front_for(self, tensors: Gradients) -> StepFront:
         """The front for these parameters or gradients."""
 
+    @torch.no_grad()
     def aggregate(self, gradients: Gradients) -> list[Any]:
         """The mean gradients; what is owed goes back into the input, which the next gradients are added to.
 
@@ -228,7 +229,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     means, committed = front.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
-    if aggregator.grad_scaler is not None:
+    if aggregator.grad_scaler is not None and aggregator.grad_scaler.is_enabled():
         aggregator.grad_scaler.step(optimizer)
     elif committed:
         optimizer.step()
@@ -265,7 +266,7 @@ def _check_same(front: StepFront, parameters: list[torch.Tensor], aggregator: _S
 
 
 def _check_scaled(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None) -> None:
-    if grad_scaler is None:
+    if grad_scaler is None or not grad_scaler.is_enabled():
         return
     if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
         raise StepError(

@@ -55,6 +55,7 @@ class StepFront(Joinable):
         self.sync = GradientSync(algorithm, self._channel, self._specs, loss_scale=loss_scale)
         self._divides_by_initial = True
 
+    @torch.no_grad()
     def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         """The means of the gradients over the group.
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,6 +113,7 @@ class ThinwireStrategy(DDPStrategy):
         )
         self.algorithm = PowerSGD() if algorithm is None and ddp_comm_hook is None else algorithm
         self._sync: GradientSync | None = None
+        self._module: torch.nn.Module | None = None
 
     @property
     def sync(self) -> GradientSync:
@@ -145,9 +147,9 @@ class ThinwireStrategy(DDPStrategy):
         before, self._sync = self._sync, None
         scaler = getattr(self.precision_plugin, "scaler", None)
         sync = ddp.attach(self.model, self.algorithm, grad_scaler=scaler)
-        if before is not None:
+        if before is not None and self._module is self.model.module:
             sync.load_state_dict(before.state_dict())
-        self._sync = sync
+        self._sync, self._module = sync, self.model.module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
