@@ -103,9 +103,9 @@ def models_where(is_wanted: Callable[[object], bool]) -> list[DistributedDataPar
 
     A hook is not told its model, and without the model it knows neither names nor options.
 
-    Cost: a look at every Python object, tens of milliseconds in a large program.
+    Cost: a look at every Python object, 0.2 s for a million of them.
     """
-    models = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
     return [
         each for each in models if any(is_wanted(state) for _, state in each.__dict__.get("_comm_hooks", ()))
     ]
