@@ -394,6 +394,32 @@ def _copies_of_a_loaded_state() -> list[dict[str, Any]]:
     ] + [saved]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *STATELESS,
+        *POWER,
+        "fp16_compress_wrapper(powerSGD_hook)",
+        "bf16_compress_wrapper(allreduce_hook)",
+        "post_localSGD_hook",
+    ],
+)
+def test_a_state_of_the_wrong_kind_is_told(pool2: Pool, name: str) -> None:
+    for error, message in pool2.run(_wrong_kind, name):
+        assert error in {"ConfigError", "AttachError"}
+        assert "StockState" in message
+
+
+class StockState:
+    """Some other state."""
+
+
+def _wrong_kind(name: str) -> tuple[str, str]:
+    ddp_model = new_model()
+    ddp_model.register_comm_hook(StockState(), hook_named(name))
+    return error_of(lambda: gradients_of(ddp_model, range(1)))
+
+
 def test_sparse_gradients_are_refused_at_once(pool2: Pool) -> None:
     for by_attach, by_hook in pool2.run(_sparse):
         assert by_attach[0] == "AttachError"

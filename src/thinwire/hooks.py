@@ -218,12 +218,21 @@ class PowerSGDState:
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """PowerSGD layer by layer; see `thinwire.PowerSGD`."""
-    return state.run(PowerSGD, None, bucket)
+    return _checked(state).run(PowerSGD, None, bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """PowerSGD on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
-    return state.run(BatchedPowerSGD, None, bucket)
+    return _checked(state).run(BatchedPowerSGD, None, bucket)
+
+
+def _checked(state: object) -> PowerSGDState:
+    if not isinstance(state, PowerSGDState):
+        raise ConfigError(
+            "PowerSGD's hooks need a thinwire.hooks.PowerSGDState, got "
+            f"{type(state).__module__}.{type(state).__name__}"
+        )
+    return state
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -268,7 +277,7 @@ def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
         kind = PowerSGD if hook is powerSGD_hook else BatchedPowerSGD
 
         def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-            return state.run(kind, wire_dtype, bucket)
+            return _checked(state).run(kind, wire_dtype, bucket)
 
         return low_rank_in_16_bits
     if hook is allreduce_hook:

@@ -78,10 +78,16 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
     Cost: one message a bucket of the gradient's own bytes; none in the local phase without `subgroup`.
 
     Raises:
-        ConfigError: No subgroup was given, and the processes can't be divided by machine.
+        ConfigError: The state is of another kind; or no subgroup was given, and the processes can't be
+            divided by machine.
         GradientError: The gradients are sparse.
         CommunicationError: A collective failed.
     """
+    if not isinstance(state, PostLocalSGDState):
+        raise ConfigError(
+            "post_localSGD_hook needs a thinwire.hooks.PostLocalSGDState, got "
+            f"{type(state).__module__}.{type(state).__name__}"
+        )
     flat = dense_buffer(bucket)
     if state.subgroup is None and state.post_local_gradient_allreduce:
         state.subgroup = _processes_of_this_machine(state.process_group)
