@@ -106,6 +106,7 @@ def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers:
             world_size=world_size,
             timeout=timedelta(seconds=30),
         )
+        assert dist.get_world_size() == world_size  # of every test in this pool
         answers.put(pickle.dumps((True, None)))
         while True:
             body, args = pickle.loads(tasks.get())

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -396,17 +395,3 @@ def test_bad_settings_are_refused_at_once(settings: dict[str, Any], message: str
 def test_a_state_of_another_kind_is_refused(state: Any) -> None:
     with pytest.raises(thinwire.StateError, match="of 0 models"):
         new_handler().load_state_dict(state)
-
-
-def test_without_accelerate_the_error_tells_what_to_install() -> None:
-    code = """
-import sys
-sys.modules["accelerate"] = None
-try:
-    import thinwire.integrations.accelerate
-except ImportError as error:
-    print(type(error).__name__, error, type(error.__cause__).__name__)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert out.stdout.startswith("MissingExtraError")
-    assert "pip install 'thinwire[accelerate]' ModuleNotFoundError" in out.stdout

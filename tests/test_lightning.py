@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -354,18 +352,3 @@ def _wrong_strategy(folder: Path) -> str:
     with pytest.raises(thinwire.ConfigError) as raised:
         fit(DDPStrategy(), folder, callbacks=[ThinwireCallback()])
     return str(raised.value)
-
-
-def test_without_lightning_it_says_what_to_install() -> None:
-    code = """
-import sys
-sys.modules["lightning"] = None
-try:
-    import thinwire.integrations.lightning
-except ImportError as error:
-    import thinwire
-    assert isinstance(error, thinwire.MissingExtraError)
-    print(error)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert "pip install 'thinwire[lightning]'" in out.stdout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -254,17 +252,3 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     assert isinstance(callback, ThinwireCallback)
     with pytest.raises(thinwire.AttachError, match="attached already"):
         attach(trainer, ALGORITHM)
-
-
-def test_without_transformers_the_error_tells_what_to_install() -> None:
-    code = """
-import sys
-sys.modules["transformers"] = None
-try:
-    import thinwire.integrations.transformers
-except ImportError as error:
-    print(type(error).__name__, error, type(error.__cause__).__name__)
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert out.stdout.startswith("MissingExtraError")
-    assert "pip install 'thinwire[transformers]' ModuleNotFoundError" in out.stdout

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["counted", "divide_by_contributors"]
+__all__ = ["counted", "divide_by_contributors", "members_over_contributors"]
 
 # A stateless hook sees nothing of its model but the parameters in a bucket.
 _shares = WeakTensorKeyDictionary()
@@ -30,6 +31,18 @@ def counted(parameters: Iterable[torch.Tensor], share: torch.Tensor) -> Iterator
     finally:
         for parameter in held:
             del _shares[parameter]
+
+
+def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
+    """Tell the join context that this process contributes, and learn how many do: shape (1,).
+
+    None outside a join context, and where another joinable tells.
+    """
+    work = Join.notify_join_context(joinable)
+    if work is None:
+        return None
+    (contributors,) = work.get_future().wait()
+    return joinable.join_process_group.size() / contributors  # type: ignore[no-any-return]
 
 
 def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:

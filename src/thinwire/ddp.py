@@ -18,7 +18,16 @@ from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, LossScale, loss_scale_of
 
-__all__ = ["BucketFront", "attach", "dense_buffer", "front_of", "models_where", "plain_name", "register"]
+__all__ = [
+    "BucketFront",
+    "attach",
+    "dense_buffer",
+    "front_of",
+    "left_alone",
+    "models_where",
+    "plain_name",
+    "register",
+]
 
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -217,7 +226,15 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
 
 
 def _new_future(device: torch.device) -> Future[torch.Tensor]:
+    """A future that DDP can wait for, of a tensor on `device`."""
     return Future(devices=None if device.type == "cpu" else [device])
+
+
+def left_alone(flat: torch.Tensor) -> Future[torch.Tensor]:
+    """A bucket's gradients, done as they are: nothing is averaged."""
+    future = _new_future(flat.device)
+    future.set_result(flat)
+    return future
 
 
 def _checked_model(ddp_model: object) -> DistributedDataParallel:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.contributors import counted
+from thinwire.contributors import counted, members_over_contributors
 from thinwire.ddp import BucketFront, models_where
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync
@@ -87,9 +87,9 @@ class _Counter(Joinable):
 
     def count(self, *unused: Any) -> None:
         """Before each forward pass: say that this process contributes, and learn how many do."""
-        work = Join.notify_join_context(self)
-        (contributors,) = work.get_future().wait()
-        torch.div(self.join_process_group.size(), contributors, out=self.share)
+        share = members_over_contributors(self)
+        if share is not None:
+            self.share.copy_(share)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Nothing to shadow: the model's own hook does it all."""

@@ -12,7 +12,7 @@ from thinwire.channel import ProcessGroupChannel
 from thinwire.channel.process_group import checked_group
 from thinwire.checks import true_or_false, whole_number
 from thinwire.contributors import divide_by_contributors
-from thinwire.ddp import dense_buffer
+from thinwire.ddp import dense_buffer, left_alone
 from thinwire.errors import ConfigError
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
@@ -97,9 +97,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         return ProcessGroupChannel(state.process_group).average_later(flat)
     if state.post_local_gradient_allreduce:
         return ProcessGroupChannel(state.subgroup).average_later(flat)
-    future: Future[torch.Tensor] = Future(devices=None if flat.device.type == "cpu" else [flat.device])
-    future.set_result(flat)
-    return future
+    return left_alone(flat)
 
 
 def _count(state: PostLocalSGDState, bucket: GradBucket) -> None:

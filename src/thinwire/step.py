@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import ProcessGroupChannel, copy_from
+from thinwire.contributors import members_over_contributors
 from thinwire.errors import ConfigError, GradientError
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync, loss_scale_of
@@ -73,13 +74,13 @@ class StepFront(Joinable):
             CommunicationError: A collective failed; memory is as it was.
         """
         self._check(gradients)
-        share = self._share()
+        share = members_over_contributors(self)
         means: list[torch.Tensor | None] = [None] * len(gradients)
         buckets = []
         for indices in self._buckets(self._used_anywhere(gradients)):
             specs = tuple(self._specs[index] for index in indices)
             flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
-            if share is not None:
+            if share is not None and not self._divides_by_initial:
                 flat.mul_(share)
             for index, part in zip(indices, Bucket(specs, flat).gradients(), strict=True):
                 means[index] = self.in_layout(index, part)
@@ -136,14 +137,6 @@ class StepFront(Joinable):
         return flat
 
     # Uneven inputs: see thinwire.join.
-
-    def _share(self) -> torch.Tensor | None:
-        """Tell a join context that this process contributes; members over contributors, if it asks."""
-        work = Join.notify_join_context(self)
-        if work is None or self._divides_by_initial:
-            return None
-        (contributors,) = work.get_future().wait()
-        return self._channel.size / contributors  # type: ignore[no-any-return]
 
     def join_hook(self, **options: Any) -> JoinHook:
         """For a join context: how this process shadows the others once it has no more input."""

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import AllReduce
 from thinwire.channel import ProcessGroupChannel
-from thinwire.ddp import BucketFront, DetachedFront, dense_buffer, plain_name
+from thinwire.ddp import BucketFront, DetachedFront, dense_buffer, left_alone, plain_name
 from thinwire.errors import AttachError, StateError
 from thinwire.sync import GradientSync
 
@@ -42,14 +42,7 @@ class _GradientSwitch:
 
 def _local_sgd_hook(state: _GradientSwitch, bucket: GradBucket) -> Future[torch.Tensor]:
     front = state.front_now()
-    return _left_alone(bucket) if front is None else front.run(bucket)
-
-
-def _left_alone(bucket: GradBucket) -> Future[torch.Tensor]:
-    flat = dense_buffer(bucket)
-    future: Future[torch.Tensor] = Future(devices=None if flat.device.type == "cpu" else [flat.device])
-    future.set_result(flat)
-    return future
+    return left_alone(dense_buffer(bucket)) if front is None else front.run(bucket)
 
 
 @contextmanager
