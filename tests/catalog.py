@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -99,11 +100,11 @@ def true_means(gradients: Gradients) -> list[torch.Tensor]:
     return [torch.stack([g.double() for g in group]).mean(0) for group in zip(*gradients, strict=True)]
 
 
-def flat_error(state: dict[str, dict[str, torch.Tensor]], bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:
+def flat_error(state: dict[str, Any], bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:
     """The error memory of a saved state, as one bucket, in float64; zeros where there is none."""
     parts = []
     for each in bucket:
         strided = torch.empty_strided(each.shape, each.stride, dtype=torch.float64)
-        strided.copy_(state["error"].get(each.name, torch.zeros(each.shape)))
+        strided.copy_(dict(state["error"]).get(each.name, torch.zeros(each.shape)))
         parts.append(strided.as_strided((each.numel,), (1,)))
     return torch.cat(parts)

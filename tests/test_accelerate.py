@@ -212,7 +212,7 @@ def _resume(folder: str) -> tuple[list[Tensor], list[Tensor], list[Tensor], floa
         accelerator.wait_for_everyone()
         straight = train(accelerator, model, optimizer, range(4, 8))
     saved = torch.load(Path(folder, "custom_checkpoint_0.pkl"), weights_only=True)
-    owed = sum(error.norm().item() for error in saved["models"][0]["error"].values())
+    owed = sum(error.norm().item() for error in dict(saved["models"][0]["error"]).values())
 
     with several_processes():
         handler = new_handler()
@@ -277,7 +277,7 @@ def _scaled() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             accelerator = new_accelerator(handler)
             accelerator.scaler = scaler
             train(accelerator, *prepared(accelerator), range(3))
-            errors.append(handler.sync.state_dict()["error"])
+            errors.append(dict(handler.sync.state_dict()["error"]))
     return errors[0], errors[1]
 
 

@@ -149,7 +149,7 @@ def test_switching_to_exact_pays_back_all_that_is_owed(entry: Entry) -> None:
     for sync in sim.syncs:
         sync.use(AllReduce())
     results += run(sim, range(6, 8))
-    assert all(not state["error"] for state in sim.state_dicts())
+    assert all(not dict(state["error"]) for state in sim.state_dicts())
     for position in range(len(sim.buckets)):
         sent = torch.stack([result[position].double() for result in results]).sum(0)
         true = sum_of_means(sim, position, range(8))
@@ -210,9 +210,9 @@ def test_settings_are_frozen_and_comparable(entry: Entry) -> None:
 
 def assert_same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert mine.keys() == theirs.keys()
-    for key in ("version", "algorithm", "step", "skipped_steps"):
-        assert mine[key] == theirs[key]
+    for key in mine.keys() - {"error", "factor"}:
+        assert mine[key] == theirs[key], key
     for key in ("error", "factor"):
-        assert mine[key].keys() == theirs[key].keys()
-        for name, tensor in mine[key].items():
-            assert torch.equal(tensor, theirs[key][name]), name
+        assert [name for name, _ in mine[key]] == [name for name, _ in theirs[key]]
+        for (name, tensor), (_, other) in zip(mine[key], theirs[key], strict=True):
+            assert torch.equal(tensor, other), name

@@ -200,7 +200,7 @@ def test_every_type_of_gradient(pool2: Pool, dtype: torch.dtype) -> None:
     check_compressed(results)
     for result in results:
         assert {p.dtype for p in result["parameters"].values()} == {dtype}
-        assert {error.dtype for error in result["state"]["error"].values()} == {torch.float32}
+        assert {error.dtype for error in dict(result["state"]["error"]).values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def _tasks_in_turn(algorithm: Algorithm, scale: float) -> tuple[Tensor, Tensor, 
             untouched &= (gradient is None) == (step // 3 % 2 == 1)
             if gradient is not None:
                 totals[position] += gradient / factor
-    owed = sync.state_dict()["error"]["heads.0.weight"]
+    owed = dict(sync.state_dict()["error"])["heads.0.weight"]
     return totals[0], totals[1], owed, sync.stats().compression_ratio, untouched
 
 
@@ -284,7 +284,7 @@ def test_the_same_model_as_plain_ddp(pool2: Pool) -> None:
     for name, parameter in plain[0].items():
         assert torch.equal(parameter, exact[0]["parameters"][name])
         torch.testing.assert_close(parameter, full[0]["parameters"][name], rtol=1e-4, atol=1e-5)
-    assert full[0]["state"]["error"]
+    assert dict(full[0]["state"]["error"])
 
 
 def _train_plain() -> dict[str, Tensor]:
@@ -390,7 +390,7 @@ def gap_to_plain(
             for total, parameter in zip(sums, parameters, strict=True):
                 total.add_(cast(Tensor, parameter.grad))
         totals.append(sums)
-    owed = [sync.state_dict()["error"] for sync in syncs]
+    owed = [dict(sync.state_dict()["error"]) for sync in syncs]
     names = [
         (index, name.removeprefix("module."))
         for index, model in enumerate(plain)
@@ -482,7 +482,7 @@ def _switch() -> tuple[list[int], list[int]]:
             ddp_model.zero_grad()
             ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
         sent.append(sync.stats().message_bytes - before)
-        errors.append(len(sync.state_dict()["error"]))
+        errors.append(len(dict(sync.state_dict()["error"])))
     return sent, errors
 
 
@@ -587,8 +587,8 @@ def test_state_has_the_names_of_the_users_own_module(pool2: Pool) -> None:
     """Tied, frozen after wrapping, compiled before wrapping: never a position, never torch's prefix."""
     for planned, saved, ratio in pool2.run(_named):
         assert planned == {"embed.weight", "body.weight", "body.bias", "nothing"}
-        assert set(saved["parameters"]) == {*planned, "logit_scale"}
-        assert set(saved["error"]) == {"embed.weight", "body.weight"}
+        assert set(dict(saved["parameters"])) == {*planned, "logit_scale"}
+        assert set(dict(saved["error"])) == {"embed.weight", "body.weight"}
         assert ratio > 1.5
 
 
@@ -608,8 +608,8 @@ def _named() -> tuple[set[str], dict[str, Any], float]:
 def test_an_exception_in_the_backward_pass_leaves_the_state_savable(pool2: Pool) -> None:
     for before, after, steps in pool2.run(_interrupted):
         assert steps == 2
-        for name in before["error"]:
-            assert torch.equal(before["error"][name], after["error"][name])
+        for name in dict(before["error"]):
+            assert torch.equal(dict(before["error"])[name], dict(after["error"])[name])
 
 
 def _interrupted() -> tuple[dict[str, Any], dict[str, Any], int]:

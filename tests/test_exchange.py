@@ -12,7 +12,7 @@ import torch
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
-from thinwire.channel import Channel, InProcessChannel, Pending, lockstep
+from thinwire.channel import Channel, InProcessChannel, Pending, Told, lockstep
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync import GradientSync
@@ -31,7 +31,14 @@ class Recording(Channel):
     def size(self) -> int:
         return 1
 
-    def _average(self, message: torch.Tensor) -> Pending:
+    @property
+    def process_rank(self) -> int:
+        return 0
+
+    def agree(self, told: Told, purpose: str) -> None:
+        pass
+
+    def _average(self, message: torch.Tensor, purpose: str) -> Pending:
         number, self.sent = self.sent, self.sent + 1
         self.events.append(f"send {number}: {message.numel()}")
         return _Arrived(self, number, message)
@@ -186,9 +193,9 @@ def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str
     """Lightning advises torch.set_float32_matmul_precision("high"): TF32 on GPUs."""
 
     class Looking(Recording):
-        def _average(self, message: torch.Tensor) -> Pending:
+        def _average(self, message: torch.Tensor, purpose: str) -> Pending:
             self.events.append(torch.backends.cuda.matmul.fp32_precision)
-            return super()._average(message)
+            return super()._average(message, purpose)
 
     channel = Looking()
     torch.set_float32_matmul_precision(precision)
@@ -204,7 +211,9 @@ def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str
 
 def test_a_worker_that_sends_something_else_is_named() -> None:
     channels = InProcessChannel.group(2)
-    pending = [channel.average(torch.zeros(size)) for channel, size in zip(channels, (3, 4), strict=True)]
+    pending = [
+        channel.average(torch.zeros(size), "a test") for channel, size in zip(channels, (3, 4), strict=True)
+    ]
     with pytest.raises(CommunicationError, match=r"differs between workers.*\(3,\).*\(4,\)"):
         pending[0].wait()
 
@@ -212,7 +221,7 @@ def test_a_worker_that_sends_something_else_is_named() -> None:
 def test_waiting_before_all_have_sent_is_told_not_hung() -> None:
     first, _ = InProcessChannel.group(2)
     with pytest.raises(CommunicationError, match=r"workers \[1\] have not sent"):
-        first.average(torch.zeros(3)).wait()
+        first.average(torch.zeros(3), "a test").wait()
 
 
 def test_workers_that_end_early_are_told() -> None:
@@ -292,7 +301,7 @@ def test_waiting_is_timed() -> None:
             return super().wait()
 
     class SlowChannel(Recording):
-        def _average(self, message: torch.Tensor) -> Pending:
+        def _average(self, message: torch.Tensor, purpose: str) -> Pending:
             return Slow(self, 0, message)
 
     sync = GradientSync(PowerSGD(matrix_rank=2), SlowChannel())
@@ -308,9 +317,9 @@ def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
         for specs, flat in zip(layout, flats, strict=True):
             sync.start(specs, flat)
         assert sync.finish()
-    assert set(sync.state_dict()["factor"]) == {"head.weight … empty"}
+    assert set(dict(sync.state_dict()["factor"])) == {"head.weight … empty"}
     sync.use(PowerSGD(matrix_rank=2))
-    assert sync.state_dict()["factor"] == {}
+    assert dict(sync.state_dict()["factor"]) == {}
 
 
 def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
@@ -328,6 +337,6 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
         assert sync.finish()
         saved, before = sync.state_dict(), saved
     assert (flats[1][600:] == 0).all()
-    assert saved["error"]["unused"].norm() > 0
-    torch.testing.assert_close(saved["error"]["unused"], before["error"]["unused"])
-    assert not torch.equal(saved["error"]["weight"], before["error"]["weight"])
+    assert dict(saved["error"])["unused"].norm() > 0
+    torch.testing.assert_close(dict(saved["error"])["unused"], dict(before["error"])["unused"])
+    assert not torch.equal(dict(saved["error"])["weight"], dict(before["error"])["weight"])

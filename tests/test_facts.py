@@ -250,7 +250,7 @@ def _wrapped() -> tuple[torch.dtype, set[torch.dtype], float, float]:
         for _ in range(3):
             ddp_model(torch.randn(8, 64)).square().mean().backward()
         saved = state.state_dict()
-        dtypes |= {tensor.dtype for key in ("error", "factor") for tensor in saved[key].values()}
+        dtypes |= {tensor.dtype for key in ("error", "factor") for _, tensor in saved[key]}
         ratios.append(state.stats().compression_ratio)
     return stock_state.error_dict[0].dtype, dtypes, ratios[0], ratios[1]
 

@@ -305,12 +305,12 @@ def _registered_late() -> tuple[set[str], list[Tensor], list[Tensor]]:
     gradients_of(late, range(3))
     states[1].load_state_dict(saved)
     late.register_comm_hook(states[1], hooks.powerSGD_hook)
-    return set(saved["error"]), gradients_of(straight, range(4, 6)), gradients_of(late, range(4, 6))
+    return set(dict(saved["error"])), gradients_of(straight, range(4, 6)), gradients_of(late, range(4, 6))
 
 
 def test_inside_a_hook_of_ones_own_names_are_positions(pool2: Pool) -> None:
     for saved, refused, resumed, straight in pool2.run(_hidden):
-        assert set(saved["parameters"]) == {f"parameter[-{n}]" for n in range(1, 5)}
+        assert set(dict(saved["parameters"])) == {f"parameter[-{n}]" for n in range(1, 5)}
         assert refused[0] == "StateError"
         assert "parameter[-4]" in refused[1]
         for mine, theirs in zip(straight, resumed, strict=True):
@@ -362,7 +362,7 @@ def _hidden_unused() -> tuple[Tensor, Tensor, Tensor | None]:
     for task in (0, 1, 0):
         model.zero_grad()
         torch.autograd.backward(model(torch.randn(8, 64), task).square().mean())
-        errors.append(state.state_dict()["error"]["parameter[-1]"])
+        errors.append(dict(state.state_dict()["error"])["parameter[-1]"])
     return errors[1], errors[2], model.module.heads[1].weight.grad
 
 
@@ -370,12 +370,13 @@ def test_a_loaded_state_is_a_copy_and_can_be_copied_and_sent_before_its_first_us
     for states in pool2.run(_copies_of_a_loaded_state):
         reference, *others = states
         assert len(others) == 3
-        assert reference["factor"]
+        assert dict(reference["factor"])
         for other in others:
             assert other["step"] == 2
             for kind in ("error", "factor"):
-                assert other[kind].keys() == reference[kind].keys()
-                assert all(torch.equal(other[kind][name], reference[kind][name]) for name in other[kind])
+                mine, theirs = dict(other[kind]), dict(reference[kind])
+                assert mine.keys() == theirs.keys()
+                assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def _copies_of_a_loaded_state() -> list[dict[str, Any]]:
@@ -386,7 +387,7 @@ def _copies_of_a_loaded_state() -> list[dict[str, Any]]:
     saved, given = state.state_dict(), state.state_dict()
     loaded = hooks.PowerSGDState(None, start_powerSGD_iter=0)
     loaded.load_state_dict(given)
-    for tensors in (given["error"], given["factor"], loaded.state_dict()["error"]):
+    for tensors in (dict(given["error"]), dict(given["factor"]), dict(loaded.state_dict()["error"])):
         for tensor in tensors.values():
             tensor.zero_()
     return [
@@ -527,13 +528,13 @@ def _failing_backward() -> tuple[tuple[str, str], dict[str, Tensor], dict[str, T
     state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
     ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
     gradients_of(ddp_model, range(3))
-    before = state.state_dict()["error"]
+    before = dict(state.state_dict()["error"])
     ddp_model.module[0].register_forward_hook(lambda module, inputs, output: Failing.apply(output))  # type: ignore[no-untyped-call]
     with pytest.raises(MemoryError):
         gradients_of(ddp_model, range(3, 4))
     told = error_of(state.state_dict)
     state.abandon()
-    return told, before, state.state_dict()["error"]
+    return told, before, dict(state.state_dict()["error"])
 
 
 def test_statistics_are_logged(pool2: Pool) -> None:

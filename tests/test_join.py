@@ -104,7 +104,7 @@ def _telescoping(
         for step in range(num_batches[dist.get_rank()]):
             for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
                 each.add_(gradient)
-    error = sync.state_dict()["error"]
+    error = dict(sync.state_dict()["error"])
     owed = [error.get(name, torch.zeros(())) for name, _ in plain.named_parameters()]
     settled = [each + rest for each, rest in zip(total, owed, strict=True)]
     gap = gap_of(settled, true_sum(plain, num_batches, divide_by_initial))
@@ -137,7 +137,7 @@ def _hooked(name: str, num_batches: tuple[int, int], divisor: str) -> float:
                 each.add_(gradient)
     if isinstance(state, hooks.PowerSGDState):
         assert state.stats().compression_ratio > 1.5
-        error = state.state_dict()["error"]
+        error = dict(state.state_dict()["error"])
         for each, (parameter_name, _) in zip(total, plain.named_parameters(), strict=True):
             each.add_(error.get(parameter_name, torch.zeros(())))
     return gap_of(total, true_sum(plain, num_batches, divide_by_initial))
@@ -173,7 +173,7 @@ def _local(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[Tenso
         ]
         contributors = sum(batches > first for batches in num_batches)
         true += (moved[0] + moved[1]) / (2 if divide_by_initial else contributors)
-    owed = local.sync.state_dict()["error"]["weight"]
+    owed = dict(local.sync.state_dict()["error"])["weight"]
     assert owed.norm() > 0
     gap = (start - layer.weight.detach() - true - owed).norm() / true.norm()
     return layer.weight.detach(), float(gap), local.stats().compression_ratio, local.stats().steps

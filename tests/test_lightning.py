@@ -159,7 +159,7 @@ def test_resume_on_another_number_of_processes(pool2: Pool, pool4: Pool, tmp_pat
 def _resume_on_four(folder: Path) -> tuple[int, float]:
     strategy = ThinwireStrategy(POWER)
     fit(strategy, folder, resume=str(folder / "checkpoint.ckpt"), callbacks=[ThinwireCallback()])
-    error = strategy.sync.state_dict()["error"]
+    error = dict(strategy.sync.state_dict()["error"])
     return strategy.sync.stats().steps, sum(float(each.norm()) for each in error.values())
 
 
@@ -227,7 +227,7 @@ def _mixed(folder: Path) -> tuple[int, int, float, float, list[Tensor]]:
         precision = MixedPrecision("16-mixed", "cpu", scaler)
     _, model = fit(strategy, folder, epochs=1, plugins=[precision], model=Overflowing)
     stats = strategy.sync.stats()
-    error = sum(float(each.norm()) for each in strategy.sync.state_dict()["error"].values())
+    error = sum(float(each.norm()) for each in dict(strategy.sync.state_dict()["error"]).values())
     return stats.steps, stats.skipped_steps, scaler.get_scale(), error, parameters_of(model)
 
 

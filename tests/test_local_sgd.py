@@ -200,7 +200,7 @@ def _warm_up() -> tuple[float, float, list[int], list[int], bool]:
             if steps.start == 0:
                 gap, moved = ((flat(ours) - other).norm().item() for other in (flat(ddp_model), start))
             state = local.state_dict()
-            errors.append(len(state["sync"]["error"]))
+            errors.append(len(dict(state["sync"]["error"])))
             outer_state.append(len(state["outer"]["state"]))
     return gap, moved, errors, outer_state, agreed(ours)
 
@@ -250,7 +250,7 @@ def _owed() -> tuple[float, float, float]:
     optimizer = new_optimizer(ours)
     with LocalSGD(ours, optimizer, every_steps=4, algorithm=POWER) as local:
         train(ours, optimizer, range(4))
-    error = local.state_dict()["sync"]["error"]
+    error = dict(local.state_dict()["sync"]["error"])
     owed = {name: error.get(name, torch.zeros_like(p)) for name, p in ours.named_parameters()}
     total = torch.cat([(p.detach() + owed[name]).reshape(-1) for name, p in ours.named_parameters()])
     norm = torch.cat([each.reshape(-1) for each in owed.values()]).norm().item()
@@ -461,7 +461,9 @@ def _diverged(algorithm: Algorithm) -> tuple[str, bool, list[bool], int]:
     untouched = [
         torch.equal(kept[0].nan_to_num(5), flat(model).nan_to_num(5)),
         all(torch.equal(t, after["last_average"][n]) for n, t in before["last_average"].items()),
-        all(torch.equal(t, after["sync"]["error"][n]) for n, t in before["sync"]["error"].items()),
+        all(
+            torch.equal(t, dict(after["sync"]["error"])[n]) for n, t in dict(before["sync"]["error"]).items()
+        ),
     ]
     finite = dist.get_rank() == 1 or bool(flat(model).isfinite().all())
     return message, finite, untouched, local.stats().messages
@@ -996,12 +998,12 @@ def test_the_state_is_the_same_on_all_processes(pool2: Pool) -> None:
     assert first.keys() == second.keys()
     assert first["step"] == second["step"] == 5
     assert first["pending_steps"] == second["pending_steps"] == 1
-    for part in (first["last_average"], first["sync"]["error"]):
+    for part in (first["last_average"], dict(first["sync"]["error"])):
         assert part
     for name, tensor in first["last_average"].items():
         assert torch.equal(tensor, second["last_average"][name])
-    for name, tensor in first["sync"]["error"].items():
-        assert torch.equal(tensor, second["sync"]["error"][name])
+    for name, tensor in dict(first["sync"]["error"]).items():
+        assert torch.equal(tensor, dict(second["sync"]["error"])[name])
 
 
 def _state() -> dict[str, Any]:
@@ -1042,7 +1044,7 @@ def _resume_on_more(saved: tuple[dict[str, Any], ...]) -> tuple[int, bool, bool,
     with local:
         same_start = agreed(model)
         train(model, optimizer, range(6, 12))
-    error = local.state_dict()["sync"]["error"]
+    error = dict(local.state_dict()["sync"]["error"])
     return dist.get_world_size(), same_start, agreed(model), local.stats().steps, bool(error)
 
 

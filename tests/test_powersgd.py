@@ -212,15 +212,15 @@ def _unused() -> tuple[bool, bool, float, bool]:
     for step in range(3):
         train(step, [0, 1 + rank])
     untouched = torch.equal(last, model.weight(3))
-    owed = powersgd.state_dict()["error"]["parameter[2]"].clone()
-    factor = powersgd.state_dict()["factor"]["parameter[2]"].clone()
+    owed = dict(powersgd.state_dict()["error"])["parameter[2]"].clone()
+    factor = dict(powersgd.state_dict()["factor"])["parameter[2]"].clone()
     before = model.weight(1)
     train(3, [0])
-    kept = powersgd.state_dict()["error"]["parameter[2]"]
-    assert torch.equal(powersgd.state_dict()["factor"]["parameter[2]"], factor)
+    kept = dict(powersgd.state_dict()["error"])["parameter[2]"]
+    assert torch.equal(dict(powersgd.state_dict()["factor"])["parameter[2]"], factor)
     untouched = untouched and torch.equal(before, model.weight(1)) and torch.equal(owed, kept)
     train(4, [0, 1])
-    paid = not torch.equal(powersgd.state_dict()["error"]["parameter[2]"], owed)
+    paid = not torch.equal(dict(powersgd.state_dict()["error"])["parameter[2]"], owed)
     checksum = torch.cat([p.detach().view(-1) for p in model.parameters()])
     everyone = [torch.empty_like(checksum) for _ in range(2)]
     dist.all_gather(everyone, checksum)
@@ -361,7 +361,7 @@ def _fed_back(dtype: torch.dtype, scale: float) -> tuple[float, float]:
                     tensor.add_(gradient * scale)
         for total, mean in zip(sent, powersgd.aggregate(held), strict=True):
             total.add_(mean.double() / scale)
-    kept = powersgd.state_dict()["error"].get("parameter[0]", torch.zeros(()))
+    kept = dict(powersgd.state_dict()["error"]).get("parameter[0]", torch.zeros(()))
     owed = held[0].double() / scale + powersgd.sync._memory.error.get("parameter[0]", torch.zeros(1200)).view(
         40, 30
     )
@@ -436,7 +436,7 @@ def _uneven(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[list
         divisor = 2 if divide_by_initial else len(contributors)
         true += sum(gradient(step, index).double() for index in contributors) / divisor
     applied = (start - layer.weight.detach()).double()
-    owed = powersgd.state_dict()["error"]["parameter[0]"]
+    owed = dict(powersgd.state_dict()["error"])["parameter[0]"]
     assert owed.norm() > 0
     gap = (applied + owed - true).norm() / true.norm()
     return parameters_of(layer), float(gap), powersgd.stats().steps

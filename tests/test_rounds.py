@@ -42,6 +42,6 @@ def test_what_travels_in_16_bits_is_what_counts_as_paid(wire_dtype: WireDtype, a
         true += flat
         assert simulation.step([[flat]])
         sent += flat
-    owed = simulation.state_dicts()[0]["error"]["weight"].view(-1)
+    owed = dict(simulation.state_dicts()[0]["error"])["weight"].view(-1)
     assert (true - sent - owed).norm() < 1e-6 * true.norm()
     assert simulation.syncs[0].stats().compression_ratio > 10

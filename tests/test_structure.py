@@ -18,10 +18,10 @@ SOURCE = Path(thinwire.__file__).parent
 
 # From the bottom up; a module imports from its own floor or a lower one only.
 FLOORS = [
-    {"errors"},
-    {"plan", "checks"},
+    {"errors", "version"},
+    {"plan", "checks", "checksum"},
     {"algorithms", "channel"},
-    {"exchange", "state", "unused", "contributors", "arithmetic", "all_gather"},
+    {"exchange", "state", "told", "unused", "contributors", "arithmetic", "all_gather"},
     {"sync"},
     {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join"},
     {"hooks", "powersgd"},
@@ -90,9 +90,10 @@ def test_the_public_names() -> None:
     assert set(thinwire.__all__) == {
         "AllGatherGrad",
         "all_gather_grad",
-        "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError", "ConfigError",
+        "AgreementError", "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError",
+        "ConfigError",
         "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "Plan", "PowerSGD", "StateError",
-        "Stats", "StepError", "ThinwireError", "attach", "hooks", "join",
+        "Stats", "StepError", "ThinwireError", "__version__", "attach", "hooks", "join",
     }  # fmt: skip
 
 

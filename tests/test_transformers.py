@@ -201,7 +201,7 @@ def _scaled(folder: str) -> list[dict[str, Tensor]]:
             callback = attach(trainer, ALGORITHM)
             trainer.accelerator.scaler = scaler
             trainer.train()
-            errors.append(callback.sync.state_dict()["error"])
+            errors.append(dict(callback.sync.state_dict()["error"]))
     return errors
 
 

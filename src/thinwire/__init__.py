@@ -9,6 +9,7 @@ from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.ddp import attach
 from thinwire.errors import (
+    AgreementError,
     AttachError,
     CommunicationError,
     ConfigError,
@@ -22,10 +23,10 @@ from thinwire.join import join
 from thinwire.local_sgd import LocalSGD
 from thinwire.plan import Plan
 from thinwire.sync import GradientSync, Stats
-
-__version__ = "0.1.0"
+from thinwire.version import __version__
 
 __all__ = [
+    "AgreementError",
     "AllGatherGrad",
     "AllReduce",
     "AttachError",
@@ -43,6 +44,7 @@ __all__ = [
     "Stats",
     "StepError",
     "ThinwireError",
+    "__version__",
     "all_gather_grad",
     "attach",
     "hooks",

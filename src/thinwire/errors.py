@@ -4,6 +4,7 @@
 ThinwireError
 ├── ConfigError           (also a ValueError)    an argument is wrong
 ├── AttachError           (also a RuntimeError)  this model or process group can't be attached
+├── AgreementError        (also a RuntimeError)  the processes are configured differently
 ├── GradientError         (also a TypeError)     a gradient of a kind that can't be averaged
 ├── StateError            (also a ValueError)    a state dict does not fit
 ├── StepError             (also a RuntimeError)  start and finish were called out of order
@@ -17,6 +18,7 @@ Each message says what was got, what was expected and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "AgreementError",
     "AttachError",
     "CommunicationError",
     "ConfigError",
@@ -38,6 +40,10 @@ class ConfigError(ThinwireError, ValueError):
 
 class AttachError(ThinwireError, RuntimeError):
     """This model or process group can't be attached. Nothing was changed."""
+
+
+class AgreementError(ThinwireError, RuntimeError):
+    """The processes are configured differently; raised on all of them. Nothing was sent or changed."""
 
 
 class GradientError(ThinwireError, TypeError):

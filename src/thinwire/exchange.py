@@ -46,9 +46,16 @@ class Exchange:
         self._channel = channel
         self._tasks: list[_Task] = []
         self._pending: list[Pending] = []
+        self._step = 0
 
-    def start(self, algorithm: Algorithm, bucket: Bucket, memory: Memory) -> None:
+    def start(self, algorithm: Algorithm, bucket: Bucket, memory: Memory, *, step: int) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on.
+
+        Args:
+            algorithm: Makes the rounds.
+            bucket: Written from now on.
+            memory: Written when the step is committed.
+            step: The step's number, for errors.
 
         Raises:
             CommunicationError: The message could not be sent.
@@ -57,7 +64,9 @@ class Exchange:
         message = next(rounds)
         if message is None:
             raise AssertionError(f"{algorithm} reached its gate without a message")
-        self._pending.append(self._channel.average(message))
+        self._step = step
+        purpose = f"step {step}, round 1 of the bucket of {bucket.specs[0].name}"
+        self._pending.append(self._channel.average(message, purpose))
         self._tasks.append(_Task(bucket, rounds, message))
 
     def abandon(self) -> None:
@@ -105,14 +114,17 @@ class Exchange:
     ) -> Generator[None, None, list[torch.Tensor]]:
         """All rounds after the first, the messages of all tasks as one; returns every mean of the step."""
         all_means = list(means)
+        number = 1
         while tasks:
+            number += 1
+            purpose = f"step {self._step}, round {number} of all buckets"
             for task, mean in zip(tasks, means, strict=True):
                 task.advance(mean)
             waiting = [task for task in tasks if task.message is not None]
             tasks = sorted([*waiting, *_in_the_type_of(waiting, joining)], key=_kind)
             joining = []
             messages = [task.message for task in tasks if task.message is not None]
-            shared = [self._channel.average(flat) for flat in _coalesced(messages)]
+            shared = [self._channel.average(flat, purpose) for flat in _coalesced(messages)]
             if shared:
                 yield
             flats = [each.wait() for each in shared]

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from thinwire.plan import Plan
 from thinwire.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from thinwire.state import checked_state, packed_state
 from thinwire.sync import GradientSync, Stats
+from thinwire.told import told_of
 
 __all__ = [
     "PostLocalSGDState",
@@ -109,13 +111,14 @@ class PowerSGDState:
         )
         self._front: BucketFront | None = None
         self._loaded: dict[str, Any] | None = None
+        self._strict = True
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
         """A state with the same settings. What it has done stays behind: a copied model has no hook."""
         copied = PowerSGDState(self.process_group)
         copied._settings = dict(self._settings)
         copied._log_every_steps = self._log_every_steps
-        copied._loaded = copy.deepcopy(self._loaded, memo)
+        copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,17 +144,17 @@ class PowerSGDState:
             return copy.deepcopy(self._loaded)
         return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a saved state; see `GradientSync.load_state_dict`.
 
         Raises:
             StateError: It is not such a state. That it belongs to another model shows at the first step.
         """
         if self._front is not None:
-            self._front.sync.load_state_dict(state)
+            self._front.sync.load_state_dict(state, strict=strict)
         else:
             checked_state(state, specs=None)
-            self._loaded = copy.deepcopy(dict(state))
+            self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended, so that the state can be saved."""
@@ -207,7 +210,7 @@ class PowerSGDState:
         else:
             front = BucketFront(GradientSync(algorithm, channel, may_be_unused=True))
         if self._loaded is not None:
-            front.sync.load_state_dict(self._loaded)
+            front.sync.load_state_dict(self._loaded, strict=self._strict)
         return front
 
     def _log(self, sync: GradientSync) -> None:
@@ -293,6 +296,8 @@ def _one_round(
 ) -> Future[torch.Tensor]:
     """One message a bucket, which DDP waits for; nothing is kept between steps."""
     flat = dense_buffer(bucket)
+    channel = ProcessGroupChannel(process_group)
+    _agree(algorithm, channel)
     divide_by_contributors(bucket.parameters(), flat)
     rounds = algorithm.exchange(Bucket((), flat), Memory())
     message = next(rounds)
@@ -304,4 +309,17 @@ def _one_round(
             rounds.send(done.value())
         return flat
 
-    return ProcessGroupChannel(process_group).average_later(message).then(write_back)
+    return channel.average_later(message, f"a bucket of {flat.numel()} gradients").then(write_back)
+
+
+# Gradients in other types would be summed as if they were of one.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[AllReduce | Cast]] = WeakKeyDictionary()
+
+
+def _agree(algorithm: AllReduce | Cast, channel: ProcessGroupChannel) -> None:
+    """At the first use of a hook in a process group: do all processes use it?"""
+    agreed = _agreed.setdefault(channel.group, set())
+    if algorithm not in agreed:
+        told = told_of(algorithm, (), (), Memory(), knows_loss_scale=False, may_be_unused=False)
+        channel.agree(told, "the first step")
+        agreed.add(algorithm)

@@ -89,14 +89,15 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
             f"{type(state).__module__}.{type(state).__name__}"
         )
     flat = dense_buffer(bucket)
+    purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
     if state.subgroup is None and state.post_local_gradient_allreduce:
         state.subgroup = _processes_of_this_machine(state.process_group)
     if state.iter < state.start_localSGD_iter:
         divide_by_contributors(bucket.parameters(), flat)
         _count(state, bucket)
-        return ProcessGroupChannel(state.process_group).average_later(flat)
+        return ProcessGroupChannel(state.process_group).average_later(flat, purpose)
     if state.post_local_gradient_allreduce:
-        return ProcessGroupChannel(state.subgroup).average_later(flat)
+        return ProcessGroupChannel(state.subgroup).average_later(flat, purpose)
     return left_alone(flat)
 
 

@@ -192,9 +192,9 @@ class PowerSGD(StepFront, _Synchronised):
         """What is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
         return self.sync.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue from a saved state, on any number of processes; see `GradientSync.load_state_dict`."""
-        self.sync.load_state_dict(state)
+        self.sync.load_state_dict(state, strict=strict)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> bool:

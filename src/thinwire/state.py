@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, is_dataclass
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from thinwire.algorithms import Algorithm, Memory
 from thinwire.checks import whole_number
+from thinwire.checksum import checksum
 from thinwire.errors import StateError
-from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
+from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
 
-__all__ = ["LoadedState", "check_model", "checked_state", "laid_out", "packed_state"]
+__all__ = [
+    "LoadedState",
+    "check_model",
+    "checked_state",
+    "fitting",
+    "laid_out",
+    "packed_state",
+    "warn_of_cuts",
+]
 
 STATE_VERSION = 1
-REQUIRED = {"version", "step", "parameters", "error", "factor"}
+KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "error", "factor", "checksum"}
+TENSORS = ("error", "factor")
 
 
 class LoadedState(NamedTuple):
@@ -46,7 +56,10 @@ def packed_state(
     *,
     skipped_steps: int,
 ) -> dict[str, Any]:
-    """The state of `memory`, as copies.
+    """The state of `memory`, as copies on the CPU.
+
+    Names and what they are of stand in tuples of pairs: `torch.distributed.checkpoint` takes mappings apart,
+    and when loading fills in only the keys that are there already.
 
     Args:
         algorithm: Noted for the reader.
@@ -58,31 +71,33 @@ def packed_state(
     """
     error = {name: _in_shape(flat, specs[name]) for name, flat in memory.error.items()}
     error |= {name: tensor.clone() for name, tensor in unclaimed_error.items()}
-    settings: dict[str, Any] = (
-        asdict(algorithm) if is_dataclass(algorithm) and not isinstance(algorithm, type) else {}
-    )
-    return {
+    factor = {label: factor.to("cpu", copy=True) for label, factor in memory.factor.items()}
+    state: dict[str, Any] = {
         "version": STATE_VERSION,
-        "algorithm": {"name": type(algorithm).__name__, **settings},
+        "algorithm": repr(algorithm),
         "step": memory.step,
         "skipped_steps": skipped_steps,
-        "parameters": {name: list(shape) for name, shape in shapes.items()},
-        "error": error,
-        "factor": {label: factor.clone() for label, factor in memory.factor.items()},
+        "parameters": tuple(sorted(shapes.items())),
+        "error": tuple(sorted(error.items())),
+        "factor": tuple(sorted(factor.items())),
     }
+    return {**state, "checksum": _checksum_of(state)}
 
 
-def checked_state(state: object, specs: Mapping[str, ParameterSpec] | None) -> LoadedState:
+def checked_state(
+    state: object, specs: Mapping[str, ParameterSpec] | None, *, strict: bool = True
+) -> LoadedState:
     """Check a state whole before any of it is used.
 
     Args:
         state: What the user passed.
         specs: The parameters it must be for, None if they are not known yet.
+        strict: Whether it must be for just these.
 
     Raises:
-        StateError: It is not a Thinwire state, of another version, or of another model.
+        StateError: It is not a Thinwire state, damaged, of another version, or of another model.
     """
-    if not isinstance(state, Mapping) or not state.keys() >= REQUIRED:
+    if not isinstance(state, Mapping) or state.keys() != KEYS:
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
     if _count(state, "version") != STATE_VERSION:
         raise StateError(
@@ -96,31 +111,67 @@ def checked_state(state: object, specs: Mapping[str, ParameterSpec] | None) -> L
         error=_tensors(state, "error"),
         factor=_tensors(state, "factor"),
     )
-    for label, factor in loaded.factor.items():
-        if factor.dim() != 2:
-            raise StateError(f"factor of {label} must have 2 dimensions, got shape {tuple(factor.shape)}")
+    _check_whole(state)
+    _check_inside(loaded)
     if specs is not None:
-        check_model(loaded, specs)
+        check_model(loaded, specs, strict=strict)
     return loaded
 
 
 def check_model(
-    loaded: LoadedState, specs: Mapping[str, ParameterSpec], *, by_position: bool = False
+    loaded: LoadedState,
+    specs: Mapping[str, ParameterSpec],
+    *,
+    strict: bool = True,
+    by_position: bool = False,
 ) -> None:
-    """Refuse the state of another model; freezing or unfreezing layers is allowed if none of them owes.
+    """Refuse the state of another model.
 
     Args:
         loaded: The state.
         specs: The parameters of the model.
-        by_position: Whether the names tell positions only. Then all parameters must be the same.
+        strict: Whether each must have all the other's parameters.
+        by_position: Whether the names tell positions only. Then they must, strict or not.
 
     Raises:
-        StateError: Neither has all the other's parameters, or one has another shape, or error or
-            factors belong to a parameter that this model does not train.
+        StateError: A parameter has another shape, or one of the two lacks parameters of the other.
     """
-    _check_parameters(loaded.shapes, specs, by_position)
-    _check_errors(loaded.error, specs)
-    _check_factors(loaded.factor, specs)
+    here = {name: spec.shape for name, spec in specs.items()}
+    missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
+    if loaded.shapes and (missing or unknown) and (strict or by_position):
+        remedy = "" if by_position else ", or pass strict=False to load what is of both"
+        raise StateError(
+            f"the state is of a model with {_some(unknown)} where this one trains {_some(missing)}; "
+            f"load the state of the same model{remedy}"
+        )
+    for name, shape in here.items():
+        if loaded.shapes.get(name, shape) != shape:
+            raise StateError(
+                f"{name} has shape {loaded.shapes[name]} in the state and {shape} in the model; "
+                "load the state of the same model"
+            )
+
+
+def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec]) -> LoadedState:
+    """The part of a state that is about parameters of this model."""
+    return loaded._replace(
+        shapes={name: shape for name, shape in loaded.shapes.items() if name in specs},
+        error={name: error for name, error in loaded.error.items() if name in specs},
+        factor={label: each for label, each in loaded.factor.items() if specs.keys() >= _names_in(label)},
+    )
+
+
+def warn_of_cuts(loaded: LoadedState, plan: Plan) -> None:
+    """Say so if factors are of another matrix rank than planned."""
+    ranks = {route.label: route.matrix_rank for route in plan.routes if route.matrix_rank is not None}
+    cut = [label for label, each in loaded.factor.items() if ranks.get(label, len(each)) != len(each)]
+    if cut:
+        there, here = len(loaded.factor[cut[0]]), ranks[cut[0]]
+        warnings.warn(
+            f"the state's factors of {_some(cut)} are of another matrix rank ({there}, here {here}): they "
+            "are cut, or extended with random rows, and fit again after a few steps. No error is lost",
+            stacklevel=3,
+        )
 
 
 def laid_out(error: torch.Tensor, spec: ParameterSpec, device: torch.device) -> torch.Tensor:
@@ -129,91 +180,95 @@ def laid_out(error: torch.Tensor, spec: ParameterSpec, device: torch.device) -> 
     Raises:
         StateError: It has another shape than the parameter.
     """
-    _check_errors({spec.name: error}, {spec.name: spec})
+    if tuple(error.shape) != spec.shape:
+        raise StateError(
+            f"the state's error of {spec.name} has shape {tuple(error.shape)}, the model's parameter has "
+            f"{spec.shape}; load the state of the same model"
+        )
     strided = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device=device)
     return strided.copy_(error).as_strided((spec.numel,), (1,))
 
 
 def _in_shape(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
-    return strided.clone(memory_format=torch.contiguous_format)
+    return strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _check_parameters(
-    shapes: Mapping[str, tuple[int, ...]], specs: Mapping[str, ParameterSpec], by_position: bool
-) -> None:
-    here = {name: spec.shape for name, spec in specs.items()}
-    missing, unknown = here.keys() - shapes.keys(), shapes.keys() - here.keys()
-    if shapes and ((missing or unknown) if by_position else (missing and unknown)):
+def _checksum_of(state: Mapping[str, Any]) -> str:
+    plain = [(key, state[key]) for key in sorted(KEYS - {"checksum", *TENSORS})]
+    names = [[name for name, _ in state[key]] for key in TENSORS]
+    return checksum([plain, names], [tensor for key in TENSORS for _, tensor in state[key]])
+
+
+def _check_whole(state: Mapping[str, Any]) -> None:
+    for key in ("algorithm", "checksum"):
+        if not isinstance(state[key], str | None):
+            raise StateError(f"{key} must be text, got {_kind(state[key])}")
+    if state["checksum"] is not None and state["checksum"] != _checksum_of(state):
         raise StateError(
-            f"the state is of a model with {_some(unknown) or 'nothing'} where this one trains "
-            f"{_some(missing) or 'nothing'}; load the state of the same model"
+            "the state is damaged: it is not what its checksum was made of; load an earlier one. (If you "
+            "have changed it on purpose, set state['checksum'] to None)"
         )
-    for name, shape in here.items():
-        if shapes.get(name, shape) != shape:
+
+
+def _check_inside(loaded: LoadedState) -> None:
+    """What is remembered is of the parameters that are listed, and of their shapes."""
+    for name, error in loaded.error.items():
+        if loaded.shapes.get(name) != tuple(error.shape):
             raise StateError(
-                f"{name} has shape {shapes[name]} in the state and {shape} in the model; "
-                "load the state of the same model"
+                f"the state's error of {name} has shape {tuple(error.shape)}, its list of parameters says "
+                f"{loaded.shapes.get(name, 'nothing')}; load an earlier state"
             )
+    for label, factor in loaded.factor.items():
+        if factor.dim() != 2:
+            raise StateError(f"factor of {label} must have 2 dimensions, got shape {tuple(factor.shape)}")
+        if not loaded.shapes.keys() >= _names_in(label):
+            raise StateError(f"the state has a factor of {label}, which is not in its list of parameters")
+
+
+def _names_in(label: str) -> set[str]:
+    """The parameter of a factor; of a whole bucket, the first and the last."""
+    return set(label.split(BUCKET_SEPARATOR))
 
 
 def _some(names: Iterable[str]) -> str:
     """The first few names."""
     listed = sorted(names)
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
-
-
-def _check_errors(error: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec]) -> None:
-    unknown = sorted(error.keys() - specs.keys())
-    if unknown:
-        raise StateError(
-            f"the state has error memory for {unknown}, which this model does not train; load the state of "
-            "the same model, or save after one step with AllReduce(), which pays all of it back"
-        )
-    for name, tensor in error.items():
-        if tuple(tensor.shape) != specs[name].shape:
-            raise StateError(
-                f"the state's error of {name} has shape {tuple(tensor.shape)}, the model's parameter has "
-                f"{specs[name].shape}; load the state of the same model"
-            )
-
-
-def _check_factors(labels: Iterable[str], specs: Mapping[str, ParameterSpec]) -> None:
-    """A factor is of a parameter of this model, or (of a whole bucket) from one of them to another."""
-    for label in labels:
-        unknown = [name for name in label.split(BUCKET_SEPARATOR) if name not in specs]
-        if unknown:
-            raise StateError(
-                f"the state has a factor of {label}, but this model does not train {unknown}; "
-                "load the state of the same model"
-            )
+    shown = ", ".join(listed[:4]) or "nothing"
+    return shown + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
 
 
 def _count(state: Mapping[str, Any], key: str) -> int:
-    return whole_number(key, state.get(key, 0), least=0, error=StateError)
+    return whole_number(key, state[key], least=0, error=StateError)
+
+
+def _pairs(state: Mapping[str, Any], key: str) -> Sequence[tuple[str, Any]]:
+    """The (name, value) pairs under a key."""
+    pairs = state[key]
+    if not isinstance(pairs, list | tuple):
+        raise StateError(f"{key} must be a tuple of pairs of a name and a value, got {_kind(pairs)}")
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise StateError(f"{key} must hold pairs of a name and a value, got {_kind(pair)}")
+    if len({name for name, _ in pairs}) < len(pairs):
+        raise StateError(f"{key} has a name twice; the state is damaged, load an earlier one")
+    return [(name, value) for name, value in pairs]
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    shapes = state["parameters"]
-    if not isinstance(shapes, Mapping) or not all(isinstance(each, list | tuple) for each in shapes.values()):
-        raise StateError(f"parameters must map names to shapes, got {_kind(shapes)}")
-    return {name: tuple(shape) for name, shape in shapes.items()}
+    for name, shape in _pairs(state, "parameters"):
+        if not isinstance(shape, list | tuple) or not all(type(size) is int for size in shape):
+            raise StateError(f"parameters must pair names with shapes, got {name!r}: {_kind(shape)}")
+    return {name: tuple(shape) for name, shape in state["parameters"]}
 
 
 def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
-    tensors = state[key]
-    if not isinstance(tensors, Mapping):
-        raise StateError(f"{key} must map names to tensors, got {_kind(tensors)}")
-    for name, tensor in tensors.items():
-        if (
-            not isinstance(name, str)
-            or not isinstance(tensor, torch.Tensor)
-            or not tensor.is_floating_point()
-        ):
-            raise StateError(f"{key} must map names to floating tensors, got {name!r}: {_kind(tensor)}")
+    for name, tensor in _pairs(state, key):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise StateError(f"{key} must pair names with floating tensors, got {name!r}: {_kind(tensor)}")
         if not tensor.isfinite().all():
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
-    return {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in tensors.items()}
+    return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in state[key]}
 
 
 def _kind(value: object) -> str:

@@ -75,6 +75,7 @@ class StepFront(Joinable):
         """
         self._check(gradients)
         share = members_over_contributors(self)
+        self.sync.agree()
         means: list[torch.Tensor | None] = [None] * len(gradients)
         buckets = []
         for indices in self._buckets(self._used_anywhere(gradients)):
@@ -119,7 +120,8 @@ class StepFront(Joinable):
         """The parameters that have a gradient on some process."""
         device = self.parameters[0].device
         flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=device)
-        shares = self._channel.average(flags).wait().tolist()
+        purpose = f"step {self.sync.steps}, which parameters were used"
+        shares = self._channel.average(flags, purpose).wait().tolist()
         return [index for index, share in enumerate(shares) if share > 0]
 
     def _buckets(self, indices: Iterable[int]) -> list[list[int]]:

@@ -4,6 +4,7 @@
 process, so that an algorithm's mathematics can be run at 64 workers in milliseconds.
 """
 
+from thinwire.channel.agreement import Told
 from thinwire.channel.base import Channel, Pending, Traffic
 from thinwire.channel.broadcast import copy_from
 from thinwire.channel.in_process import InProcessChannel, lockstep
@@ -14,6 +15,7 @@ __all__ = [
     "InProcessChannel",
     "Pending",
     "ProcessGroupChannel",
+    "Told",
     "Traffic",
     "copy_from",
     "lockstep",

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from thinwire.channel.agreement import Told
+
 __all__ = ["Channel", "Pending", "Traffic"]
 
 
@@ -50,11 +52,17 @@ class Channel(ABC):
     def size(self) -> int:
         """Members of the group."""
 
-    def average(self, message: torch.Tensor, *, is_gradient: bool = True) -> Pending:
+    @property
+    @abstractmethod
+    def process_rank(self) -> int:
+        """This member's place in the group."""
+
+    def average(self, message: torch.Tensor, purpose: str, *, is_gradient: bool = True) -> Pending:
         """Start to average `message`, a flat tensor that is given away, over the group.
 
         Args:
             message: Flat.
+            purpose: What is averaged and in which step, for errors.
             is_gradient: Whether it counts as traffic; saving a state does not.
 
         Raises:
@@ -62,13 +70,26 @@ class Channel(ABC):
         """
         self._place += 1
         if not is_gradient:
-            return self._average(message)
+            return self._average(message, purpose)
         self.traffic.messages += 1
         self.traffic.message_bytes += message.numel() * message.element_size()
-        return _Timed(self._average(message), self.traffic)
+        return _Timed(self._average(message, purpose), self.traffic)
 
     @abstractmethod
-    def _average(self, message: torch.Tensor) -> Pending:
+    def agree(self, told: Told, purpose: str) -> None:
+        """Collective: refuse to go on if the members tell different things. Blocks until all have told.
+
+        Args:
+            told: What this member tells of itself, by subject.
+            purpose: What they are about to do, for errors.
+
+        Raises:
+            AgreementError: They differ; raised on all members, with names.
+            CommunicationError: The collective failed.
+        """
+
+    @abstractmethod
+    def _average(self, message: torch.Tensor, purpose: str) -> Pending:
         """Start the collective."""
 
 

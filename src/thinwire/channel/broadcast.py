@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from thinwire.channel.process_group import told_where
 from thinwire.errors import CommunicationError
 
 __all__ = ["copy_from"]
@@ -33,13 +34,8 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], group: dist.Proc
     for device, members in by_device.items():
         source = _source(is_source, device, group)
         flat = torch.cat([_as_bytes(tensor) for tensor in members])
-        try:
+        with told_where(f"copying {len(flat)} bytes from process {source} of the group"):
             dist.broadcast(flat, src=dist.get_global_rank(group, source), group=group)
-        except RuntimeError as error:
-            raise CommunicationError(
-                f"copying {len(flat)} bytes from process {source} of the group failed: {error}. A process "
-                "has died, or its model is another one; look for the first error among all processes"
-            ) from error
         parts = flat.split_with_sizes([tensor.numel() * tensor.element_size() for tensor in members])
         for tensor, part in zip(members, parts, strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
@@ -48,7 +44,8 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], group: dist.Proc
 def _source(is_source: bool, device: torch.device, group: dist.ProcessGroup) -> int:
     """The group's last process that offers its own tensors."""
     offered = torch.tensor(group.rank() if is_source else -1, device=device)
-    dist.all_reduce(offered, op=dist.ReduceOp.MAX, group=group)
+    with told_where("finding the process to copy from"):
+        dist.all_reduce(offered, op=dist.ReduceOp.MAX, group=group)
     if offered < 0:
         raise CommunicationError("no process of the group offers its tensors to the others")
     return int(offered)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from thinwire.channel.process_group import told_where
 from thinwire.errors import CommunicationError
 
 __all__ = ["gather_stacked", "sum_over"]
@@ -16,19 +17,22 @@ def gather_stacked(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     """The tensors of all processes, stacked by process rank: shape (processes, *shape).
 
     Raises:
-        CommunicationError: The processes brought different shapes or types; told on all of them.
+        CommunicationError: The processes brought different shapes or types (told on all of them), or the
+            backend failed.
     """
     _check_alike(tensor, group)
     contiguous = tensor.contiguous()
     gathered = [torch.empty_like(contiguous) for _ in range(group.size())]
-    dist.all_gather(gathered, contiguous, group=group)
+    with told_where(f"gathering {contiguous.numel()} × {contiguous.dtype}"):
+        dist.all_gather(gathered, contiguous, group=group)
     return torch.stack(gathered)
 
 
 def sum_over(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over all processes, as a new tensor."""
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    with told_where(f"summing {total.numel()} × {total.dtype}"):
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -42,7 +46,8 @@ def _check_alike(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     described = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     own[: len(described)] = torch.tensor(described)
     everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
+    with told_where("comparing the shapes to gather"):
+        dist.all_gather(everyone, own, group=group)
     if any(not torch.equal(other, everyone[0]) for other in everyone):
         kinds = "; ".join(f"process {index}: {_told(each.tolist())}" for index, each in enumerate(everyone))
         raise CommunicationError(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from thinwire.channel.agreement import Told, check_same
 from thinwire.channel.base import Channel, Pending
 from thinwire.errors import CommunicationError
 
@@ -31,7 +32,7 @@ class InProcessChannel(Channel):
 
         >>> channels = InProcessChannel.group(2)
         >>> messages = [torch.tensor([1.0]), torch.tensor([3.0])]
-        >>> pending = [c.average(m) for c, m in zip(channels, messages)]
+        >>> pending = [c.average(m, "an example") for c, m in zip(channels, messages)]
         >>> [p.wait().item() for p in pending]
         [2.0, 2.0]
         """
@@ -43,7 +44,17 @@ class InProcessChannel(Channel):
         """Simulated workers."""
         return self._room.size
 
-    def _average(self, message: torch.Tensor) -> Pending:
+    @property
+    def process_rank(self) -> int:
+        """The worker's number."""
+        return self.worker
+
+    def agree(self, told: Told, purpose: str) -> None:
+        """Compare with the workers that have told already, without waiting for the others."""
+        self._place += 1
+        self._room.compare(self._place, self.worker, told, purpose)
+
+    def _average(self, message: torch.Tensor, purpose: str) -> Pending:
         return _Deposit(self._room, self._place, self.worker, message).put()
 
 
@@ -54,6 +65,15 @@ class _Room:
     size: int
     messages: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
     means: dict[int, torch.Tensor] = field(default_factory=dict)
+    told: dict[int, dict[int, Told]] = field(default_factory=dict)
+
+    def compare(self, place: int, worker: int, told: Told, purpose: str) -> None:
+        """Refuse what differs from what others have told at this place of the order."""
+        others = self.told.setdefault(place, {})
+        others[worker] = told
+        if len(others) == self.size:
+            del self.told[place]
+        check_same([others.get(each, told) for each in range(self.size)], purpose)
 
     def mean(self, place: int) -> torch.Tensor:
         """The mean of the messages at one place of the order, once all are there."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
 
@@ -9,10 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from thinwire.channel.agreement import Told, check_same, digest, packed, unpacked
 from thinwire.channel.base import Channel
 from thinwire.errors import AttachError, CommunicationError
 
-__all__ = ["ProcessGroupChannel", "checked_group"]
+__all__ = ["ProcessGroupChannel", "checked_group", "told_where"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 10.0
+GLANCE_SECONDS = 0.001
 
 
 class ProcessGroupChannel(Channel):
@@ -34,19 +44,67 @@ class ProcessGroupChannel(Channel):
         """Processes in the group."""
         return self.group.size()
 
-    def average_later(self, message: torch.Tensor) -> Future[torch.Tensor]:
-        """Like `average`, as a future of the mean, for code that never comes back to wait."""
-        future = self._average(message).work.get_future()
-        return cast("Future[torch.Tensor]", future.then(lambda done: done.value()[0]))
+    @property
+    def process_rank(self) -> int:
+        """This process's rank in the group."""
+        return self.group.rank()
 
-    def _average(self, message: torch.Tensor) -> _Collective:
+    def average_later(self, message: torch.Tensor, purpose: str) -> Future[torch.Tensor]:
+        """Like `average`, as a future of the mean, for code that never comes back to wait."""
+        collective = self._average(message, purpose)
+
+        def mean(done: Future[list[torch.Tensor]]) -> torch.Tensor:
+            with told_where(collective.where):
+                return done.value()[0]
+
+        return cast("Future[torch.Tensor]", collective.work.get_future().then(mean))
+
+    def agree(self, told: Told, purpose: str) -> None:
+        """Compare digests, and only where they differ what they are of.
+
+        Cost: a gather of 32 bytes a process, and a host synchronisation.
+        """
+        data, device = packed(told), self._device
+        own = torch.frombuffer(bytearray(digest(data)), dtype=torch.uint8).to(device)
+        digests = self._gathered(own, purpose)
+        if all(torch.equal(each, own) for each in digests):
+            return
+        lengths = self._gathered(torch.tensor([len(data)], device=device), purpose)
+        padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device=device)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = zip(self._gathered(padded, purpose), lengths, strict=True)
+        check_same([unpacked(bytes(each[: int(length)].tolist())) for each, length in everyone], purpose)
+
+    @property
+    def _device(self) -> torch.device:
+        """Where small messages are cheapest: the CPU, if the backend can send from there."""
+        kinds = [each.split(":")[0] for each in dist.get_backend_config(self.group).split(",")]
+        return torch.device("cpu" if "cpu" in kinds else kinds[0])
+
+    def _gathered(self, own: torch.Tensor, purpose: str) -> list[torch.Tensor]:
+        """The tensors of all processes; says so if they are long in coming."""
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        with told_where(f"{purpose}: the comparison of what the processes are about to do"):
+            work = cast(dist.Work, dist.all_gather(gathered, own, group=self.group, async_op=True))
+            start = time.monotonic()
+            while not work.is_completed() and time.monotonic() < start + PATIENCE_SECONDS:
+                time.sleep(GLANCE_SECONDS)
+            if not work.is_completed():
+                logger.warning(
+                    "%s: process %d has waited %g s for the others: call it on every process",
+                    purpose,
+                    self.process_rank,
+                    PATIENCE_SECONDS,
+                )
+            work.wait()
+        return gathered
+
+    def _average(self, message: torch.Tensor, purpose: str) -> _Collective:
         # Divided before the sum: half precision would overflow after it.
         message.div_(self.size)
-        where = f"the average of message {self._place} ({message.numel()} × {message.dtype})"
-        try:
+        where = f"{purpose}: the average of {message.numel()} × {message.dtype}"
+        with told_where(where):
             work = dist.all_reduce(message, group=self.group, async_op=True)
-        except RuntimeError as error:
-            raise _failed(where, error) from error
         return _Collective(message, cast(dist.Work, work), where)
 
 
@@ -57,11 +115,26 @@ class _Collective:
     where: str
 
     def wait(self) -> torch.Tensor:
-        try:
+        with told_where(self.where):
             self.work.wait()
-        except RuntimeError as error:
-            raise _failed(self.where, error) from error
         return self.message
+
+
+@contextmanager
+def told_where(where: str) -> Iterator[None]:
+    """Turn a backend's error into Thinwire's.
+
+    Raises:
+        CommunicationError: The backend failed, which is the cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"{where} failed: {error}. A process has died, stalled or sent another message, a call that must "
+            "be made on every process (use, state_dict, load_state_dict) was not, or the backend can't carry "
+            "this type; look for the first error among all processes"
+        ) from error
 
 
 def checked_group(group: object) -> dist.ProcessGroup:
@@ -78,10 +151,3 @@ def checked_group(group: object) -> dist.ProcessGroup:
     if not isinstance(chosen, dist.ProcessGroup):
         raise AttachError(f"expected a torch.distributed process group or None, got {chosen!r}")
     return chosen
-
-
-def _failed(where: str, error: RuntimeError) -> CommunicationError:
-    return CommunicationError(
-        f"{where} failed: {error}. A process has died, stalled or sent another message, or the backend "
-        "can't carry this type; look for the first error among all processes"
-    )

@@ -41,7 +41,8 @@ def roll_call(channel: ProcessGroupChannel, own: Answer, device: torch.device) -
     """
     table = torch.zeros(channel.size, len(own), dtype=torch.float64, device=device)
     table[channel.group.rank()] = torch.tensor(own, dtype=torch.float64)
-    mean = channel.average(table.view(-1), is_gradient=False).wait()
+    purpose = f"step {own.step}, the roll call before an averaging"
+    mean = channel.average(table.view(-1), purpose, is_gradient=False).wait()
     lines = (mean * channel.size).round().view(channel.size, len(own)).tolist()
     return [Answer(int(step), bool(finite), bool(contributes)) for step, finite, contributes in lines]
 
