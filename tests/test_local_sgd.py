@@ -1060,6 +1060,14 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "sync": (lambda state: state | {"sync": {}}, "expected a state"),
     "outer": (lambda state: state | {"outer": {}}, "pass outer="),
+    "not finite": (
+        lambda state: (
+            state | {"last_average": state["last_average"] | {"0.bias": torch.full((48,), torch.nan)}}
+        ),
+        "0.bias is not finite",
+    ),
+    "damaged": (lambda state: state | {"checksum": "crc32:00000000"}, "the state is damaged"),
+    "key": (lambda state: state | {"more": 1}, "made by LocalSGD.state_dict()"),
 }
 
 
@@ -1072,7 +1080,7 @@ def test_a_state_that_does_not_fit_is_refused(pool2: Pool, case: str) -> None:
 
 
 def _bad_state(case: str) -> tuple[str, bool]:
-    state = _state()
+    state = _state() | {"checksum": None}
     model = new_model()
     local = LocalSGD(model, new_optimizer(model), every_steps=1)
     return error_of(lambda: local.load_state_dict(STATES[case][0](state))), local.stats().steps != 0  # type: ignore[arg-type]
@@ -1088,7 +1096,7 @@ def _other_outer() -> str:
     model = new_model()
     with LocalSGD(model, new_optimizer(model), every_steps=1, outer=NESTEROV) as local:
         state = local.state_dict()
-    state["outer"]["param_groups"] = []
+    state["outer"]["param_groups"], state["checksum"] = [], None
     other = LocalSGD(model, new_optimizer(model), every_steps=1, outer=NESTEROV)
     other.load_state_dict(state)
     return error_of(other.__enter__)

@@ -21,7 +21,7 @@ FLOORS = [
     {"errors", "version"},
     {"plan", "checks", "checksum"},
     {"algorithms", "channel"},
-    {"exchange", "state", "told", "unused", "contributors", "arithmetic", "all_gather"},
+    {"exchange", "state", "told", "checkpoint", "unused", "contributors", "arithmetic", "all_gather"},
     {"sync"},
     {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join"},
     {"hooks", "powersgd"},

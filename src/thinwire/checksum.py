@@ -1,30 +1,62 @@
-"""Checksums of tensors and plain values, to find damage that a file format does not."""
+"""Checksums of saved states, to find damage that a file format does not."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 
-__all__ = ["checksum"]
+from thinwire.errors import StateError
+
+__all__ = ["check_undamaged", "with_checksum"]
 
 
-def checksum(plain: object, tensors: Iterable[torch.Tensor]) -> str:
-    """The CRC-32 of plain values and of the bytes, shapes and types of tensors.
+def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
+    """`state` with a CRC-32 of all its values and of the bytes, shapes and types of its tensors.
 
     Cost: one read of the tensors, and a copy of those that are not on the CPU.
 
-    >>> checksum({"step": 3}, [torch.zeros(2)])
-    'crc32:7e71dcc7'
+    >>> with_checksum({"step": 3, "error": (("weight", torch.zeros(2)),)})["checksum"]
+    'crc32:4a1fae28'
     """
-    crc = zlib.crc32(json.dumps(plain, sort_keys=True).encode())
+    return {**state, "checksum": _checksum(state)}
+
+
+def check_undamaged(state: Mapping[str, object]) -> None:
+    """Refuse a state that is not what its checksum was made of; None as checksum means not to look.
+
+    Raises:
+        StateError: It is damaged or incomplete.
+    """
+    told = state.get("checksum")
+    if told is not None and told != _checksum({key: state[key] for key in state if key != "checksum"}):
+        raise StateError(
+            "the state is damaged: it is not what its checksum was made of; load an earlier one. (If you "
+            "have changed it on purpose, set state['checksum'] to None)"
+        )
+
+
+def _checksum(state: Mapping[str, object]) -> str:
+    tensors: list[torch.Tensor] = []
+    crc = zlib.crc32(json.dumps(_plain(state, tensors)).encode())
     for tensor in tensors:
-        crc = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), crc)
         held = tensor.detach().cpu().contiguous()
         size = held.numel() * held.element_size()
         if size:
             crc = zlib.crc32((ctypes.c_char * size).from_address(held.data_ptr()), crc)
     return f"crc32:{crc:08x}"
+
+
+def _plain(value: object, tensors: list[torch.Tensor]) -> object:
+    """`value` as JSON can tell it; each tensor is described, and put into `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Mapping):
+        return [[str(key), _plain(value[key], tensors)] for key in sorted(value, key=str)]
+    if isinstance(value, list | tuple):
+        return [_plain(each, tensors) for each in value]
+    return repr(value)

@@ -10,11 +10,12 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory
 from thinwire.checks import whole_number
-from thinwire.checksum import checksum
+from thinwire.checksum import check_undamaged, with_checksum
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
 
 __all__ = [
+    "TENSORS",
     "LoadedState",
     "check_model",
     "checked_state",
@@ -72,7 +73,7 @@ def packed_state(
     error = {name: _in_shape(flat, specs[name]) for name, flat in memory.error.items()}
     error |= {name: tensor.clone() for name, tensor in unclaimed_error.items()}
     factor = {label: factor.to("cpu", copy=True) for label, factor in memory.factor.items()}
-    state: dict[str, Any] = {
+    state = {
         "version": STATE_VERSION,
         "algorithm": repr(algorithm),
         "step": memory.step,
@@ -81,7 +82,7 @@ def packed_state(
         "error": tuple(sorted(error.items())),
         "factor": tuple(sorted(factor.items())),
     }
-    return {**state, "checksum": _checksum_of(state)}
+    return with_checksum(state)
 
 
 def checked_state(
@@ -111,7 +112,10 @@ def checked_state(
         error=_tensors(state, "error"),
         factor=_tensors(state, "factor"),
     )
-    _check_whole(state)
+    for key in ("algorithm", "checksum"):
+        if not isinstance(state[key], str | None):
+            raise StateError(f"{key} must be text, got {_kind(state[key])}")
+    check_undamaged(state)
     _check_inside(loaded)
     if specs is not None:
         check_model(loaded, specs, strict=strict)
@@ -192,23 +196,6 @@ def laid_out(error: torch.Tensor, spec: ParameterSpec, device: torch.device) -> 
 def _in_shape(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
     return strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _checksum_of(state: Mapping[str, Any]) -> str:
-    plain = [(key, state[key]) for key in sorted(KEYS - {"checksum", *TENSORS})]
-    names = [[name for name, _ in state[key]] for key in TENSORS]
-    return checksum([plain, names], [tensor for key in TENSORS for _, tensor in state[key]])
-
-
-def _check_whole(state: Mapping[str, Any]) -> None:
-    for key in ("algorithm", "checksum"):
-        if not isinstance(state[key], str | None):
-            raise StateError(f"{key} must be text, got {_kind(state[key])}")
-    if state["checksum"] is not None and state["checksum"] != _checksum_of(state):
-        raise StateError(
-            "the state is damaged: it is not what its checksum was made of; load an earlier one. (If you "
-            "have changed it on purpose, set state['checksum'] to None)"
-        )
 
 
 def _check_inside(loaded: LoadedState) -> None:

@@ -395,8 +395,7 @@ class GradientSync:
             StateError: It is not such a state, damaged, of a later version, or of another model.
             StepError: A step is under way.
         """
-        self._check_between_steps("load_state_dict()")
-        loaded = checked_state(state, self._specs if self._all_specs_known else None, strict=strict)
+        loaded = self.check_state_dict(state, strict=strict)
         if self._all_specs_known:
             loaded = fitting(loaded, self._specs)
             warn_of_cuts(loaded, self.plan)
@@ -405,6 +404,11 @@ class GradientSync:
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
         self._told_error = {}
+
+    def check_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
+        """What `load_state_dict` would load; raises as it does, and changes nothing."""
+        self._check_between_steps("load_state_dict()")
+        return checked_state(state, self._specs if self._all_specs_known else None, strict=strict)
 
 
 def loss_scale_of(grad_scaler: object) -> LossScale | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, is_dataclass
 import torch
 
 from thinwire.algorithms import Algorithm, Memory
-from thinwire.checksum import checksum
+from thinwire.checksum import with_checksum
 from thinwire.plan import ParameterSpec
 from thinwire.version import __version__
 
@@ -61,5 +61,4 @@ def _described(spec: ParameterSpec) -> str:
 
 
 def _fingerprint(factors: Mapping[str, torch.Tensor]) -> str:
-    labels = sorted(factors)
-    return checksum(labels, [factors[label] for label in labels]) if labels else "none"
+    return str(with_checksum(factors)["checksum"]) if factors else "none"

@@ -76,6 +76,9 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             `thinwire.hooks.PowerSGDState`, with its defaults. Note that compression starts after
             `start_powerSGD_iter` = 1 000 steps.
 
+    Attributes:
+        strict: Whether a state must be of just the parameters that are trained now; may be set to False.
+
     Raises:
         ConfigError: An unknown hook, wrapper or setting, or one that would have no effect.
 
@@ -90,6 +93,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
     _syncs: WeakKeyDictionary[torch.nn.Module, GradientSync] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
+    strict: bool = field(default=True, init=False, repr=False, compare=False)
     _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -176,7 +180,9 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
                 "models and register your own objects in the same order as when it was saved"
             )
         for sync, saved in zip(self.syncs, models, strict=True):
-            sync.load_state_dict(saved)
+            sync.check_state_dict(saved, strict=self.strict)
+        for sync, saved in zip(self.syncs, models, strict=True):
+            sync.load_state_dict(saved, strict=self.strict)
 
 
 def _algorithm_of(hook: object, wrapper: object, options: Mapping[str, Any]) -> Algorithm | None:

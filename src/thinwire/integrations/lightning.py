@@ -148,7 +148,7 @@ class ThinwireStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         sync = ddp.attach(self.model, self.algorithm, grad_scaler=scaler)
         if before is not None and self._module is self.model.module:
-            sync.load_state_dict(before.state_dict())
+            sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
 
     @classmethod
@@ -162,7 +162,8 @@ class ThinwireCallback(Callback):
 
     Logged are `thinwire/compression_ratio`, `thinwire/message_bytes`, `thinwire/skipped_steps` and
     `thinwire/waiting_seconds`, of process 0, since the start of training. A resumed run is the run that
-    went on, on any number of processes. A checkpoint that was made without Thinwire has nothing to restore.
+    went on, on any number of processes; one of other trainable parameters needs the module's
+    `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore.
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
@@ -194,7 +195,7 @@ class ThinwireCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """For Lightning, when the model is wrapped: restore what a checkpoint held."""
         if self._loaded is not None:
-            _remembering(trainer).load_state_dict(self._loaded)
+            _remembering(trainer).load_state_dict(self._loaded, strict=pl_module.strict_loading)
         self._loaded = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:

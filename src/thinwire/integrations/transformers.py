@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 
 from thinwire import ddp
 from thinwire.algorithms import Algorithm
+from thinwire.checkpoint import load, save
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.sync import GradientSync
 
@@ -40,7 +40,11 @@ STATE_NAME = "thinwire.pt"
 
 
 def attach(
-    trainer: Trainer, algorithm: Algorithm, *, checkpoint: str | os.PathLike[str] | None = None
+    trainer: Trainer,
+    algorithm: Algorithm,
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    strict: bool = True,
 ) -> ThinwireCallback:
     """Let `algorithm` average the gradients whenever `trainer` trains in several processes.
 
@@ -52,6 +56,7 @@ def attach(
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not tell its callbacks.
+        strict: Whether a checkpoint must be of just the parameters that are trained now.
 
     Returns:
         The callback that has been added; its `sync` is the handle once training has begun.
@@ -69,7 +74,7 @@ def attach(
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, ThinwireCallback) for callback in callbacks):
         raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
-    callback = ThinwireCallback(trainer, algorithm, checkpoint)
+    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict)
     # Not add_callback: what this one adds to the logs must be there when the others report them.
     callbacks.insert(0, callback)
     return callback
@@ -86,14 +91,20 @@ class ThinwireCallback(TrainerCallback):
         trainer: Whose model to attach.
         algorithm: What averages.
         checkpoint: See `attach`.
+        strict: See `attach`.
     """
 
     def __init__(
-        self, trainer: Trainer, algorithm: Algorithm, checkpoint: str | os.PathLike[str] | None = None
+        self,
+        trainer: Trainer,
+        algorithm: Algorithm,
+        checkpoint: str | os.PathLike[str] | None = None,
+        strict: bool = True,
     ) -> None:
         self._trainer = trainer
         self._algorithm = algorithm
         self._checkpoint = checkpoint
+        self._strict = strict
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
 
@@ -129,7 +140,7 @@ class ThinwireCallback(TrainerCallback):
             self._sync = ddp.attach(model, self._algorithm, grad_scaler=scaler)
             self._model = model
         if state.global_step > 0:
-            self.sync.load_state_dict(self._saved_state(args, state))
+            self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -139,7 +150,7 @@ class ThinwireCallback(TrainerCallback):
             return
         remembered = self._sync.state_dict()
         if args.should_save:
-            torch.save(remembered, _folder(args, state) / STATE_NAME)
+            save(remembered, _folder(args, state) / STATE_NAME)
 
     def on_log(
         self,
@@ -161,7 +172,7 @@ class ThinwireCallback(TrainerCallback):
         logs.update(told)
         state.log_history[-1].update(told)
 
-    def _saved_state(self, args: TrainingArguments, state: TrainerState) -> Mapping[str, Any]:
+    def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
         if not _is_of(folder, state):
             raise StateError(
@@ -173,8 +184,7 @@ class ThinwireCallback(TrainerCallback):
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
                 "from another, or start anew from its weights: Model.from_pretrained(folder)"
             )
-        remembered: Mapping[str, Any] = torch.load(folder / STATE_NAME, weights_only=True, map_location="cpu")
-        return remembered
+        return load(folder / STATE_NAME)
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

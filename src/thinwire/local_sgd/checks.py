@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel.process_group import checked_group
 from thinwire.checks import whole_number
+from thinwire.checksum import check_undamaged
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.replica import Averaged
 
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 STATE_VERSION = 1
-REQUIRED = {"version", "step", "pending_steps", "last_average", "sync", "outer"}
+KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
 
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
@@ -127,13 +128,14 @@ def checked_state(state: object, averaged: Sequence[Averaged], *, has_outer: boo
     Raises:
         StateError: It is none of LocalSGD's, of another version, or of another model.
     """
-    if not isinstance(state, Mapping) or not state.keys() >= REQUIRED:
+    if not isinstance(state, Mapping) or state.keys() != KEYS:
         raise StateError("expected a state made by LocalSGD.state_dict()")
     if state["version"] != STATE_VERSION:
         raise StateError(
             f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
+    check_undamaged(state)
     loaded = Loaded(*(state[field] for field in Loaded._fields))
     for name, value in (("step", loaded.step), ("pending_steps", loaded.pending_steps)):
         whole_number(name, value, least=0, error=StateError)
@@ -159,3 +161,5 @@ def _check_tensors(tensors: object, averaged: Sequence[Averaged]) -> None:
                 f"the state's {name} is not a tensor of shape {shapes[name]}, as the model's is; "
                 "load the state of the same model"
             )
+        if not tensor.isfinite().all():
+            raise StateError(f"the state's {name} is not finite: it is damaged; load an earlier one")

@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from thinwire.algorithms import Algorithm
 from thinwire.channel.broadcast import copy_from
 from thinwire.checks import true_or_false, whole_number
+from thinwire.checksum import with_checksum
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averager import EXACT, Averager
 from thinwire.local_sgd.checks import (
@@ -340,7 +341,7 @@ class LocalSGD(Joinable):
         """
         if self._replica is None:
             raise StepError("there is nothing to save before the context is entered: with local: …")
-        return {
+        state = {
             "version": STATE_VERSION,
             "step": self._step,
             "pending_steps": self._pending_steps,
@@ -348,6 +349,7 @@ class LocalSGD(Joinable):
             "sync": self.sync.state_dict(),
             "outer": None if self._outer is None else copy.deepcopy(self._outer.state_dict()),
         }
+        return with_checksum(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.

@@ -1,0 +1,110 @@
+"""A state in a file: written whole or not at all, and refused with words if it is damaged.
+
+`torch.save`, `torch.distributed.checkpoint` and every trainer's own checkpoints take a state as well. These
+two functions are for loops that write their own files, and for safetensors.
+
+>>> import pathlib, tempfile
+>>> from thinwire import PowerSGD
+>>> from thinwire.plan import ParameterSpec
+>>> from thinwire.simulation import Simulation
+>>> weight = ParameterSpec("weight", (64, 32), (32, 1), torch.float32)
+>>> state = Simulation(PowerSGD(matrix_rank=2), [(weight,)], num_workers=2).state_dicts()[0]
+>>> path = pathlib.Path(tempfile.mkdtemp(), "sync.pt")
+>>> save(state, path)
+>>> load(path)["parameters"]
+(('weight', (64, 32)),)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.errors import MissingExtraError, StateError
+from thinwire.state import TENSORS, checked_state
+
+__all__ = ["load", "save"]
+
+SAFETENSORS = ".safetensors"
+
+
+def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write a state that `state_dict` returned, on any one process: all have the same.
+
+    The file is there whole or not at all, whatever happens meanwhile.
+
+    Args:
+        state: Of `GradientSync`, `PowerSGDState` or `thinwire.powersgd.PowerSGD`.
+        path: With the suffix ".safetensors", in that format; otherwise as `torch.save` writes.
+
+    Raises:
+        StateError: It is no such state.
+        MissingExtraError: safetensors is not installed.
+    """
+    checked_state(state, specs=None)
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    if path.suffix == SAFETENSORS:
+        tensors, metadata = _flat(state)
+        _safetensors().save_file(tensors, part, metadata)
+    else:
+        torch.save(dict(state), part)
+    with part.open("rb+") as file:
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a state that `save` or `torch.save` wrote, for `load_state_dict`.
+
+    Raises:
+        StateError: The file is damaged, or not a Thinwire state.
+        MissingExtraError: safetensors is not installed.
+        OSError: The file can't be opened.
+    """
+    path = Path(path)
+    path.open("rb").close()
+    safetensors = _safetensors() if path.suffix == SAFETENSORS else None
+    try:
+        if safetensors is None:
+            state = torch.load(path, weights_only=True, map_location="cpu")
+        else:
+            with safetensors.safe_open(path, framework="pt") as file:
+                state = _nested(file)
+        checked_state(state, specs=None)
+    except Exception as error:  # readers raise what they like for what they can't read
+        raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
+    return dict(state)
+
+
+def _flat(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors by name, and all else as JSON, which is what safetensors holds."""
+    tensors = {f"{key}/{name}": tensor for key in TENSORS for name, tensor in state[key]}
+    plain = {key: value for key, value in state.items() if key not in TENSORS}
+    return tensors, {"thinwire": json.dumps(plain)}
+
+
+def _nested(file: Any) -> dict[str, Any]:
+    """What `_flat` was given."""
+    state = dict(json.loads(file.metadata()["thinwire"]))
+    state["parameters"] = tuple((name, tuple(shape)) for name, shape in state["parameters"])
+    for key in TENSORS:
+        stored = sorted(file.keys())
+        names = [name.removeprefix(f"{key}/") for name in stored if name.startswith(f"{key}/")]
+        state[key] = tuple((name, file.get_tensor(f"{key}/{name}")) for name in names)
+    return state
+
+
+def _safetensors() -> Any:
+    try:
+        return import_module("safetensors.torch")
+    except ImportError as error:
+        raise MissingExtraError(
+            "this needs safetensors; install it: pip install 'thinwire[safetensors]'"
+        ) from error

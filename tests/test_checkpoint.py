@@ -1,0 +1,334 @@
+"""Checkpoints: every format, any number of processes, and damage."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
+from conftest import Pools
+from pool import Pool
+from test_conformance import assert_same_state
+from thinwire import AllReduce, BatchedPowerSGD, GradientSync, MissingExtraError, PowerSGD, StateError
+from thinwire.algorithms import Algorithm
+from thinwire.checkpoint import load, save
+from thinwire.simulation import Simulation
+
+POWER = PowerSGD(matrix_rank=2)
+FORMATS = ["sync.pt", "sync.safetensors"]
+
+
+def ran(simulation: Simulation, steps: range, sums: list[Tensor], means: list[Tensor]) -> None:
+    """Run a simulation; add up its results and the true means, a bucket each."""
+    num_workers = len(simulation.syncs)
+    for seed in steps:
+        gradients = random_gradients(simulation.buckets, num_workers=num_workers, seed=seed)
+        for total, mean in zip(means, true_means(gradients), strict=True):
+            total.add_(mean)
+        assert simulation.step(gradients)
+        for total, result in zip(sums, gradients[0], strict=True):
+            total.add_(result)
+
+
+def resumed(state: dict[str, Any], algorithm: Algorithm, num_workers: int) -> Simulation:
+    simulation = Simulation(algorithm, buckets(), num_workers=num_workers)
+    for sync in simulation.syncs:
+        sync.load_state_dict(state)
+    return simulation
+
+
+def zeros() -> list[Tensor]:
+    return [torch.zeros(sum(spec.numel for spec in bucket), dtype=torch.float64) for bucket in buckets()]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
+@pytest.mark.parametrize("entry", [each for each in ENTRIES if each.feedback], ids=str)
+def test_saved_by_four_and_resumed_by_others_nothing_is_lost(entry: Entry, num_workers: int) -> None:
+    """Sum of results + final mean error = sum of true means, across the restart."""
+    sums, means = zeros(), zeros()
+    first = Simulation(entry.algorithm, buckets(), num_workers=4)
+    ran(first, range(6), sums, means)
+    state = first.state_dicts()[0]
+    assert state["error"]
+    second = resumed(state, entry.algorithm, num_workers)
+    ran(second, range(6, 12), sums, means)
+    final = second.state_dicts()[0]
+    assert final["step"] == 12
+    exact = entry.tolerance <= 1e-5
+    for bucket, total, true in zip(buckets(), sums, means, strict=True):
+        gap = (total + flat_error(final, bucket) - true).norm() / true.norm()
+        assert gap < (1e-6 if exact else entry.tolerance)
+
+
+SWITCHES: list[tuple[Algorithm, str]] = [
+    (PowerSGD(matrix_rank=1), "2, here 1"),
+    (PowerSGD(matrix_rank=5), "2, here 5"),
+    (PowerSGD(matrix_rank=2, alternating=True), ""),
+    (BatchedPowerSGD(), ""),
+    (AllReduce(), ""),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "warning"), SWITCHES, ids=lambda value: str(value)[:40])
+@pytest.mark.filterwarnings("default")
+def test_another_matrix_rank_or_algorithm_takes_the_error_over(
+    algorithm: Algorithm, warning: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    sums, means = zeros(), zeros()
+    first = Simulation(POWER, buckets(), num_workers=4)
+    ran(first, range(5), sums, means)
+    second = resumed(first.state_dicts()[0], algorithm, 3)
+    told = {str(each.message) for each in recwarn.list}
+    assert len(told) == (1 if warning else 0)
+    assert all(warning in each and "No error is lost" in each for each in told)
+    ran(second, range(5, 9), sums, means)
+    final = second.state_dicts()[0]
+    for bucket, total, true in zip(buckets(), sums, means, strict=True):
+        assert (total + flat_error(final, bucket) - true).norm() < 1e-6 * true.norm()
+    if isinstance(algorithm, AllReduce):
+        assert final["error"] == ()
+
+
+def test_parameters_added_or_removed() -> None:
+    whole = Simulation(POWER, buckets(), num_workers=2)
+    ran(whole, range(3), zeros(), zeros())
+    state = whole.state_dicts()[0]
+    part = Simulation(POWER, buckets()[:1], num_workers=2)
+    with pytest.raises(StateError, match=r"conv\.weight, empty, tiny\.weight where this one trains nothing"):
+        part.syncs[0].load_state_dict(state)
+    for sync in part.syncs:
+        sync.load_state_dict(state, strict=False)
+    kept = part.state_dicts()[0]
+    assert [name for name, _ in kept["error"]] == ["body.weight", "head.weight"]
+    assert part.step(random_gradients(buckets()[:1], num_workers=2, seed=5))
+    with pytest.raises(StateError, match=r"with nothing where this one trains conv\.weight, empty, tiny"):
+        whole.syncs[0].load_state_dict(kept)
+    for sync in whole.syncs:
+        sync.load_state_dict(kept, strict=False)
+    assert [name for name, _ in whole.state_dicts()[0]["error"]] == ["body.weight", "head.weight"]
+    reshaped = [(buckets()[0][0]._replace(shape=(32, 64)), *buckets()[0][1:])]
+    with pytest.raises(StateError, match=r"head.weight has shape \(64, 32\) in the state and \(32, 64\)"):
+        Simulation(POWER, reshaped, num_workers=1).syncs[0].load_state_dict(state, strict=False)
+
+
+def trained_state() -> dict[str, Any]:
+    simulation = Simulation(POWER, buckets(), num_workers=2)
+    ran(simulation, range(3), zeros(), zeros())
+    return simulation.state_dicts()[0]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_written_and_read_it_is_the_same(name: str, tmp_path: Path) -> None:
+    state = trained_state()
+    save(state, tmp_path / name)
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert_same_state(load(str(tmp_path / name)), state)
+    resumed(load(tmp_path / name), POWER, 3)
+
+
+def test_what_is_not_a_state_is_not_written_and_leaves_the_old_file(tmp_path: Path) -> None:
+    path, state = tmp_path / "sync.pt", trained_state()
+    save(state, path)
+    with pytest.raises(StateError, match="damaged"):
+        save(state | {"step": 99}, path)
+    with pytest.raises(StateError, match="made by state_dict"):
+        save({"model": 1}, path)
+    assert_same_state(load(path), state)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "nowhere.pt")
+    for name in FORMATS:
+        (tmp_path / name).write_bytes(b"")
+        with pytest.raises(StateError, match=f"{name} can't be read.*load an earlier one"):
+            load(tmp_path / name)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(StateError, match="expected a state made by state_dict"):
+        load(tmp_path / "model.pt")
+
+
+def test_safetensors_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    state = trained_state()
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'thinwire\[safetensors\]'"):
+        save(state, tmp_path / "sync.safetensors")
+
+
+def written(name: str) -> tuple[bytes, dict[str, Any]]:
+    state = trained_state()
+    with tempfile.TemporaryDirectory() as folder:
+        save(state, Path(folder, name))
+        return Path(folder, name).read_bytes(), state
+
+
+FILES = {name: written(name) for name in FORMATS}
+
+
+def assert_refused_or_the_same(name: str, damaged: bytes) -> bool:
+    """Loaded whole or not at all; whether it was refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, name)
+        path.write_bytes(damaged)
+        try:
+            state = load(path)
+        except StateError:
+            return True
+        assert_same_state(state, FILES[name][1])
+        return False
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(kept=st.floats(0, 1, exclude_max=True))
+def test_a_truncated_file_is_refused(name: str, kept: float) -> None:
+    data, _ = FILES[name]
+    assert assert_refused_or_the_same(name, data[: math.floor(kept * len(data))])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=150, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_file_with_a_flipped_bit_is_refused_or_means_the_same(name: str, place: float, bit: int) -> None:
+    data = bytearray(FILES[name][0])
+    data[math.floor(place * len(data))] ^= 1 << bit
+    assert_refused_or_the_same(name, bytes(data))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@settings(max_examples=60, deadline=None)
+@given(place=st.floats(0, 1, exclude_max=True), junk=st.binary(min_size=1, max_size=4096))
+def test_a_file_with_a_torn_page_is_refused_or_means_the_same(name: str, place: float, junk: bytes) -> None:
+    data = bytearray(FILES[name][0])
+    start = math.floor(place * len(data))
+    data[start : start + len(junk)] = junk[: len(data) - start]
+    assert_refused_or_the_same(name, bytes(data))
+
+
+def test_every_bit_of_the_tensors_is_guarded() -> None:
+    """Where a reader can't notice: torch does not compare its zip file's checksums."""
+    data, state = FILES["sync.pt"]
+    raw = dict(state["error"])["head.weight"].numpy().tobytes()
+    start = data.index(raw)
+    for place in range(start, start + len(raw), 97):
+        damaged = bytearray(data)
+        damaged[place] ^= 1
+        assert assert_refused_or_the_same("sync.pt", bytes(damaged))
+
+
+# Real processes.
+
+
+def new_model(algorithm: Algorithm = POWER) -> tuple[DistributedDataParallel, GradientSync]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
+    model = DistributedDataParallel(module, bucket_cap_mb=0.005)
+    return model, thinwire.attach(model, algorithm)
+
+
+def train(model: nn.Module, steps: range) -> list[Tensor]:
+    """Data by step and process; the parameters afterwards."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in steps:
+        torch.manual_seed(1000 * step + dist.get_rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+RESUMED_BY: list[tuple[int, Algorithm]] = [
+    (2, POWER),
+    (3, POWER),
+    (1, POWER),
+    (2, PowerSGD(matrix_rank=3)),
+    (2, PowerSGD(matrix_rank=2, alternating=True)),
+    (2, AllReduce()),
+]
+
+
+@pytest.mark.parametrize("how", ["torch.distributed.checkpoint", *FORMATS])
+def test_saved_by_four_processes_and_resumed_by_others(pools: Pools, how: str, tmp_path: Path) -> None:
+    saved = pools.of(4).run(_save, how, tmp_path)
+    assert len({state["checksum"] for state in saved}) == 1
+    assert saved[0]["error"]
+    for processes, algorithm in RESUMED_BY:
+        for size, error, step, taken in pools.of(processes).run(_resume, how, tmp_path, algorithm):
+            assert size == processes
+            assert step == 5
+            assert taken == 8
+            for (name, owed), (_, there) in zip(saved[0]["error"], error, strict=True):
+                assert torch.equal(owed, there), name
+
+
+def _save(how: str, folder: Path) -> dict[str, Any]:
+    model, sync = new_model()
+    train(model, range(5))
+    if how == "torch.distributed.checkpoint":
+        dcp_save({"model": model.module, "sync": sync}, checkpoint_id=folder / "dcp")
+        return sync.state_dict()
+    state = sync.state_dict()
+    if dist.get_rank() == 0:
+        save(state, folder / how)
+    dist.barrier()
+    return state
+
+
+def _resume(how: str, folder: Path, algorithm: Algorithm) -> tuple[int, Any, int, int]:
+    model, sync = new_model(algorithm)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        if how == "torch.distributed.checkpoint":
+            dcp_load({"model": model.module, "sync": sync}, checkpoint_id=folder / "dcp")
+        else:
+            sync.load_state_dict(load(folder / how))
+    state = sync.state_dict()
+    train(model, range(5, 8))
+    return dist.get_world_size(), state["error"], state["step"], sync.stats().steps
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_distributed_checkpoint_resumes_to_the_bit(pool2: Pool, asynchronous: bool, tmp_path: Path) -> None:
+    for straight, again, forgetful, ratio in pool2.run(_dcp_to_the_bit, tmp_path, asynchronous):
+        assert ratio > 4
+        for mine, theirs in zip(straight, again, strict=True):
+            assert torch.equal(mine, theirs)
+        assert not all(torch.equal(mine, theirs) for mine, theirs in zip(straight, forgetful, strict=True))
+
+
+def _dcp_to_the_bit(
+    folder: Path, asynchronous: bool
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], float]:
+    model, sync = new_model()
+    train(model, range(4))
+    saving = {"model": model.module, "sync": sync}
+    if asynchronous:
+        group = dist.new_group()  # of its own: it is used by another thread while training goes on
+        future: Any = dcp_async_save(saving, checkpoint_id=folder / "dcp", process_group=group)
+        straight = train(model, range(4, 8))
+        future.result()
+    else:
+        dcp_save(saving, checkpoint_id=folder / "dcp")
+        straight = train(model, range(4, 8))
+    other, its = new_model()
+    dcp_load({"model": other.module, "sync": its}, checkpoint_id=folder / "dcp")
+    again = train(other, range(4, 8))
+    without, _ = new_model()
+    dcp_load({"model": without.module}, checkpoint_id=folder / "dcp")
+    return straight, again, train(without, range(4, 8)), sync.stats().compression_ratio
