@@ -119,7 +119,7 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
     healthy, failing = (GradientSync(PowerSGD(matrix_rank=2), Recording()) for _ in range(2))
     for sync in (healthy, failing):
         step(sync)
-    channel = failing._channel
+    channel = failing.channel
     assert isinstance(channel, Recording)
     channel.fail_at = channel.sent + fail_at
     with pytest.raises(CommunicationError, match="the peer has gone"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from thinwire import algorithms, channel, errors, hooks
+from thinwire import algorithms, channel, checkpoint, errors, hooks, testing
 
 SOURCE = Path(thinwire.__file__).parent
 
@@ -23,7 +23,7 @@ FLOORS = [
     {"algorithms", "channel"},
     {"exchange", "state", "told", "checkpoint", "unused", "contributors", "arithmetic", "all_gather"},
     {"sync"},
-    {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join"},
+    {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join", "testing"},
     {"hooks", "powersgd"},
     {"integrations"},
     {"__init__"},
@@ -72,7 +72,10 @@ def test_algorithms_are_pure_tensor_code() -> None:
         assert "distributed" not in path.read_text(), path
 
 
-@pytest.mark.parametrize("module", [thinwire, hooks, errors, algorithms, channel], ids=lambda m: m.__name__)
+PUBLIC = [thinwire, hooks, errors, algorithms, channel, checkpoint, testing]
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda m: m.__name__)
 def test_all_names_what_is_public(module: object) -> None:
     source = Path(str(module.__file__))  # type: ignore[attr-defined]
     defined = {

@@ -39,11 +39,11 @@ class Exchange:
     and then of rounds, which is the same on every process.
 
     Args:
-        channel: Where messages are averaged.
+        channel: Where messages are averaged; may be replaced between steps.
     """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self.channel = channel
         self._tasks: list[_Task] = []
         self._pending: list[Pending] = []
         self._step = 0
@@ -66,7 +66,7 @@ class Exchange:
             raise AssertionError(f"{algorithm} reached its gate without a message")
         self._step = step
         purpose = f"step {step}, round 1 of the bucket of {bucket.specs[0].name}"
-        self._pending.append(self._channel.average(message, purpose))
+        self._pending.append(self.channel.average(message, purpose))
         self._tasks.append(_Task(bucket, rounds, message))
 
     def abandon(self) -> None:
@@ -124,7 +124,7 @@ class Exchange:
             tasks = sorted([*waiting, *_in_the_type_of(waiting, joining)], key=_kind)
             joining = []
             messages = [task.message for task in tasks if task.message is not None]
-            shared = [self._channel.average(flat, purpose) for flat in _coalesced(messages)]
+            shared = [self.channel.average(flat, purpose) for flat in _coalesced(messages)]
             if shared:
                 yield
             flats = [each.wait() for each in shared]

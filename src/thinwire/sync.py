@@ -91,7 +91,6 @@ class GradientSync:
         loss_scale: LossScale | None = None,
         may_be_unused: bool = False,
     ) -> None:
-        self._channel = channel
         self._may_be_unused = may_be_unused
         self._specs = {spec.name: spec for spec in specs}
         self._all_specs_known = bool(self._specs)
@@ -108,6 +107,15 @@ class GradientSync:
         self._last_buckets: list[tuple[ParameterSpec, ...]] = []
         self._skipped_steps = 0
         self._gradient_bytes = 0
+
+    @property
+    def channel(self) -> Channel:
+        """As given; `thinwire.testing` puts another one in its place between steps."""
+        return self._exchange.channel
+
+    @channel.setter
+    def channel(self, channel: Channel) -> None:
+        self._exchange.channel = channel
 
     @property
     def algorithm(self) -> Algorithm:
@@ -157,7 +165,7 @@ class GradientSync:
 
     def stats(self) -> Stats:
         """What has been done so far. Cost: one norm a compressed parameter and one host synchronisation."""
-        traffic = self._channel.traffic
+        traffic = self.channel.traffic
         return Stats(
             steps=self.steps,
             skipped_steps=self._skipped_steps,
@@ -235,7 +243,7 @@ class GradientSync:
             knows_loss_scale=self._loss_scale is not None,
             may_be_unused=self._may_be_unused,
         )
-        self._channel.agree(told, f"step {self.steps}")
+        self.channel.agree(told, f"step {self.steps}")
         self._agreed.add(bucket)
 
     def finish(self) -> bool:
@@ -353,12 +361,12 @@ class GradientSync:
         self._check_between_steps("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         owed = sorted(self._memory.error)
-        self._channel.agree({"committed steps": str(self._memory.step), "owed": ", ".join(owed)}, purpose)
+        self.channel.agree({"committed steps": str(self._memory.step), "owed": ", ".join(owed)}, purpose)
         self._told_error = self._relative_error()
         self._memory.sent.clear()
         error = self._memory.error
         pending = {
-            name: self._channel.average(error[name].clone(), f"{purpose}, {name}", is_gradient=False)
+            name: self.channel.average(error[name].clone(), f"{purpose}, {name}", is_gradient=False)
             for name in owed
         }
         yield

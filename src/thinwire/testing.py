@@ -1,0 +1,231 @@
+"""Faults on a schedule: what a training script does when a process dies, stalls, overflows or is slow.
+
+    sync = thinwire.attach(ddp_model, algorithm)
+    with faults(sync, [fail_at(process=1, step=30, kind="kill")]):
+        train(ddp_model)
+
+The same schedule is given to every process; each picks its own faults from it. They strike where a
+message is about to be sent, so on any front: DDP's hook, `thinwire.powersgd`, `LocalSGD`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import torch
+
+from thinwire.channel import Channel, InProcessChannel, Pending, Told
+from thinwire.checks import number, whole_number
+from thinwire.errors import ConfigError
+from thinwire.sync import GradientSync
+
+__all__ = ["Fault", "InjectedError", "Kind", "Synced", "fail_at", "faults", "random_faults"]
+
+Kind = Literal["non-finite", "kill", "stall", "raise", "slow"]
+RECOVERABLE: tuple[Kind, ...] = ("non-finite", "stall", "slow")
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+
+
+class InjectedError(RuntimeError):
+    """Raised by a fault of kind "raise", as if by the user's own code; not one of Thinwire's errors."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault; made by `fail_at`, which says what each setting means."""
+
+    process: int
+    step: int
+    kind: Kind
+    after_messages: int = 0
+    seconds: float | None = None
+    restart: int = 0
+
+
+def fail_at(
+    process: int,
+    step: int,
+    kind: Kind,
+    *,
+    after_messages: int = 0,
+    seconds: float | None = None,
+    restart: int = 0,
+) -> Fault:
+    """A fault of one process in one step.
+
+    Args:
+        process: Its rank in the group (of simulated workers, its number).
+        step: Of the `GradientSync`, from 0, skipped ones and those before a resume included.
+        kind: "non-finite" puts an infinity into the message, as an overflow in the gradients does. "slow"
+            waits for `seconds`. "stall" stops the process (SIGSTOP), for `seconds` or for ever. "kill" ends
+            it at once (SIGKILL). "raise" raises `InjectedError`.
+        after_messages: How many messages of the step it sends before. 0 is in the backward pass before
+            anything is sent; the number of buckets, between the first round and the second.
+        seconds: For "slow" and "stall".
+        restart: In which incarnation of a `torchrun` job, so that a fault does not strike again after the
+            restart that it has caused.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range.
+
+    >>> fail_at(process=1, step=3, kind="kill")
+    Fault(process=1, step=3, kind='kill', after_messages=0, seconds=None, restart=0)
+    """
+    given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart}
+    for name, value in given.items():
+        whole_number(name, value, least=0)
+    if kind not in get_args(Kind):
+        raise ConfigError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+    if seconds is not None:
+        number("seconds", seconds, least=0)
+    if (kind == "slow" and seconds is None) or (kind not in ("slow", "stall") and seconds is not None):
+        raise ConfigError(
+            f"seconds are for 'slow', which needs them, and 'stall', got {seconds} for {kind!r}"
+        )
+    return Fault(process, step, kind, after_messages, seconds, restart)
+
+
+def random_faults(
+    seed: int,
+    *,
+    num_faults: int,
+    processes: int,
+    steps: int,
+    kinds: Sequence[Kind] = RECOVERABLE,
+    seconds: float = 0.05,
+) -> list[Fault]:
+    """A schedule drawn at random, the same for the same seed: one fault a step at most, before any message.
+
+    Args:
+        seed: Of the draw.
+        num_faults: How many.
+        processes: In the group.
+        steps: In which they may happen: 0 to this, exclusive.
+        kinds: Among which to draw; by default those that need no restart.
+        seconds: That a process is slow or stalled, and no longer.
+
+    Raises:
+        ConfigError: There are more faults than steps, or a setting is out of range.
+    """
+    if whole_number("num_faults", num_faults, least=0) > whole_number("steps", steps, least=0):
+        raise ConfigError(f"num_faults must be at most steps, {steps}, got {num_faults}")
+    draw = random.Random(seed)
+    drawn = []
+    for step in sorted(draw.sample(range(steps), num_faults)):
+        kind = draw.choice(kinds)
+        timed = seconds if kind in ("slow", "stall") else None
+        drawn.append(fail_at(draw.randrange(processes), step, kind, seconds=timed))
+    return drawn
+
+
+class Synced(Protocol):
+    """What has a `GradientSync`: an aggregator, a `LocalSGD`, an integration's strategy or handler."""
+
+    @property
+    def sync(self) -> GradientSync:
+        """The handle."""
+
+
+@contextmanager
+def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator[list[Fault]]:
+    """Let this process's faults strike while the context is open.
+
+    Args:
+        target: A `GradientSync`, or what has one.
+        schedule: Of all processes.
+
+    Yields:
+        The faults that have struck on this process so far. A test should look that they did.
+
+    Raises:
+        ConfigError: `schedule` holds something else, or would end the process in which all simulated
+            workers live.
+    """
+    sync = target if isinstance(target, GradientSync) else target.sync
+    restart = int(os.environ.get(RESTART_COUNT, "0"))
+    own, before = [], sync.channel
+    for fault in schedule:
+        if not isinstance(fault, Fault):
+            raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
+        if isinstance(before, InProcessChannel) and fault.kind in ("kill", "stall"):
+            raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
+        if (fault.process, fault.restart) == (before.process_rank, restart):
+            own.append(fault)
+    faulty = _FaultyChannel(before, sync, own)
+    sync.channel = faulty
+    try:
+        yield faulty.struck
+    finally:
+        sync.channel = before
+
+
+class _FaultyChannel(Channel):
+    """Another channel, with faults before its messages."""
+
+    def __init__(self, inner: Channel, sync: GradientSync, schedule: Sequence[Fault]) -> None:
+        self.traffic = inner.traffic
+        self.struck: list[Fault] = []
+        self._inner = inner
+        self._sync = sync
+        self._waiting = list(schedule)
+        self._step, self._messages = -1, 0
+
+    @property
+    def size(self) -> int:
+        return self._inner.size
+
+    @property
+    def process_rank(self) -> int:
+        return self._inner.process_rank
+
+    def agree(self, told: Told, purpose: str) -> None:
+        self._inner.agree(told, purpose)
+
+    def average(self, message: torch.Tensor, purpose: str, *, is_gradient: bool = True) -> Pending:
+        if is_gradient:
+            self._strike(message)
+        return self._inner.average(message, purpose, is_gradient=is_gradient)
+
+    def _average(self, message: torch.Tensor, purpose: str) -> Pending:
+        raise AssertionError("average() is passed on whole")
+
+    def _strike(self, message: torch.Tensor) -> None:
+        if self._sync.steps != self._step:
+            self._step, self._messages = self._sync.steps, 0
+        due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
+        self._messages += 1
+        for fault in due:
+            self._waiting.remove(fault)
+            self.struck.append(fault)
+            _suffer(fault, message)
+
+
+def _suffer(fault: Fault, message: torch.Tensor) -> None:
+    if fault.kind == "non-finite":
+        message[:1] = torch.inf
+    elif fault.kind == "slow":
+        time.sleep(fault.seconds or 0.0)
+    elif fault.kind == "stall":
+        _stall(fault.seconds)
+    elif fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        raise InjectedError(f"process {fault.process} raises in step {fault.step}, as scheduled")
+
+
+def _stall(seconds: float | None) -> None:
+    """Stop this process; another one wakes it."""
+    waker = None
+    if seconds is not None:
+        waker = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    if waker is not None:
+        waker.wait()

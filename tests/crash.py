@@ -1,0 +1,139 @@
+"""Fresh processes that may die: forked from a server that has torch imported, so that they start at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended.
+
+    Attributes:
+        told: What its body returned, None if it died.
+        exit_code: Of the process; negative if a signal ended it.
+    """
+
+    told: Any
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a body is told of its process."""
+
+    process_rank: int
+    processes: int
+    timeout_seconds: float
+    port: int
+
+    def join_group(self) -> None:
+        """Join the others in a Gloo group, over a store of process 0."""
+        dist.init_process_group(
+            "gloo",
+            init_method=f"tcp://127.0.0.1:{self.port}",
+            rank=self.process_rank,
+            world_size=self.processes,
+            timeout=timedelta(seconds=self.timeout_seconds),
+        )
+        assert dist.get_world_size() == self.processes
+
+
+def run(
+    body: Callable[..., Any], *args: Any, processes: int = 3, timeout_seconds: float = 3.0
+) -> list[Ended]:
+    """Run `body(setting, *args)` in fresh processes; all have ended when this returns.
+
+    A process that has not ended by itself after LIMIT_SECONDS is killed, and the test fails.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "thinwire", "crash"])
+    port = free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(processes)]
+    running = [
+        context.Process(
+            target=_serve, args=(body, Setting(number, processes, timeout_seconds, port), args, pipe)
+        )
+        for number, (_, pipe) in enumerate(pipes)
+    ]
+    for process in running:
+        process.start()
+    for _, pipe in pipes:
+        pipe.close()
+    deadline = time.monotonic() + LIMIT_SECONDS
+    told = [_received(pipe, deadline) for pipe, _ in pipes]
+    for process in running:
+        process.join(max(0.0, deadline - time.monotonic()))
+    hung = [number for number, process in enumerate(running) if process.is_alive()]
+    for process in running:
+        process.kill()
+        process.join()
+    assert not hung, f"processes {hung} did not end; told: {told}"
+    assert can_listen(port), "the port of the group's store is still in use"
+    return [Ended(value, process.exitcode) for value, process in zip(told, running, strict=True)]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def can_listen(port: int) -> bool:
+    """Whether a port is free."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def threads() -> int:
+    """Threads of this process, Python's and others."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def children() -> list[str]:
+    """Processes that this one has started and not waited for."""
+    return Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+
+
+def _received(pipe: Connection, deadline: float) -> Any:
+    """What a process tells; None if it ends without."""
+    try:
+        if pipe.poll(max(0.0, deadline - time.monotonic())):
+            return pickle.loads(pipe.recv_bytes())
+    except EOFError:
+        pass
+    return None
+
+
+def _serve(body: Callable[..., Any], setting: Setting, args: tuple[Any, ...], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.chdir(tempfile.gettempdir())
+    try:
+        pipe.send_bytes(pickle.dumps(body(setting, *args)))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps(f"the body failed: {traceback.format_exc()}"))
+        raise

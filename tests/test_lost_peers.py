@@ -1,0 +1,276 @@
+"""A peer that dies, stalls or raises: the others are told where, in time, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import crash
+import thinwire
+from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD
+from thinwire import powersgd as epfl
+from thinwire.algorithms import Algorithm
+from thinwire.channel import process_group
+from thinwire.testing import Fault, InjectedError, fail_at, faults
+
+TIMEOUT_SECONDS = 2.0
+LOST = 1  # the process that is lost
+AT = 4  # the step in which it is
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    torch.manual_seed(1000 * step + dist.get_rank())
+    model.zero_grad()
+    model(torch.randn(8, 64)).square().mean().backward()
+
+
+def by_hook(algorithm: Algorithm) -> tuple[GradientSync, Callable[[int], None]]:
+    """DDP with two buckets; a step."""
+    model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+    return thinwire.attach(model, algorithm), lambda step: backward(model, step)
+
+
+def by_optimizer_step(algorithm: Algorithm) -> tuple[GradientSync, Callable[[int], None]]:
+    """The reference's loop; a step."""
+    model = new_model()
+    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
+    aggregator.sync.use(algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step_with(step: int) -> None:
+        backward(model, step)
+        epfl.optimizer_step(optimizer, aggregator)
+
+    return aggregator.sync, step_with
+
+
+FRONTS = {"hook": by_hook, "optimizer_step": by_optimizer_step}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process tells of its last step."""
+
+    error: str
+    words: str
+    cause: str
+    seconds: float
+    steps: int
+    memory_is_as_before: bool
+    owed_norm: float
+    threads_left: int
+    children_left: int
+
+
+def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, fault: Fault) -> Told:
+    setting.join_group()
+    sync, step_with = FRONTS[front](algorithm)
+    before: dict[str, Tensor] = {}
+    threads_before, start = 0, 0.0
+    error: BaseException | None = None
+    with faults(sync, [fault]):
+        for step in range(AT + 2):
+            before = {name: owed.clone() for name, owed in sync._memory.error.items()}
+            threads_before, start = crash.threads(), time.monotonic()
+            try:
+                step_with(step)
+            except (CommunicationError, InjectedError) as raised:
+                error = raised
+                break
+    seconds = time.monotonic() - start
+    after = sync._memory.error
+    same = before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    norm = sum(float(owed.norm()) for owed in after.values())
+    dist.destroy_process_group()
+    return Told(
+        type(error).__name__,
+        str(error),
+        type(error.__cause__).__name__ if error is not None else "",
+        seconds,
+        sync.steps,
+        same,
+        norm,
+        crash.threads() - threads_before,
+        len(crash.children()),
+    )
+
+
+POWER = PowerSGD(matrix_rank=2)
+CASES: list[tuple[str, Algorithm, Fault]] = [
+    ("hook", POWER, fail_at(LOST, AT, "kill")),
+    ("hook", POWER, fail_at(LOST, AT, "kill", after_messages=1)),
+    ("hook", POWER, fail_at(LOST, AT, "kill", after_messages=2)),
+    ("hook", AllReduce(), fail_at(LOST, AT, "kill", after_messages=1)),
+    ("hook", PowerSGD(matrix_rank=2, alternating=True), fail_at(LOST, AT, "kill")),
+    ("hook", POWER, fail_at(LOST, AT, "raise")),
+    ("hook", POWER, fail_at(LOST, AT, "raise", after_messages=2)),
+    ("hook", POWER, fail_at(LOST, AT, "stall", seconds=3 * TIMEOUT_SECONDS)),
+    ("hook", POWER, fail_at(LOST, AT, "stall", after_messages=2, seconds=3 * TIMEOUT_SECONDS)),
+    ("optimizer_step", POWER, fail_at(LOST, AT, "kill")),
+    ("optimizer_step", POWER, fail_at(LOST, AT, "kill", after_messages=1)),
+    ("optimizer_step", POWER, fail_at(LOST, AT, "stall", seconds=3 * TIMEOUT_SECONDS)),
+]
+
+
+@pytest.mark.parametrize(
+    ("front", "algorithm", "fault"),
+    CASES,
+    ids=[f"{front}-{type(a).__name__}-{f.kind}-after-{f.after_messages}" for front, a, f in CASES],
+)
+def test_the_others_are_told_where_and_keep_their_memory(
+    front: str, algorithm: Algorithm, fault: Fault
+) -> None:
+    ended = crash.run(train_until_lost, front, algorithm, fault, timeout_seconds=TIMEOUT_SECONDS)
+    assert len(ended) == 3
+    for process, each in enumerate(ended):
+        if process == LOST and fault.kind == "kill":
+            assert each == crash.Ended(None, -9)
+            continue
+        told = each.told
+        assert isinstance(told, Told), told
+        assert each.exit_code == 0
+        if process == LOST and fault.kind == "raise":
+            assert told.error == "InjectedError"
+        else:
+            assert told.error == "CommunicationError"
+            assert told.words.startswith(f"step {AT}, ")
+            assert "round" in told.words or "used" in told.words
+            assert "the average of" in told.words
+            assert told.cause == "RuntimeError"
+            waited = fault.seconds if process == LOST and fault.seconds else 0.0
+            assert told.seconds < waited + TIMEOUT_SECONDS + 3
+        assert told.steps == AT
+        assert told.memory_is_as_before
+        assert (told.owed_norm > 0) == isinstance(algorithm, PowerSGD)
+        assert told.threads_left <= 0
+        assert told.children_left == 0
+
+
+def test_a_peer_that_is_only_slow_changes_nothing() -> None:
+    slow = [fail_at(0, 1, "slow", seconds=0.4), fail_at(2, 2, "stall", after_messages=1, seconds=0.4)]
+    disturbed = crash.run(train_slowly, slow)
+    undisturbed = crash.run(train_slowly, [])
+    for (struck, memory, checksum), (_, other, other_checksum) in zip(
+        (each.told for each in disturbed), (each.told for each in undisturbed), strict=True
+    ):
+        assert memory > 0
+        assert (memory, checksum) == (other, other_checksum)
+        assert struck <= 1
+    assert [each.told[0] for each in disturbed] == [1, 0, 1]
+
+
+def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, float, str]:
+    setting.join_group()
+    sync, step_with = by_hook(POWER)
+    with faults(sync, schedule) as struck:
+        for step in range(4):
+            step_with(step)
+    state = sync.state_dict()
+    dist.destroy_process_group()
+    return len(struck), sum(float(owed.norm()) for _, owed in state["error"]), state["checksum"]
+
+
+# Saving is collective.
+
+
+def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float, list[str], bool]:
+    process_group.PATIENCE_SECONDS = 0.5
+    warned: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    setting.join_group()
+    sync, step_with = by_hook(POWER)
+    for step in range(3):
+        step_with(step)
+    before = {name: owed.clone() for name, owed in sync._memory.error.items()}
+    start, error = time.monotonic(), None
+    try:
+        if setting.process_rank == 0:
+            sync.state_dict()
+        elif meanwhile == "they train":
+            step_with(3)
+        elif meanwhile == "they wait":
+            time.sleep(2 * setting.timeout_seconds)
+    except CommunicationError as raised:
+        error = raised
+    seconds = time.monotonic() - start
+    same = all(torch.equal(owed, before[name]) for name, owed in sync._memory.error.items())
+    return type(error).__name__, str(error), seconds, warned, same
+
+
+@pytest.mark.parametrize("meanwhile", ["they train", "they wait", "they end"])
+def test_saving_on_one_process_only_ends_in_words(meanwhile: str) -> None:
+    ended = crash.run(save_on_one, meanwhile, timeout_seconds=TIMEOUT_SECONDS)
+    for process, each in enumerate(ended):
+        kind, words, seconds, warned, same = each.told
+        assert same
+        assert seconds < 3 * TIMEOUT_SECONDS
+        if process == 0:
+            assert kind == "CommunicationError"
+            assert words.startswith("state_dict() after 3 steps: the comparison of what")
+            assert "must be made on every process" in words
+            if meanwhile != "they end":
+                assert any("process 0 has waited 0.5 s for the others" in line for line in warned)
+        else:
+            assert kind == ("CommunicationError" if meanwhile == "they train" else "NoneType")
+
+
+def use_on_one(setting: crash.Setting) -> tuple[str, str]:
+    setting.join_group()
+    sync, step_with = by_hook(POWER)
+    for step in range(3):
+        step_with(step)
+    if setting.process_rank == 0:
+        sync.use(AllReduce())
+    try:
+        step_with(3)
+    except CommunicationError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_switching_on_one_process_only_ends_in_words() -> None:
+    for each in crash.run(use_on_one, timeout_seconds=TIMEOUT_SECONDS):
+        kind, words = each.told
+        assert kind == "CommunicationError"
+        assert words.startswith("step 3")
+        assert "use, state_dict, load_state_dict" in words
+
+
+def test_hooks_without_state_tell_it_too() -> None:
+    """DDP waits for their futures, so the error is torch's; the words are ours."""
+    ended: list[Any] = crash.run(stateless_until_killed, timeout_seconds=TIMEOUT_SECONDS)
+    assert ended[LOST].exit_code == -9
+    for each in (ended[0], ended[2]):
+        assert "a bucket of" in each.told
+        assert "the average of" in each.told
+
+
+def stateless_until_killed(setting: crash.Setting) -> str:
+    setting.join_group()
+    model = DistributedDataParallel(new_model())
+    model.register_comm_hook(None, thinwire.hooks.fp16_compress_hook)
+    for step in range(3):
+        backward(model, step)
+    if setting.process_rank == LOST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as raised:
+        backward(model, 3)
+    return str(raised.value)
