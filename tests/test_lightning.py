@@ -75,6 +75,7 @@ def fit(
     resume: str | None = None,
     model: type[Regression] = Regression,
     plugins: Sequence[Any] = (),
+    data: DataLoader[Tensor] | None = None,
     **options: Any,
 ) -> tuple[Trainer, Regression]:
     with lightning_environment():
@@ -90,7 +91,7 @@ def fit(
             **{"logger": False, "enable_checkpointing": False, **options},
         )
         module = model()
-        trainer.fit(module, batches(), ckpt_path=resume)
+        trainer.fit(module, data or batches(), ckpt_path=resume)
     return trainer, module
 
 

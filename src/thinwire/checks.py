@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from torch.amp.grad_scaler import GradScaler
+
 from thinwire.errors import ConfigError, ThinwireError
 
-__all__ = ["number", "true_or_false", "whole_number"]
+__all__ = ["checked_scaler", "number", "true_or_false", "whole_number"]
 
 
 def whole_number(name: str, value: object, *, least: int, error: type[ThinwireError] = ConfigError) -> int:
@@ -26,3 +28,14 @@ def true_or_false(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{name} must be True or False, got {value!r}")
     return value
+
+
+def checked_scaler(grad_scaler: object) -> GradScaler | None:
+    """The scaler.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
+        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
+    return grad_scaler

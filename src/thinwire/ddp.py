@@ -34,7 +34,10 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def attach(
-    ddp_model: torch.nn.Module, algorithm: Algorithm, *, grad_scaler: GradScaler | None = None
+    ddp_model: torch.nn.Module,
+    algorithm: Algorithm,
+    *,
+    grad_scaler: GradScaler | Callable[[], float] | None = None,
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP model from its next backward pass on.
 
@@ -45,8 +48,9 @@ def attach(
         ddp_model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
             backend, over any process group, with any of DDP's options.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
-        grad_scaler: The scaler that scales the loss, if there is one. Error memory is then kept in
-            unscaled units, so that a change of scale changes no result.
+        grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
+            function that returns what the loss of the step under way was multiplied by. Error memory is
+            then kept in unscaled units, so that a change of scale changes no result.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.

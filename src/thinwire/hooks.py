@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory, PowerSGD
@@ -31,7 +32,7 @@ from thinwire.errors import ConfigError, StateError
 from thinwire.plan import Plan
 from thinwire.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from thinwire.state import checked_state, packed_state
-from thinwire.sync import GradientSync, Stats
+from thinwire.sync import GradientSync, Stats, loss_scale_of
 from thinwire.told import told_of
 
 __all__ = [
@@ -72,6 +73,8 @@ class PowerSGDState:
         random_seed: Of the random factors, the same on all processes.
         compression_stats_logging_frequency: Every so many steps the statistics are logged, at level INFO.
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
+        grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
+            `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -89,6 +92,8 @@ class PowerSGDState:
         random_seed: int = 0,
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
+        *,
+        grad_scaler: GradScaler | Callable[[], float] | None = None,
     ) -> None:
         number("orthogonalization_epsilon", orthogonalization_epsilon, least=0)
         true_or_false("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
@@ -109,13 +114,15 @@ class PowerSGDState:
         self._log_every_steps = whole_number(
             "compression_stats_logging_frequency", compression_stats_logging_frequency, least=1
         )
+        loss_scale_of(grad_scaler)
+        self._grad_scaler = grad_scaler
         self._front: BucketFront | None = None
         self._loaded: dict[str, Any] | None = None
         self._strict = True
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
         """A state with the same settings. What it has done stays behind: a copied model has no hook."""
-        copied = PowerSGDState(self.process_group)
+        copied = PowerSGDState(self.process_group, grad_scaler=self._grad_scaler)
         copied._settings = dict(self._settings)
         copied._log_every_steps = self._log_every_steps
         copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
@@ -204,11 +211,12 @@ class PowerSGDState:
             raise ConfigError(
                 f"this PowerSGDState is registered on {len(models)} models; make one state for each model"
             )
-        channel = ProcessGroupChannel(self.process_group)
+        channel, loss_scale = ProcessGroupChannel(self.process_group), loss_scale_of(self._grad_scaler)
         if models:
-            front = front_of(models[0], algorithm, channel)
+            front = front_of(models[0], algorithm, channel, loss_scale)
         else:
-            front = BucketFront(GradientSync(algorithm, channel, may_be_unused=True))
+            sync = GradientSync(algorithm, channel, loss_scale=loss_scale, may_be_unused=True)
+            front = BucketFront(sync)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
         return front

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from thinwire import algorithms
+from thinwire.checks import checked_scaler
 from thinwire.errors import ConfigError, StepError
 from thinwire.plan import Plan
 from thinwire.step import Gradients, StepFront
@@ -118,7 +119,7 @@ class AllReduce(_Synchronised):
     def __init__(
         self, *, process_group: dist.ProcessGroup | None = None, grad_scaler: GradScaler | None = None
     ) -> None:
-        self.grad_scaler = grad_scaler
+        self.grad_scaler = checked_scaler(grad_scaler)
         self._process_group = process_group
         self._front: StepFront | None = None
 
@@ -171,9 +172,9 @@ class PowerSGD(StepFront, _Synchronised):
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> None:
+        self.grad_scaler = checked_scaler(grad_scaler)
         super().__init__(params, _algorithm_of(config), process_group=process_group, grad_scaler=grad_scaler)
         self.config = config
-        self.grad_scaler = grad_scaler
 
     def front_for(self, tensors: Gradients) -> StepFront:
         """Itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar, cast
@@ -420,20 +421,35 @@ class GradientSync:
 
 
 def loss_scale_of(grad_scaler: object) -> LossScale | None:
-    """What a `GradScaler` multiplies the loss by, without reading it back from the device; None without one.
+    """What the loss is multiplied by, without reading it back from the device; None if it is not.
+
+    Args:
+        grad_scaler: A `GradScaler`, a function that returns the scale of the step under way, or None.
 
     Raises:
-        ConfigError: It is something else.
+        ConfigError: It is something else; or (from the result) the function returns no positive number.
     """
     if grad_scaler is None:
         return None
-    if not isinstance(grad_scaler, GradScaler):
-        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
+    if isinstance(grad_scaler, GradScaler):
+        return lambda device: grad_scaler.scale(torch.ones((), device=device))
+    if not callable(grad_scaler):
+        raise ConfigError(
+            "grad_scaler must be a torch.amp.GradScaler, a function that returns the loss scale, or None, "
+            f"got {grad_scaler!r}"
+        )
 
-    def scale(device: torch.device) -> torch.Tensor:
-        return grad_scaler.scale(torch.ones((), device=device))
+    def told(device: torch.device) -> torch.Tensor:
+        scale = grad_scaler()
+        if isinstance(scale, torch.Tensor) and scale.numel() == 1:
+            return scale.detach().reshape(()).to(device, torch.float32)
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+            raise ConfigError(
+                f"the function given as grad_scaler must return a number above 0, got {scale!r}"
+            )
+        return torch.full((), scale, device=device, dtype=torch.float32)
 
-    return scale
+    return told
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -209,7 +209,8 @@ def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
 def _state_of(options: Mapping[str, Any]) -> PowerSGDState:
     if not isinstance(options, Mapping):
         raise ConfigError(f"comm_state_option must map settings to values, got {options!r}")
-    valid = [name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"]
+    own = ("process_group", "grad_scaler")  # the Accelerator's
+    valid = [name for name in inspect.signature(PowerSGDState).parameters if name not in own]
     unknown = [name for name in options if name not in valid]
     if unknown:
         raise ConfigError(f"comm_state_option has unknown settings {unknown}; those there are: {valid}")

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel.process_group import checked_group
@@ -21,7 +20,6 @@ __all__ = [
     "Loaded",
     "checked_groups",
     "checked_optimizer",
-    "checked_scaler",
     "checked_state",
     "unwrapped",
 ]
@@ -99,17 +97,6 @@ def checked_optimizer(
             "averaged; put all that is trained into one module and pass that"
         )
     return optimizer
-
-
-def checked_scaler(grad_scaler: object) -> GradScaler | None:
-    """The scaler.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
-    return grad_scaler
 
 
 class Loaded(NamedTuple):

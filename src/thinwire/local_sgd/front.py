@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel.broadcast import copy_from
-from thinwire.checks import true_or_false, whole_number
+from thinwire.checks import checked_scaler, true_or_false, whole_number
 from thinwire.checksum import with_checksum
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averager import EXACT, Averager
@@ -27,7 +27,6 @@ from thinwire.local_sgd.checks import (
     Loaded,
     checked_groups,
     checked_optimizer,
-    checked_scaler,
     checked_state,
     unwrapped,
 )
