@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types bench clean
+.PHONY: demo test lint types bench soak clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
@@ -20,6 +20,9 @@ types: .venv/.installed
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_quality.py
+
+soak: .venv/.installed
+	$(BIN)/python tests/soak.py
 
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev

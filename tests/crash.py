@@ -20,8 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-LIMIT_SECONDS = 60.0
-
 
 @dataclass(frozen=True)
 class Ended:
@@ -58,11 +56,15 @@ class Setting:
 
 
 def run(
-    body: Callable[..., Any], *args: Any, processes: int = 3, timeout_seconds: float = 3.0
+    body: Callable[..., Any],
+    *args: Any,
+    processes: int = 3,
+    timeout_seconds: float = 3.0,
+    limit_seconds: float = 60.0,
 ) -> list[Ended]:
     """Run `body(setting, *args)` in fresh processes; all have ended when this returns.
 
-    A process that has not ended by itself after LIMIT_SECONDS is killed, and the test fails.
+    A process that has not ended by itself after `limit_seconds` is killed, and the test fails.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "thinwire", "crash"])
@@ -78,7 +80,7 @@ def run(
         process.start()
     for _, pipe in pipes:
         pipe.close()
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + limit_seconds
     told = [_received(pipe, deadline) for pipe, _ in pipes]
     for process in running:
         process.join(max(0.0, deadline - time.monotonic()))

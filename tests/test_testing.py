@@ -110,7 +110,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "slow without seconds": (lambda: fail_at(0, 0, "slow"), "seconds are for 'slow'.*got None"),
     "kill with seconds": (lambda: fail_at(0, 0, "kill", seconds=1), "got 1 for 'kill'"),
     "seconds": (lambda: fail_at(0, 0, "slow", seconds=-1), "seconds.*-1"),
-    "restart": (lambda: fail_at(0, 0, "kill", restart=True), "restart.*True"),
+    "restart": (lambda: fail_at(0, 0, "kill", restart=-1), "restart.*-1"),
     "too many": (lambda: random_faults(0, num_faults=9, processes=1, steps=8), "at most steps, 8, got 9"),
     "no fault": (lambda: open_with(["kill"]), "fail_at.*'kill'"),
     "a killed simulation": (lambda: open_with([fail_at(0, 0, "kill")]), "share one process: 'kill'"),

@@ -47,7 +47,7 @@ class Fault:
     kind: Kind
     after_messages: int = 0
     seconds: float | None = None
-    restart: int = 0
+    restart: int | None = 0
 
 
 def fail_at(
@@ -57,7 +57,7 @@ def fail_at(
     *,
     after_messages: int = 0,
     seconds: float | None = None,
-    restart: int = 0,
+    restart: int | None = 0,
 ) -> Fault:
     """A fault of one process in one step.
 
@@ -70,8 +70,8 @@ def fail_at(
         after_messages: How many messages of the step it sends before. 0 is in the backward pass before
             anything is sent; the number of buckets, between the first round and the second.
         seconds: For "slow" and "stall".
-        restart: In which incarnation of a `torchrun` job, so that a fault does not strike again after the
-            restart that it has caused.
+        restart: In which incarnation of a `torchrun` job, None for every one: a fault that causes a restart
+            should not strike again when the step is repeated.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -79,7 +79,7 @@ def fail_at(
     >>> fail_at(process=1, step=3, kind="kill")
     Fault(process=1, step=3, kind='kill', after_messages=0, seconds=None, restart=0)
     """
-    given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart}
+    given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart or 0}
     for name, value in given.items():
         whole_number(name, value, least=0)
     if kind not in get_args(Kind):
@@ -102,7 +102,7 @@ def random_faults(
     kinds: Sequence[Kind] = RECOVERABLE,
     seconds: float = 0.05,
 ) -> list[Fault]:
-    """A schedule drawn at random, the same for the same seed: one fault a step at most, before any message.
+    """A schedule drawn at random, the same for the same seed: at most one fault a step, in every incarnation.
 
     Args:
         seed: Of the draw.
@@ -122,7 +122,7 @@ def random_faults(
     for step in sorted(draw.sample(range(steps), num_faults)):
         kind = draw.choice(kinds)
         timed = seconds if kind in ("slow", "stall") else None
-        drawn.append(fail_at(draw.randrange(processes), step, kind, seconds=timed))
+        drawn.append(fail_at(draw.randrange(processes), step, kind, seconds=timed, restart=None))
     return drawn
 
 
@@ -157,7 +157,7 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
         if isinstance(before, InProcessChannel) and fault.kind in ("kill", "stall"):
             raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
-        if (fault.process, fault.restart) == (before.process_rank, restart):
+        if fault.process == before.process_rank and fault.restart in (None, restart):
             own.append(fault)
     faulty = _FaultyChannel(before, sync, own)
     sync.channel = faulty

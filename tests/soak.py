@@ -1,0 +1,254 @@
+"""A long run with faults of every kind, by seed: `make soak`.
+
+Four processes train a byte model on real text, with loss scaling. Some steps overflow, some processes
+are slow or stand still for a moment; others die, raise, or stall for too long, and all start again from
+the last checkpoint. At the end all processes must have the same parameters, to the bit, and what was
+applied plus what is still owed must be the sum of the true mean gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import crash
+import thinwire
+from thinwire import CommunicationError, PowerSGD
+from thinwire.testing import RESTART_COUNT, Fault, InjectedError, Kind, fail_at, faults, random_faults
+
+SAVE_EVERY, BATCH, CONTEXT = 20, 4, 16
+TIMEOUT_SECONDS = 3.0
+LOSSES: tuple[Kind, ...] = ("kill", "raise", "stall")  # those that need a restart
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a process tells when it ends, if it can.
+
+    Attributes:
+        error: The kind of error that ended it, "" at the end of training.
+        struck: Faults it has had.
+        step: Steps of the job, lost and repeated ones once.
+        skipped: Of them, those that overflowed.
+        checksum: Of its parameters.
+        gap: Of the identity, relative to the sum of true means.
+        owed: Norm of what is still owed, relative to the same.
+        ratio: Compression ratio.
+    """
+
+    error: str
+    struck: list[Fault]
+    step: int
+    skipped: int
+    checksum: str
+    gap: float
+    owed: float
+    ratio: float
+
+
+class ByteModel(nn.Module):
+    """The next byte from those before it."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, width)
+        self.recur = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return cast(Tensor, self.head(self.recur(self.embed(tokens))[0]))
+
+
+def schedule(seed: int, *, processes: int, steps: int, num_faults: int, num_losses: int) -> list[Fault]:
+    """Faults that pass, and one loss of a process for each incarnation but the last."""
+    passing = random_faults(seed, num_faults=num_faults, processes=processes, steps=steps)
+    draw = random.Random(seed + 1)
+    lost_at = sorted(draw.sample(range(steps // 20, steps), num_losses))
+    losses = [
+        fail_at(
+            draw.randrange(processes),
+            step,
+            LOSSES[restart % len(LOSSES)],
+            after_messages=draw.randrange(3),
+            seconds=3 * TIMEOUT_SECONDS if LOSSES[restart % len(LOSSES)] == "stall" else None,
+            restart=restart,
+        )
+        for restart, step in enumerate(lost_at)
+    ]
+    return passing + losses
+
+
+def soak(
+    seed: int, *, processes: int, steps: int, num_faults: int, num_losses: int, log: bool = False
+) -> tuple[list[Told], Counter[str], int]:
+    """Run the job to its end; the last words of all processes, the faults that struck, and the restarts."""
+    given = schedule(seed, processes=processes, steps=steps, num_faults=num_faults, num_losses=num_losses)
+    struck: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        for restart in range(num_losses + 1):
+            ended = crash.run(
+                incarnation,
+                Path(folder, "checkpoint.pt"),
+                restart,
+                steps,
+                given,
+                processes=processes,
+                timeout_seconds=TIMEOUT_SECONDS,
+                limit_seconds=max(60.0, steps),
+            )
+            told = [each.told for each in ended]
+            alive = [each for each in told if isinstance(each, Told)]
+            killed = [fault for fault in given if (fault.kind, fault.restart) == ("kill", restart)]
+            assert len(alive) == processes - len(killed), told
+            struck.update(fault.kind for each in alive for fault in each.struck)
+            struck.update(fault.kind for fault in killed)
+            if log:
+                print(f"restart {restart}: ended at step {alive[0].step}, {alive[0].error}", flush=True)
+            if not alive[0].error:
+                return alive, struck, restart
+    raise AssertionError(f"the job did not end: {told}")
+
+
+def incarnation(
+    setting: crash.Setting, checkpoint: Path, restart: int, steps: int, given: Sequence[Fault]
+) -> Told:
+    os.environ[RESTART_COUNT] = str(restart)
+    setting.join_group()
+    job = Job(checkpoint)
+    error = ""
+    with faults(job.sync, given) as struck:
+        try:
+            while job.sync.steps < steps:
+                job.step()
+        except (CommunicationError, InjectedError) as raised:
+            error = type(raised).__name__
+    told = job.told() if not error else ("", 0.0, 0.0)
+    stats = job.sync.stats()
+    return Told(error, list(struck), stats.steps, stats.skipped_steps, *told, stats.compression_ratio)
+
+
+class Job:
+    """What is trained, and the sums that the identity is about."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        torch.manual_seed(0)
+        files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
+        data = bytearray(b"".join(map(Path.read_bytes, files)))
+        self.text = torch.frombuffer(data, dtype=torch.uint8).long()
+        self.checkpoint = checkpoint
+        self.module = ByteModel()
+        self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=30)
+        self.ddp_model = DistributedDataParallel(self.module, bucket_cap_mb=0.05)
+        self.sync = thinwire.attach(self.ddp_model, PowerSGD(matrix_rank=2), grad_scaler=self.scaler)
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.2, momentum=0.9)
+        self.applied = [torch.zeros(p.shape, dtype=torch.float64) for p in self.module.parameters()]
+        self.true = [torch.zeros(p.shape, dtype=torch.float64) for p in self.module.parameters()]
+        if checkpoint.exists():
+            self.load()
+
+    def step(self) -> None:
+        if self.sync.steps % SAVE_EVERY == 0:
+            self.save()
+        own = torch.autograd.grad(self.loss(self.module), list(self.module.parameters()))
+        means = [gradient.double() for gradient in own]
+        for mean in means:
+            dist.all_reduce(mean)
+        self.optimizer.zero_grad()
+        skipped, scale = self.sync.stats().skipped_steps, self.scaler.get_scale()
+        torch.autograd.backward(self.scaler.scale(self.loss(self.ddp_model)))
+        if self.sync.stats().skipped_steps == skipped:
+            for place, parameter in enumerate(self.module.parameters()):
+                assert parameter.grad is not None
+                self.applied[place] += parameter.grad.double() / scale
+                self.true[place] += means[place] / dist.get_world_size()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def loss(self, model: nn.Module) -> Tensor:
+        draws = torch.Generator().manual_seed(1000 * self.sync.steps + dist.get_rank())
+        starts = torch.randint(len(self.text) - CONTEXT - 1, (BATCH,), generator=draws)
+        window = self.text[starts[:, None] + torch.arange(CONTEXT + 1)]
+        return nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {"model": self.module, "optimizer": self.optimizer, "scaler": self.scaler, "sync": self.sync}
+
+    def save(self) -> None:
+        state: dict[str, Any] = {name: part.state_dict() for name, part in self.parts.items()}
+        if dist.get_rank() == 0:
+            part = self.checkpoint.with_suffix(".part")
+            torch.save(state | {"applied": self.applied, "true": self.true}, part)
+            part.replace(self.checkpoint)
+
+    def load(self) -> None:
+        saved = torch.load(self.checkpoint, weights_only=True)
+        for name, part in self.parts.items():
+            part.load_state_dict(saved[name])
+        self.applied, self.true = saved["applied"], saved["true"]
+
+    def told(self) -> tuple[str, float, float]:
+        """Checksum of the parameters, and how far the identity is missed."""
+        owed = dict(self.sync.state_dict()["error"])
+        names = [name for name, _ in self.module.named_parameters()]
+        missed = [
+            applied + owed.get(name, torch.zeros(())) - true
+            for name, applied, true in zip(names, self.applied, self.true, strict=True)
+        ]
+        total = norm(self.true)
+        raw = torch.cat([p.detach().view(-1) for p in self.module.parameters()]).numpy().tobytes()
+        return f"{len(raw)} {hash_of(raw)}", norm(missed) / total, norm(list(owed.values())) / total
+
+
+def norm(tensors: Sequence[Tensor]) -> float:
+    return float(torch.cat([tensor.double().reshape(-1) for tensor in tensors]).norm())
+
+
+def hash_of(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2_000)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--losses", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    start = time.monotonic()
+    told, struck, restarts = soak(
+        options.seed,
+        processes=options.processes,
+        steps=options.steps,
+        num_faults=options.faults,
+        num_losses=options.losses,
+        log=True,
+    )
+    same = len({each.checksum for each in told}) == 1
+    gap = max(each.gap for each in told)
+    print(f"{told[0].step} steps, {told[0].skipped} skipped, {restarts} restarts, faults {dict(struck)}")
+    print(f"{len(told)} processes bit-equal: {same}; identity missed by {gap:.1e} of the sum of true means")
+    print(f"still owed {told[0].owed:.2f} of it; compression ratio {told[0].ratio:.1f}")
+    print(f"{time.monotonic() - start:.0f} s")
+    sys.exit(0 if same and gap < 1e-5 else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""A real elastic job: a machine is lost, torchrun restarts with what is left, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import crash
+from launcher import EXAMPLES, TOLD
+
+STEP = re.compile(r"step (\d+), process (\d+) of (\d+): loss (\d+\.\d+)")
+SAVE_EVERY, STEPS = 5, 60
+LIMIT_SECONDS = 100.0
+
+
+def agent(port: int, checkpoint: Path, log: Path) -> subprocess.Popen[bytes]:
+    """One machine's torchrun: two processes, in a job of one or two machines.
+
+    By default torchrun gives every restart the same store, in which Gloo finds addresses of dead processes.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
+    command += ["--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job", "--local-addr=127.0.0.1"]
+    command += [f"--rdzv-endpoint=127.0.0.1:{port}"]
+    command += ["--rdzv-conf=last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            [*command, str(EXAMPLES / "elastic.py"), str(checkpoint)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
+
+
+def processes_of(parent: int) -> list[int]:
+    """A process and those that it has started."""
+    started = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [parent, *[each for child in started for each in processes_of(int(child))]]
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(happened: Callable[[], bool], log: Path) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not happened():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(200)
+def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    port, checkpoint, log = crash.free_port(), tmp_path / "checkpoint.pt", tmp_path / "log"
+    machines = [agent(port, checkpoint, log)]
+    everyone: list[int] = []
+    try:
+        wait_until(lambda: not crash.can_listen(port), log)  # the store must be where nothing is lost
+        machines.append(agent(port, checkpoint, tmp_path / "other log"))
+        wait_until(lambda: "step 22," in log.read_text(), log)
+        everyone = [each for machine in machines for each in processes_of(machine.pid)]
+        lost = processes_of(machines[1].pid)
+        assert len(lost) == 3
+        for process_id in lost:
+            os.kill(process_id, signal.SIGKILL)
+        assert machines[0].wait(LIMIT_SECONDS) == 0, log.read_text()
+    finally:
+        for machine in machines:
+            for process_id in processes_of(machine.pid) if machine.poll() is None else []:
+                os.kill(process_id, signal.SIGKILL)
+            machine.wait()
+    output = log.read_text()
+    assert "thinwire.errors.CommunicationError: step 2" in output
+    assert not any(map(is_running, everyone))
+    assert_went_on(output)
+
+
+def assert_went_on(output: str) -> None:
+    """Four processes up to the loss, then two, from a checkpoint; repeated steps have the same loss."""
+    told = [(int(s), int(p), int(size), float(loss)) for s, p, size, loss in STEP.findall(output)]
+    of_four = {(step, process): loss for step, process, size, loss in told if size == 4}
+    of_two = {(step, process): loss for step, process, size, loss in told if size == 2}
+    assert {size for _, _, size, _ in told} == {2, 4}
+    lost_at, resumed_at = max(step for step, _ in of_four), min(step for step, _ in of_two)
+    assert lost_at >= 22
+    assert resumed_at % SAVE_EVERY == 0
+    assert resumed_at <= lost_at < resumed_at + SAVE_EVERY + 1
+    assert {step for step, _ in of_two} == set(range(resumed_at, STEPS))
+    for process in (0, 1):
+        if (resumed_at, process) in of_four:
+            assert of_two[resumed_at, process] == of_four[resumed_at, process]
+    by_step: dict[int, list[float]] = defaultdict(list)
+    for (step, _), loss in [*of_four.items(), *of_two.items()]:
+        by_step[step].append(loss)
+    mean = {step: sum(losses) / len(losses) for step, losses in by_step.items()}
+    before = [mean[step] for step in range(resumed_at - 4, resumed_at)]
+    after = [mean[step] for step in range(resumed_at, resumed_at + 4)]
+    last = [mean[step] for step in range(STEPS - 4, STEPS)]
+    assert sum(after) < 1.1 * sum(before)  # it did not start anew, nor jump
+    assert sum(last) < sum(before)
+    checksums = {checksum for _, _, checksum in TOLD.findall(output)}
+    ratios = [float(ratio) for _, ratio, _ in TOLD.findall(output)]
+    assert len(checksums) == 1
+    assert len(ratios) == 2
+    assert min(ratios) > 2
