@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+import thinwire.told as told_module
 from catalog import buckets, random_gradients
 from pool import Pool
 from thinwire import AgreementError, AllReduce, Cast, GradientSync, PowerSGD, hooks
@@ -138,6 +140,28 @@ def saved_at_different_steps() -> None:
     (first if is_odd() else second).state_dict()
 
 
+def another_version() -> None:
+    model = DistributedDataParallel(new_model())
+    thinwire.attach(model, POWER)
+    mine = "9.9.9" if is_odd() else thinwire.__version__
+    with patch.object(told_module, "__version__", mine):
+        step(model)
+
+
+def other_settings_of_local_sgd() -> None:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with thinwire.LocalSGD(model, optimizer, every_steps=3 if is_odd() else 2):
+        pass
+
+
+def another_model_in_local_sgd() -> None:
+    model = new_model(48 if is_odd() else 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with thinwire.LocalSGD(model, optimizer, every_steps=2):
+        pass
+
+
 CASES: list[tuple[Callable[[], None], str]] = [
     (other_algorithm, "process 0 has matrix_rank 2, process 1 has matrix_rank 4"),
     (other_kind_of_algorithm, "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce"),
@@ -157,6 +181,9 @@ CASES: list[tuple[Callable[[], None], str]] = [
     (loaded_another_state, "has factors crc32:"),
     (other_hook_without_state, "process 0 has dtype 'fp16', process 1 has dtype 'bf16'"),
     (other_settings_of_a_hook, "process 0 has seed 0, process 1 has seed 1"),
+    (another_version, "process 1 has thinwire 9.9.9"),
+    (other_settings_of_local_sgd, "process 0 has every_steps 2, process 1 has every_steps 3"),
+    (another_model_in_local_sgd, "process 0 has parameter 0.weight 32×64 float32"),
     (
         saved_at_different_steps,
         "process 0 has committed steps 2, process 1 has committed steps 1",

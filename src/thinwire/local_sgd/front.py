@@ -181,6 +181,7 @@ class LocalSGD(Joinable):
             StepError: It was entered before.
             ConfigError: `outer` does not make an optimizer of the tensors it is given.
             StateError: The loaded state is not of this outer optimizer.
+            AgreementError: The processes have other models, settings or loaded states.
             CommunicationError: A collective failed.
         """
         if self._replica is not None:
@@ -188,6 +189,7 @@ class LocalSGD(Joinable):
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
             )
+        self._agree()
         replica = Replica(self._averaged_now())
         if self._make_outer is not None:
             saved = None if self._loaded is None else self._loaded.outer
@@ -202,6 +204,19 @@ class LocalSGD(Joinable):
         self._attach()
         self._replica, self._loaded, self._is_inside = replica, None, True
         return self
+
+    def _agree(self) -> None:
+        self.sync.agree()
+        told = {
+            "every_steps": self._every_steps,
+            "warmup_steps": self._warmup_steps,
+            "average_buffers": self._average_buffers,
+            "subgroup": self._averager.inner is not None,
+            "outer optimizer": self._make_outer is not None,
+            "loaded state": self._loaded is not None and f"of step {self._loaded.step}",
+        }
+        purpose = "entering LocalSGD"
+        self._averager.channel.agree({subject: str(value) for subject, value in told.items()}, purpose)
 
     def _attach(self) -> None:
         averager = self._averager
