@@ -112,7 +112,7 @@ def loaded_another_state() -> None:
     step(models[0])
     first = before.state_dict()
     step(models[0])
-    other = before.state_dict() | {"step": 1, "checksum": None}
+    other = before.state_dict() | {"step": 1, "checksum": None}  # as if it were of the same step
     after.load_state_dict(other if is_odd() else first)
     step(models[1])
 
@@ -178,8 +178,11 @@ CASES: list[tuple[Callable[[], None], str]] = [
     ),
     (switched_to_another, "process 0 has dtype 'fp16', process 1 has dtype 'bf16'"),
     (loaded_on_one, "process 0 has committed steps 0, process 1 has committed steps 3"),
-    (loaded_another_state, "has factors crc32:"),
-    (other_hook_without_state, "process 0 has dtype 'fp16', process 1 has dtype 'bf16'"),
+    (loaded_another_state, "process 1 has loaded state crc32:"),
+    (
+        other_hook_without_state,
+        "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
+    ),
     (other_settings_of_a_hook, "process 0 has seed 0, process 1 has seed 1"),
     (another_version, "process 1 has thinwire 9.9.9"),
     (other_settings_of_local_sgd, "process 0 has every_steps 2, process 1 has every_steps 3"),

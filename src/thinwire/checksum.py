@@ -25,18 +25,20 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
     return {**state, "checksum": _checksum(state)}
 
 
-def check_undamaged(state: Mapping[str, object]) -> None:
-    """Refuse a state that is not what its checksum was made of; None as checksum means not to look.
+def check_undamaged(state: Mapping[str, object]) -> str:
+    """The checksum of a state, if it is the one that the state tells, or if that is None.
 
     Raises:
-        StateError: It is damaged or incomplete.
+        StateError: It is another one: the state is damaged or incomplete.
     """
     told = state.get("checksum")
-    if told is not None and told != _checksum({key: state[key] for key in state if key != "checksum"}):
+    found = _checksum({key: state[key] for key in state if key != "checksum"})
+    if told not in (None, found):
         raise StateError(
             "the state is damaged: it is not what its checksum was made of; load an earlier one. (If you "
             "have changed it on purpose, set state['checksum'] to None)"
         )
+    return found
 
 
 def _checksum(state: Mapping[str, object]) -> str:

@@ -33,7 +33,7 @@ from thinwire.plan import Plan
 from thinwire.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from thinwire.state import checked_state, packed_state
 from thinwire.sync import GradientSync, Stats, loss_scale_of
-from thinwire.told import told_of
+from thinwire.version import __version__
 
 __all__ = [
     "PostLocalSGDState",
@@ -328,6 +328,5 @@ def _agree(algorithm: AllReduce | Cast, channel: ProcessGroupChannel) -> None:
     """At the first use of a hook in a process group: do all processes use it?"""
     agreed = _agreed.setdefault(channel.group, set())
     if algorithm not in agreed:
-        told = told_of(algorithm, (), (), Memory(), knows_loss_scale=False, may_be_unused=False)
-        channel.agree(told, "the first step")
+        channel.agree({"algorithm": repr(algorithm), "thinwire": __version__}, "the first step")
         agreed.add(algorithm)

@@ -39,6 +39,7 @@ class LoadedState(NamedTuple):
         shapes: Of all the parameters that were trained, by name.
         error: By parameter name, fp32 in the parameter's shape.
         factor: By route, fp32, (matrix rank, columns).
+        checksum: Of all of it.
     """
 
     step: int
@@ -46,6 +47,7 @@ class LoadedState(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     error: dict[str, torch.Tensor]
     factor: dict[str, torch.Tensor]
+    checksum: str
 
 
 def packed_state(
@@ -105,17 +107,18 @@ def checked_state(
             f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
-    loaded = LoadedState(
-        step=_count(state, "step"),
-        skipped_steps=_count(state, "skipped_steps"),
-        shapes=_shapes(state),
-        error=_tensors(state, "error"),
-        factor=_tensors(state, "factor"),
-    )
+    shapes = _shapes(state)
+    tensors = {key: _tensors(state, key) for key in TENSORS}
     for key in ("algorithm", "checksum"):
         if not isinstance(state[key], str | None):
             raise StateError(f"{key} must be text, got {_kind(state[key])}")
-    check_undamaged(state)
+    loaded = LoadedState(
+        _count(state, "step"),
+        _count(state, "skipped_steps"),
+        shapes,
+        **tensors,
+        checksum=check_undamaged(state),
+    )
     _check_inside(loaded)
     if specs is not None:
         check_model(loaded, specs, strict=strict)

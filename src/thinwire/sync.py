@@ -101,6 +101,7 @@ class GradientSync:
         self._memory = Memory()
         self._loaded_error: dict[str, torch.Tensor] = {}
         self._unchecked: LoadedState | None = None
+        self._loaded_checksum: str | None = None
         self._told_error: dict[str, float] = {}
         self._started: list[Bucket] = []
         self._used: list[torch.Tensor] = []
@@ -240,7 +241,8 @@ class GradientSync:
             self._algorithm,
             self._specs.values(),
             bucket,
-            self._memory,
+            step=self._memory.step,
+            loaded=self._loaded_checksum,
             knows_loss_scale=self._loss_scale is not None,
             may_be_unused=self._may_be_unused,
         )
@@ -409,6 +411,7 @@ class GradientSync:
             loaded = fitting(loaded, self._specs)
             warn_of_cuts(loaded, self.plan)
         self._unchecked = None if self._all_specs_known else loaded
+        self._loaded_checksum = loaded.checksum
         self._agreed.clear()
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 
-import torch
-
-from thinwire.algorithms import Algorithm, Memory
-from thinwire.checksum import with_checksum
+from thinwire.algorithms import Algorithm
 from thinwire.plan import ParameterSpec
 from thinwire.version import __version__
 
-__all__ = ["settings_of", "told_of"]
+__all__ = ["told_of"]
 
 
 def told_of(
     algorithm: Algorithm,
     specs: Iterable[ParameterSpec],
     bucket: Iterable[ParameterSpec],
-    memory: Memory,
     *,
+    step: int,
+    loaded: str | None,
     knows_loss_scale: bool,
     may_be_unused: bool,
 ) -> dict[str, str]:
@@ -32,25 +30,26 @@ def told_of(
         algorithm: With its settings.
         specs: All parameters that are known.
         bucket: Those that are about to be averaged together.
-        memory: Its step and factors; the error may differ.
+        step: Steps committed so far.
+        loaded: The checksum of the state that was loaded, None if none was.
         knows_loss_scale: Whether error is in unscaled units.
         may_be_unused: Whether flags of used parameters travel as well.
     """
     told = {
         "thinwire": __version__,
         "algorithm": type(algorithm).__name__,
-        **{name: repr(value) for name, value in settings_of(algorithm).items()},
+        **{name: repr(value) for name, value in _settings_of(algorithm).items()},
         "loss scale": "known" if knows_loss_scale else "not known",
         "find_unused_parameters": str(may_be_unused),
-        "committed steps": str(memory.step),
-        "factors": _fingerprint(memory.factor),
+        "committed steps": str(step),
+        "loaded state": "none" if loaded is None else loaded,
     }
     told |= {f"parameter {spec.name}": _described(spec) for spec in specs}
     told["bucket"] = ", ".join(spec.name for spec in bucket)
     return told
 
 
-def settings_of(algorithm: Algorithm) -> dict[str, object]:
+def _settings_of(algorithm: Algorithm) -> dict[str, object]:
     """An algorithm's settings by name."""
     return asdict(algorithm) if is_dataclass(algorithm) and not isinstance(algorithm, type) else {}
 
@@ -58,7 +57,3 @@ def settings_of(algorithm: Algorithm) -> dict[str, object]:
 def _described(spec: ParameterSpec) -> str:
     shape = "×".join(map(str, spec.shape)) or "scalar"
     return f"{shape} {str(spec.dtype).removeprefix('torch.')}, strides {spec.stride}"
-
-
-def _fingerprint(factors: Mapping[str, torch.Tensor]) -> str:
-    return str(with_checksum(factors)["checksum"]) if factors else "none"
