@@ -27,7 +27,7 @@ from test_lightning import Regression, fit
 from thinwire import ConfigError, GradientSync, PowerSGD, hooks
 from thinwire import powersgd as epfl
 from thinwire.integrations.lightning import ThinwireStrategy
-from thinwire.sync import loss_scale_of
+from thinwire.loss_scale import loss_scale_of
 
 POWER = PowerSGD(matrix_rank=2)
 STEPS = 14

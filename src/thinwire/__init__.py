@@ -22,7 +22,8 @@ from thinwire.errors import (
 from thinwire.join import join
 from thinwire.local_sgd import LocalSGD
 from thinwire.plan import Plan
-from thinwire.sync import GradientSync, Stats
+from thinwire.stats import Stats
+from thinwire.sync import GradientSync
 from thinwire.version import __version__
 
 __all__ = [

@@ -15,8 +15,9 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupChannel
 from thinwire.contributors import divide_by_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StateError
+from thinwire.loss_scale import LossScale, loss_scale_of
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync, LossScale, loss_scale_of
+from thinwire.sync import GradientSync
 
 __all__ = [
     "BucketFront",

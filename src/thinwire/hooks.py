@@ -29,10 +29,12 @@ from thinwire.checks import number, true_or_false, whole_number
 from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where
 from thinwire.errors import ConfigError, StateError
+from thinwire.loss_scale import loss_scale_of
 from thinwire.plan import Plan
 from thinwire.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from thinwire.state import checked_state, packed_state
-from thinwire.sync import GradientSync, Stats, loss_scale_of
+from thinwire.stats import Stats
+from thinwire.sync import GradientSync
 from thinwire.version import __version__
 
 __all__ = [

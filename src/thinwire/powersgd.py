@@ -25,8 +25,8 @@ from thinwire import algorithms
 from thinwire.checks import checked_scaler
 from thinwire.errors import ConfigError, StepError
 from thinwire.plan import Plan
+from thinwire.stats import Stats
 from thinwire.step import Gradients, StepFront
-from thinwire.sync import Stats
 
 __all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
 

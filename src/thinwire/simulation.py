@@ -14,8 +14,9 @@ from thinwire.algorithms import Algorithm
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import InProcessChannel, lockstep
 from thinwire.checks import whole_number
+from thinwire.loss_scale import LossScale
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync, LossScale
+from thinwire.sync import GradientSync
 
 __all__ = ["Simulation"]
 

@@ -14,8 +14,9 @@ from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import ProcessGroupChannel, copy_from
 from thinwire.contributors import members_over_contributors
 from thinwire.errors import ConfigError, GradientError
+from thinwire.loss_scale import loss_scale_of
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync, loss_scale_of
+from thinwire.sync import GradientSync
 
 __all__ = ["StepFront"]
 

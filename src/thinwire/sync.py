@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from collections.abc import Generator, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
-from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, Bucket, Memory
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import Channel
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
+from thinwire.loss_scale import LossScale
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
 from thinwire.state import (
     LoadedState,
@@ -25,43 +23,13 @@ from thinwire.state import (
     packed_state,
     warn_of_cuts,
 )
+from thinwire.stats import Stats
 from thinwire.told import told_of
 from thinwire.unused import keep_owed, used_flags
 
-__all__ = ["GradientSync", "Stats"]
+__all__ = ["GradientSync", "drained"]
 
 Result = TypeVar("Result")
-LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What a `GradientSync` has done so far, on this process.
-
-    Attributes:
-        steps: Steps, skipped ones included.
-        skipped_steps: Steps that were rolled back because a mean was not finite. Algorithms without
-            memory have nothing to roll back and never count one.
-        messages: Averaging collectives of gradients; saving a state adds none.
-        message_bytes: Bytes contributed to them.
-        gradient_bytes: Bytes that would have been contributed without compression.
-        waiting_seconds: Time the host was blocked until the means had come back.
-        relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient plus
-            error. Only with error feedback.
-    """
-
-    steps: int
-    skipped_steps: int
-    messages: int
-    message_bytes: int
-    gradient_bytes: int
-    waiting_seconds: float
-    relative_error: Mapping[str, float]
-
-    @property
-    def compression_ratio(self) -> float:
-        """Uncompressed over compressed bytes, warm-up included; 1.0 before the first step."""
-        return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0
 
 
 class GradientSync:
@@ -421,38 +389,6 @@ class GradientSync:
         """What `load_state_dict` would load; raises as it does, and changes nothing."""
         self._check_between_steps("load_state_dict()")
         return checked_state(state, self._specs if self._all_specs_known else None, strict=strict)
-
-
-def loss_scale_of(grad_scaler: object) -> LossScale | None:
-    """What the loss is multiplied by, without reading it back from the device; None if it is not.
-
-    Args:
-        grad_scaler: A `GradScaler`, a function that returns the scale of the step under way, or None.
-
-    Raises:
-        ConfigError: It is something else; or (from the result) the function returns no positive number.
-    """
-    if grad_scaler is None:
-        return None
-    if isinstance(grad_scaler, GradScaler):
-        return lambda device: grad_scaler.scale(torch.ones((), device=device))
-    if not callable(grad_scaler):
-        raise ConfigError(
-            "grad_scaler must be a torch.amp.GradScaler, a function that returns the loss scale, or None, "
-            f"got {grad_scaler!r}"
-        )
-
-    def told(device: torch.device) -> torch.Tensor:
-        scale = grad_scaler()
-        if isinstance(scale, torch.Tensor) and scale.numel() == 1:
-            return scale.detach().reshape(()).to(device, torch.float32)
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
-            raise ConfigError(
-                f"the function given as grad_scaler must return a number above 0, got {scale!r}"
-            )
-        return torch.full((), scale, device=device, dtype=torch.float32)
-
-    return told
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

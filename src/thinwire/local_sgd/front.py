@@ -35,7 +35,8 @@ from thinwire.local_sgd.outer import Outer, check_outer, new_outer
 from thinwire.local_sgd.replica import Averaged, Replica, averaged_tensors
 from thinwire.local_sgd.steps import calling_after_steps
 from thinwire.local_sgd.uneven import Shadow
-from thinwire.sync import GradientSync, Stats
+from thinwire.stats import Stats
+from thinwire.sync import GradientSync
 
 __all__ = ["LocalSGD"]
 

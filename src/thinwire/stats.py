@@ -1,0 +1,38 @@
+"""What a `GradientSync` tells of what it has done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a `GradientSync` has done so far, on this process.
+
+    Attributes:
+        steps: Steps, skipped ones included.
+        skipped_steps: Steps that were rolled back because a mean was not finite. Algorithms without
+            memory have nothing to roll back and never count one.
+        messages: Averaging collectives of gradients; saving a state adds none.
+        message_bytes: Bytes contributed to them.
+        gradient_bytes: Bytes that would have been contributed without compression.
+        waiting_seconds: Time the host was blocked until the means had come back.
+        relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient plus
+            error. Only with error feedback.
+    """
+
+    steps: int
+    skipped_steps: int
+    messages: int
+    message_bytes: int
+    gradient_bytes: int
+    waiting_seconds: float
+    relative_error: Mapping[str, float]
+
+    @property
+    def compression_ratio(self) -> float:
+        """Uncompressed over compressed bytes, warm-up included; 1.0 before the first step."""
+        return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0
