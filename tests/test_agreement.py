@@ -162,6 +162,57 @@ def another_model_in_local_sgd() -> None:
         pass
 
 
+def used_on_one_and_saved() -> None:
+    model = DistributedDataParallel(new_model())
+    sync = thinwire.attach(model, POWER)
+    step(model)
+    if is_odd():
+        sync.use(AllReduce())
+    sync.state_dict()
+
+
+def saved_on_one_at_the_first_step() -> None:
+    model = DistributedDataParallel(new_model())
+    sync = thinwire.attach(model, POWER)
+    if is_odd():
+        step(model)
+    else:
+        sync.state_dict()
+
+
+def another_state_in_local_sgd() -> None:
+    saved = []
+    for seed in (0, 1):
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with thinwire.LocalSGD(model, optimizer, every_steps=1) as local:
+            torch.manual_seed(seed)
+            step(model)
+            optimizer.step()
+        saved.append(local.state_dict())
+    model = new_model()
+    local = thinwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every_steps=1)
+    local.load_state_dict(saved[is_odd()])
+    with local:
+        pass
+
+
+def second_model_with_another_hook() -> None:
+    for other in (False, True):
+        model = DistributedDataParallel(new_model())
+        hook = hooks.allreduce_hook if other and is_odd() else hooks.fp16_compress_hook
+        model.register_comm_hook(None, hook)
+        step(model)
+
+
+def other_settings_of_post_local() -> None:
+    model = DistributedDataParallel(new_model())
+    start = 2 if is_odd() else 1
+    state = hooks.PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    step(model)
+
+
 CASES: list[tuple[Callable[[], None], str]] = [
     (other_algorithm, "process 0 has matrix_rank 2, process 1 has matrix_rank 4"),
     (other_kind_of_algorithm, "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce"),
@@ -184,6 +235,20 @@ CASES: list[tuple[Callable[[], None], str]] = [
         "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
     ),
     (other_settings_of_a_hook, "process 0 has seed 0, process 1 has seed 1"),
+    (used_on_one_and_saved, "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce"),
+    (
+        saved_on_one_at_the_first_step,
+        "process 0 has call state_dict(), process 1 has call a step under way. Make the same calls on every",
+    ),
+    (another_state_in_local_sgd, "process 0 has loaded state crc32:"),
+    (
+        second_model_with_another_hook,
+        "process 0 has algorithm Cast(dtype='fp16'), process 1 has algorithm All",
+    ),
+    (
+        other_settings_of_post_local,
+        "process 0 has start_localSGD_iter 1, process 1 has start_localSGD_iter 2",
+    ),
     (another_version, "process 1 has thinwire 9.9.9"),
     (other_settings_of_local_sgd, "process 0 has every_steps 2, process 1 has every_steps 3"),
     (another_model_in_local_sgd, "process 0 has parameter 0.weight 32×64 float32"),
@@ -235,12 +300,12 @@ def _disagree_and_go_on() -> tuple[Any, Any, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     epfl.optimizer_step(optimizer, aggregator)
-    before = aggregator.state_dict()["error"]
+    before = [(name, owed.clone()) for name, owed in aggregator.sync._memory.error.items()]
     aggregator.sync.use(PowerSGD(matrix_rank=3 + dist.get_rank()))
     step(model)
     with pytest.raises(AgreementError):
         epfl.optimizer_step(optimizer, aggregator)
-    after = aggregator.state_dict()["error"]
+    after = [(name, owed.clone()) for name, owed in aggregator.sync._memory.error.items()]
     aggregator.sync.use(POWER)
     epfl.optimizer_step(optimizer, aggregator)
     return before, after, aggregator.stats().steps
@@ -294,3 +359,21 @@ def test_of_many_differences_some_are_told() -> None:
         check_same(told * 10, "a test")
     with pytest.raises(AgreementError, match="0, 2, 4, 6, 8, 10, 12, 14 and 2 more have parameter 0 0"):
         check_same(told * 10, "a test")
+
+
+def test_parameters_used_in_turn_are_not_compared_again_and_again(pool2: Pool) -> None:
+    assert pool2.run(_used_in_turn) == [1, 1]
+
+
+def _used_in_turn() -> int:
+    model = new_model()
+    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
+    compared = []
+    with patch.object(
+        ProcessGroupChannel, "agree", lambda self, told, purpose: compared.append(purpose), create=False
+    ):
+        for number in range(8):
+            shapes = [parameter.shape for parameter in model.parameters()]
+            used = [torch.randn(s) if number >> i & 1 else None for i, s in enumerate(shapes)]
+            aggregator.average(used)
+    return len(compared)

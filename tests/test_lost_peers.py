@@ -78,6 +78,14 @@ class Told:
     children_left: int
 
 
+def remembered(sync: GradientSync) -> dict[str, Tensor]:
+    """Error and factors, as copies."""
+    memory = sync._memory
+    both = {f"error {name}": owed for name, owed in memory.error.items()}
+    both |= {f"factor {label}": factor for label, factor in memory.factor.items()}
+    return {name: tensor.clone() for name, tensor in both.items()}
+
+
 def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, fault: Fault) -> Told:
     setting.join_group()
     sync, step_with = FRONTS[front](algorithm)
@@ -86,7 +94,7 @@ def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, f
     error: BaseException | None = None
     with faults(sync, [fault]):
         for step in range(AT + 2):
-            before = {name: owed.clone() for name, owed in sync._memory.error.items()}
+            before = remembered(sync)
             threads_before, start = crash.threads(), time.monotonic()
             try:
                 step_with(step)
@@ -94,9 +102,9 @@ def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, f
                 error = raised
                 break
     seconds = time.monotonic() - start
-    after = sync._memory.error
+    after = remembered(sync)
     same = before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    norm = sum(float(owed.norm()) for owed in after.values())
+    norm = sum(float(owed.norm()) for owed in sync._memory.error.values())
     dist.destroy_process_group()
     return Told(
         type(error).__name__,

@@ -286,11 +286,15 @@ def test_what_tells_the_scale() -> None:
     assert loss_scale_of(None) is None
 
 
-@pytest.mark.parametrize("bad", [0, -1.0, torch.inf, torch.nan, True, None, "8", torch.ones(2)], ids=str)
+@pytest.mark.parametrize(
+    "bad",
+    [0, -1.0, torch.inf, torch.nan, 1e-60, 1e300, True, None, "8", torch.ones(2), torch.tensor(0.0)],
+    ids=str,
+)
 def test_a_scale_that_is_none_is_refused(bad: Any) -> None:
     scale = loss_scale_of(lambda: bad)
     assert scale is not None
-    with pytest.raises(ConfigError, match="must return a number above 0"):
+    with pytest.raises(ConfigError, match="must return a number above 0 within fp32"):
         scale(torch.device("cpu"))
 
 

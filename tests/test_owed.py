@@ -167,3 +167,17 @@ def test_fresh_random_factors_are_not_kept() -> None:
         results.append(gradients[0][0])
     assert not torch.equal(results[0], results[1])
     assert _first_rows.cache_info().currsize == before
+
+
+def test_what_is_unpaid_on_one_worker_only_is_remembered_by_all() -> None:
+    """What a worker owes decides the type and length of messages: all must owe the same parameters."""
+    simulation = owing(torch.float16, 0.0)
+    simulation.syncs[0]._memory.error["weight"] += 90_000.0  # beyond fp16
+    before = owed(simulation)
+    switch(simulation, AllReduce())
+    paid = pay(simulation, torch.float16, 1)
+    assert [set(sync._memory.error) for sync in simulation.syncs] == [{"weight"}, {"weight"}]
+    assert not simulation.syncs[1]._memory.error["weight"].any()
+    paid += pay(simulation, torch.float16, 1)
+    assert [set(sync._memory.error) for sync in simulation.syncs] == [set(), set()]
+    torch.testing.assert_close(paid, before, rtol=1e-3, atol=0.1)

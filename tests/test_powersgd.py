@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pool import Pool
 from reference_powersgd import ReferencePowerSGD
 from thinwire.algorithms.matrices import _first_rows
 from thinwire.powersgd import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
+from thinwire.testing import InjectedError, fail_at, faults
 
 AT_ONCE = Config(rank=2, start_compressing_after_num_steps=0)
 
@@ -509,3 +511,35 @@ def _unscaled() -> bool:
 def test_without_a_process_group() -> None:
     with pytest.raises(thinwire.AttachError, match="init_process_group"):
         PowerSGD([torch.ones(3)], AT_ONCE)
+
+
+def test_a_gradient_missing_on_one_process_can_be_saved_all_the_same(pool2: Pool) -> None:
+    """There the error stays in memory, where the others have left it in their gradients."""
+    first, second = pool2.run(_missing_on_one)
+    assert first["checksum"] == second["checksum"]
+    assert [name for name, _ in first["error"]] == ["parameter[0]"]
+
+
+def _missing_on_one() -> dict[str, Any]:
+    weight = torch.zeros(48, 32)
+    powersgd = PowerSGD([weight], AT_ONCE)
+    for step in range(3):
+        missing = step == 2 and dist.get_rank() == 1
+        torch.manual_seed(step)
+        powersgd.aggregate([None if missing else torch.randn(48, 32)])
+    return powersgd.state_dict()
+
+
+def test_a_failed_step_of_several_buckets_is_forgotten(pool2: Pool) -> None:
+    assert pool2.run(_failed_between_buckets) == [(3, True), (3, True)]
+
+
+def _failed_between_buckets() -> tuple[int, bool]:
+    parameters = [torch.zeros(48, 32), torch.zeros(48, 32, dtype=torch.float64)]
+    powersgd = PowerSGD(parameters, AT_ONCE)
+    for step in range(4):
+        schedule = [fail_at(process, 1, "raise", after_messages=1) for process in (0, 1)] if step == 1 else []
+        with faults(powersgd, schedule), pytest.raises(InjectedError) if schedule else nullcontext():
+            powersgd.average([torch.randn_like(parameter) for parameter in parameters])
+    state = powersgd.state_dict()
+    return state["step"], len(state["error"]) == 2

@@ -12,7 +12,7 @@ import torch
 
 from catalog import buckets, random_gradients, spec
 from test_conformance import assert_same_state
-from thinwire import GradientSync, PowerSGD
+from thinwire import BatchedPowerSGD, GradientSync, PowerSGD
 from thinwire.channel import InProcessChannel
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
@@ -116,6 +116,56 @@ def test_a_state_of_another_matrix_rank_keeps_the_error(state: dict[str, Any], m
     assert saved["step"] == 4
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
+    """A mean of equal numbers is not always that number: x/3 + x/3 + x/3."""
+    simulation = trained(num_workers)
+    first, second = simulation.state_dicts()[0], simulation.state_dicts()[-1]
+    assert first["error"]
+    assert first["checksum"] == second["checksum"]
+    resumed = Simulation(POWER, buckets(), num_workers=num_workers)
+    for sync in resumed.syncs:
+        sync.load_state_dict(first)
+    assert {state["checksum"] for state in resumed.state_dicts()} == {first["checksum"]}
+    for each in (simulation, resumed):
+        each.step(random_gradients(buckets(), num_workers=num_workers, seed=7))
+    after = simulation.state_dicts()[0]
+    assert after["checksum"] != first["checksum"]
+    assert after["checksum"] == resumed.state_dicts()[0]["checksum"]
+
+
+def test_what_is_saved_and_what_is_remembered_share_no_memory() -> None:
+    simulation, untouched = trained(), trained()
+    state = simulation.state_dicts()[0]
+    for _, tensor in (*state["error"], *state["factor"]):
+        tensor.zero_()
+    assert_same_state(simulation.state_dicts()[0], untouched.state_dicts()[0])
+
+
+def test_switched_before_the_first_step_after_a_load_factors_of_buckets_are_kept() -> None:
+    batched = BatchedPowerSGD()
+    simulation = Simulation(batched, buckets(), num_workers=2)
+    simulation.step(random_gradients(buckets(), num_workers=2, seed=0))
+    state = simulation.state_dicts()[0]
+    resumed = Simulation(batched, buckets(), num_workers=2)
+    for sync in resumed.syncs:
+        sync.load_state_dict(state)
+        sync.use(BatchedPowerSGD(warmup_steps=1))
+    assert [label for label, _ in resumed.state_dicts()[0]["factor"]] == [
+        label for label, _ in state["factor"]
+    ]
+    assert len(state["factor"]) == 2
+
+
+def test_the_state_of_another_shape_is_refused_where_parameters_become_known_bucket_by_bucket(
+    state: dict[str, Any],
+) -> None:
+    sync = GradientSync(POWER, InProcessChannel.group(1)[0])
+    sync.load_state_dict(state)
+    with pytest.raises(StateError, match=r"error of head.weight has shape \(64, 32\).*\(32, 64\)"):
+        sync.start((spec("head.weight", 32, 64),), torch.zeros(64 * 32))
+
+
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -139,7 +189,9 @@ BAD: dict[str, tuple[Change, str]] = {
     "another mapping": (lambda s: {"model": 1}, "made by state_dict.*'model'"),
     "a key too few": (lambda s: s.pop("checksum") and None, "made by state_dict"),
     "a key too many": (lambda s: s.update(more=1), "made by state_dict.*'more'"),
-    "a later version": (lambda s: s.update(version=2), "version 2"),
+    "a later version": (lambda s: s.update(version=3), "version 3"),
+    "a later version with another key": (lambda s: s.update(version=3, more=1), "version 3"),
+    "an earlier version": (lambda s: s.update(version=1), "version 1.*reads version 2"),
     "a version that is no number": (lambda s: s.update(version=True), "version.*True"),
     "parameters of another shape": (
         put("parameters", "head.bias", [3]),

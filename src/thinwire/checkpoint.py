@@ -50,14 +50,17 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     checked_state(state, specs=None)
     path = Path(path)
     part = path.with_name(path.name + ".part")
-    if path.suffix == SAFETENSORS:
-        tensors, metadata = _flat(state)
-        _safetensors().save_file(tensors, part, metadata)
-    else:
-        torch.save(dict(state), part)
-    with part.open("rb+") as file:
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        if path.suffix == SAFETENSORS:
+            tensors, metadata = _flat(state)
+            _safetensors().save_file(tensors, part, metadata)
+        else:
+            torch.save(dict(state), part)
+        with part.open("rb+") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

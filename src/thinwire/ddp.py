@@ -73,7 +73,8 @@ def attach(
     (1, 9.3)
     """
     model = _checked_model(ddp_model)
-    front = front_of(model, algorithm, ProcessGroupChannel(model.process_group), loss_scale_of(grad_scaler))
+    channel = ProcessGroupChannel(model.process_group, next(model.parameters()).device)
+    front = front_of(model, algorithm, channel, loss_scale_of(grad_scaler))
     register(model, front, thinwire_hook)
     return front.sync
 

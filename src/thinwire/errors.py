@@ -43,7 +43,7 @@ class AttachError(ThinwireError, RuntimeError):
 
 
 class AgreementError(ThinwireError, RuntimeError):
-    """The processes are configured differently; raised on all of them. Nothing was sent or changed."""
+    """The processes are configured differently; raised on all of them. Nothing was changed."""
 
 
 class GradientError(ThinwireError, TypeError):

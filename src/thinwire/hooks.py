@@ -14,13 +14,13 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory, PowerSGD
 from thinwire.algorithms.cast import WireDtype
@@ -28,7 +28,7 @@ from thinwire.channel import ProcessGroupChannel
 from thinwire.checks import number, true_or_false, whole_number
 from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where
-from thinwire.errors import ConfigError, StateError
+from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.loss_scale import loss_scale_of
 from thinwire.plan import Plan
 from thinwire.post_local_sgd import PostLocalSGDState, post_localSGD_hook
@@ -141,6 +141,19 @@ class PowerSGDState:
         """Which parameter travels how; empty before the first step."""
         return Plan(()) if self._front is None else self._front.sync.plan
 
+    @property
+    def sync(self) -> GradientSync:
+        """What averages; known from the first step on.
+
+        Raises:
+            AttachError: There was no step yet.
+        """
+        if self._front is None:
+            raise AttachError(
+                "this PowerSGDState has not been used yet; it attaches itself in the first step"
+            )
+        return self._front.sync
+
     def stats(self) -> Stats:
         """What has been done so far; see `thinwire.Stats`."""
         return Stats(0, 0, 0, 0, 0, 0.0, {}) if self._front is None else self._front.sync.stats()
@@ -195,7 +208,7 @@ class PowerSGDState:
         """
         algorithm = self.algorithm(kind, wire_dtype)
         if self._front is None:
-            self._front = self._new_front(algorithm)
+            self._front = self._new_front(algorithm, bucket.buffer().device)
             self._loaded = None
         if self._front.sync.algorithm != algorithm:
             raise ConfigError(
@@ -207,13 +220,14 @@ class PowerSGDState:
             self._log(self._front.sync)
         return future
 
-    def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD) -> BucketFront:
+    def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
         models = models_where(lambda state: state is self)
         if len(models) > 1:
             raise ConfigError(
                 f"this PowerSGDState is registered on {len(models)} models; make one state for each model"
             )
-        channel, loss_scale = ProcessGroupChannel(self.process_group), loss_scale_of(self._grad_scaler)
+        channel = ProcessGroupChannel(self.process_group, device)
+        loss_scale = loss_scale_of(self._grad_scaler)
         if models:
             front = front_of(models[0], algorithm, channel, loss_scale)
         else:
@@ -306,8 +320,8 @@ def _one_round(
 ) -> Future[torch.Tensor]:
     """One message a bucket, which DDP waits for; nothing is kept between steps."""
     flat = dense_buffer(bucket)
-    channel = ProcessGroupChannel(process_group)
-    _agree(algorithm, channel)
+    channel = ProcessGroupChannel(process_group, flat.device)
+    _agree(algorithm, channel, bucket.parameters())
     divide_by_contributors(bucket.parameters(), flat)
     rounds = algorithm.exchange(Bucket((), flat), Memory())
     message = next(rounds)
@@ -322,13 +336,14 @@ def _one_round(
     return channel.average_later(message, f"a bucket of {flat.numel()} gradients").then(write_back)
 
 
-# Gradients in other types would be summed as if they were of one.
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[AllReduce | Cast]] = WeakKeyDictionary()
+# By the first parameter of a bucket: gradients in other types would be summed as if they were of one.
+_agreed = WeakTensorKeyDictionary()
 
 
-def _agree(algorithm: AllReduce | Cast, channel: ProcessGroupChannel) -> None:
-    """At the first use of a hook in a process group: do all processes use it?"""
-    agreed = _agreed.setdefault(channel.group, set())
-    if algorithm not in agreed:
-        channel.agree({"algorithm": repr(algorithm), "thinwire": __version__}, "the first step")
-        agreed.add(algorithm)
+def _agree(algorithm: AllReduce | Cast, channel: ProcessGroupChannel, parameters: list[torch.Tensor]) -> None:
+    """Where a bucket is new to a hook: do all processes use the hook for it?"""
+    agreed = (algorithm, channel.group.group_name)
+    if parameters and (parameters[0] not in _agreed or _agreed[parameters[0]] != agreed):
+        told = {"thinwire": __version__, "algorithm": repr(algorithm), "parameters": str(len(parameters))}
+        channel.agree(told, "a bucket's first step")
+        _agreed[parameters[0]] = agreed

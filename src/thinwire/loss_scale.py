@@ -18,10 +18,11 @@ LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
 
 
 def loss_scale_of(grad_scaler: object) -> LossScale | None:
-    """What the loss is multiplied by, without reading it back from the device; None if it is not.
+    """What the loss is multiplied by, None if it is not. A `GradScaler`'s is not read back from its device.
 
     Args:
-        grad_scaler: A `GradScaler`, a function that returns the scale of the step under way, or None.
+        grad_scaler: A `GradScaler`, a function that returns the scale of the step under way (a tensor on an
+            accelerator costs a host synchronisation), or None.
 
     Raises:
         ConfigError: It is something else; or (from the result) the function returns no positive number.
@@ -38,12 +39,15 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
 
     def told(device: torch.device) -> torch.Tensor:
         scale = grad_scaler()
-        if isinstance(scale, torch.Tensor) and scale.numel() == 1:
-            return scale.detach().reshape(()).to(device, torch.float32)
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
-            raise ConfigError(
-                f"the function given as grad_scaler must return a number above 0, got {scale!r}"
-            )
-        return torch.full((), scale, device=device, dtype=torch.float32)
+        words = f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"
+        if isinstance(scale, str | bool):
+            raise ConfigError(words)
+        try:
+            in_fp32 = torch.tensor(float(scale), dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(words) from error
+        if not 0 < in_fp32.item() < math.inf:
+            raise ConfigError(words)
+        return in_fp32.to(device)
 
     return told

@@ -14,6 +14,7 @@ from thinwire.checks import true_or_false, whole_number
 from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import dense_buffer, left_alone
 from thinwire.errors import ConfigError
+from thinwire.version import __version__
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
@@ -38,6 +39,7 @@ class PostLocalSGDState:
 
     Attributes:
         iter: Steps so far, up to `start_localSGD_iter`; may be set when training is resumed.
+        is_agreed: Whether all processes have compared these settings.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range, or the processes of this machine can't
@@ -64,11 +66,12 @@ class PostLocalSGDState:
         self.start_localSGD_iter = start_localSGD_iter
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
         self.iter = 0
+        self.is_agreed = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PostLocalSGDState":
         """A state with the same settings and groups at step 0: a copied model has no hook."""
         copied = PostLocalSGDState.__new__(PostLocalSGDState)
-        copied.__dict__.update(self.__dict__, iter=0)
+        copied.__dict__.update(self.__dict__, iter=0, is_agreed=False)
         return copied
 
 
@@ -81,6 +84,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         ConfigError: The state is of another kind; or no subgroup was given, and the processes can't be
             divided by machine.
         GradientError: The gradients are sparse.
+        AgreementError: The processes have other settings (told at the first step).
         CommunicationError: A collective failed.
     """
     if not isinstance(state, PostLocalSGDState):
@@ -92,13 +96,26 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
     purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
     if state.subgroup is None and state.post_local_gradient_allreduce:
         state.subgroup = _processes_of_this_machine(state.process_group)
+    if not state.is_agreed:
+        _agree(state, flat.device)
     if state.iter < state.start_localSGD_iter:
         divide_by_contributors(bucket.parameters(), flat)
         _count(state, bucket)
-        return ProcessGroupChannel(state.process_group).average_later(flat, purpose)
+        return ProcessGroupChannel(state.process_group, flat.device).average_later(flat, purpose)
     if state.post_local_gradient_allreduce:
-        return ProcessGroupChannel(state.subgroup).average_later(flat, purpose)
+        return ProcessGroupChannel(state.subgroup, flat.device).average_later(flat, purpose)
     return left_alone(flat)
+
+
+def _agree(state: PostLocalSGDState, device: torch.device) -> None:
+    told = {
+        "thinwire": __version__,
+        "start_localSGD_iter": str(state.start_localSGD_iter),
+        "post_local_gradient_allreduce": str(state.post_local_gradient_allreduce),
+        "iter": str(state.iter),
+    }
+    ProcessGroupChannel(state.process_group, device).agree(told, "the first step")
+    state.is_agreed = True
 
 
 def _count(state: PostLocalSGDState, bucket: GradBucket) -> None:

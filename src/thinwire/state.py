@@ -25,7 +25,7 @@ __all__ = [
     "warn_of_cuts",
 ]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "error", "factor", "checksum"}
 TENSORS = ("error", "factor")
 
@@ -100,13 +100,15 @@ def checked_state(
     Raises:
         StateError: It is not a Thinwire state, damaged, of another version, or of another model.
     """
-    if not isinstance(state, Mapping) or state.keys() != KEYS:
+    if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
     if _count(state, "version") != STATE_VERSION:
         raise StateError(
             f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
+    if state.keys() != KEYS:
+        raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
     shapes = _shapes(state)
     tensors = {key: _tensors(state, key) for key in TENSORS}
     for key in ("algorithm", "checksum"):
@@ -138,14 +140,14 @@ def check_model(
         loaded: The state.
         specs: The parameters of the model.
         strict: Whether each must have all the other's parameters.
-        by_position: Whether the names tell positions only. Then they must, strict or not.
+        by_position: Whether the names tell positions only.
 
     Raises:
         StateError: A parameter has another shape, or one of the two lacks parameters of the other.
     """
     here = {name: spec.shape for name, spec in specs.items()}
     missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
-    if loaded.shapes and (missing or unknown) and (strict or by_position):
+    if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
         raise StateError(
             f"the state is of a model with {_some(unknown)} where this one trains {_some(missing)}; "
@@ -162,7 +164,6 @@ def check_model(
 def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec]) -> LoadedState:
     """The part of a state that is about parameters of this model."""
     return loaded._replace(
-        shapes={name: shape for name, shape in loaded.shapes.items() if name in specs},
         error={name: error for name, error in loaded.error.items() if name in specs},
         factor={label: each for label, each in loaded.factor.items() if specs.keys() >= _names_in(label)},
     )

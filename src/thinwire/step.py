@@ -52,7 +52,7 @@ class StepFront(Joinable):
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
-        self._channel = ProcessGroupChannel(process_group)
+        self._channel = ProcessGroupChannel(process_group, self.parameters[0].device)
         loss_scale = loss_scale_of(grad_scaler)
         self.sync = GradientSync(algorithm, self._channel, self._specs, loss_scale=loss_scale)
         self._divides_by_initial = True
@@ -87,9 +87,13 @@ class StepFront(Joinable):
             for index, part in zip(indices, Bucket(specs, flat).gradients(), strict=True):
                 means[index] = self.in_layout(index, part)
             buckets.append((specs, flat))
-        for specs, flat in buckets:
-            self.sync.start(specs, flat)
-        return means, self.sync.finish() if buckets else True
+        try:
+            for specs, flat in buckets:
+                self.sync.start(specs, flat, is_agreed=True)
+            return means, self.sync.finish() if buckets else True
+        except BaseException:
+            self.sync.abandon()
+            raise
 
     def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """A flat tensor, in the order of memory of a parameter, as a view of the parameter's shape."""

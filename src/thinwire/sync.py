@@ -70,6 +70,8 @@ class GradientSync:
         self._loaded_error: dict[str, torch.Tensor] = {}
         self._unchecked: LoadedState | None = None
         self._loaded_checksum: str | None = None
+        self._error_is_mean = True  # nothing is owed yet
+        self._device = torch.device("cpu")
         self._told_error: dict[str, float] = {}
         self._started: list[Bucket] = []
         self._used: list[torch.Tensor] = []
@@ -106,7 +108,8 @@ class GradientSync:
         self._check_between_steps("use()")
         self._algorithm = self._checked(algorithm)
         self._agreed.clear()
-        self._forget_stale_factors()
+        if self._last_buckets:  # before the first step it is not known what is stale
+            self._forget_stale_factors()
 
     def _checked(self, algorithm: Algorithm) -> Algorithm:
         if not isinstance(algorithm, Algorithm):
@@ -160,12 +163,13 @@ class GradientSync:
         relative = torch.where(owed > 0, owed / torch.hypot(owed, sent), 0.0)
         return {route.label: value for route, value in zip(routes, relative.tolist(), strict=True)}
 
-    def start(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor) -> None:
+    def start(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor, *, is_agreed: bool = False) -> None:
         """For fronts: a bucket's gradients are ready. Sends the first message and returns.
 
         Args:
             specs: The bucket's parameters.
             flat: Their gradients, shape (sum of elements,), averaged in place by `finish`.
+            is_agreed: Whether all processes are known to have this very bucket, and have called `agree`.
 
         Raises:
             StepError: The bucket was started already: the last backward pass was interrupted.
@@ -181,13 +185,15 @@ class GradientSync:
             )
         with exact_arithmetic(flat.device):
             owes = bool(self._memory.error or self._loaded_error)
+            self._device = flat.device
             self._admit(specs, flat.device)
-            self.agree(specs)
+            if not is_agreed:
+                self.agree(specs)
             scale = None if self._loss_scale is None else self._loss_scale(flat.device)
             bucket = Bucket(specs, flat, scale)
-            if self._may_be_unused and owes:
-                self._used.append(used_flags(bucket))
+            used = [used_flags(bucket)] if self._may_be_unused and owes else []
             self._exchange.start(self._algorithm, bucket, self._memory, step=self.steps)
+        self._used += used
         self._started.append(bucket)
         self._gradient_bytes += flat.numel() * flat.element_size()
 
@@ -205,17 +211,22 @@ class GradientSync:
         """
         if bucket in self._agreed:
             return
-        told = told_of(
+        told = self._told("a step") | {"bucket": ", ".join(spec.name for spec in bucket)}
+        self.channel.agree(told, f"step {self.steps}")
+        self._agreed.add(bucket)
+
+    def _told(self, call: str) -> dict[str, str]:
+        return told_of(
+            call,
             self._algorithm,
             self._specs.values(),
-            bucket,
             step=self._memory.step,
+            skipped_steps=self._skipped_steps,
             loaded=self._loaded_checksum,
+            error_is_mean=self._error_is_mean,
             knows_loss_scale=self._loss_scale is not None,
             may_be_unused=self._may_be_unused,
         )
-        self.channel.agree(told, f"step {self.steps}")
-        self._agreed.add(bucket)
 
     def finish(self) -> bool:
         """For fronts: all buckets have been started. Blocks until every gradient is the mean.
@@ -245,6 +256,7 @@ class GradientSync:
         self._told_error = {}
         if committed:
             self._memory.step += 1
+            self._error_is_mean = False
         else:
             self._skipped_steps += 1
         self._note_layout([bucket.specs for bucket in buckets])
@@ -286,11 +298,13 @@ class GradientSync:
         Returns:
             fp32, shape (elements,), in the parameter's order of memory, in units of the unscaled loss.
         """
+        self._error_is_mean = False
         self._memory.sent.pop(name, None)
         return self._memory.error.pop(name, None)
 
     def owe(self, name: str, error: torch.Tensor) -> None:
         """For fronts: from now on this is owed on a parameter; as from `take_error`."""
+        self._error_is_mean = False
         self._memory.error[name] = error
 
     def _admit(self, specs: tuple[ParameterSpec, ...], device: torch.device) -> None:
@@ -315,13 +329,13 @@ class GradientSync:
             tensor, "parameters" one of names and shapes. `torch.load(weights_only=True)` and
             `torch.distributed.checkpoint` take it; `thinwire.checkpoint` writes it as safetensors, too.
 
-        Cost: a gather of 32 bytes a process, one exact average of all error memory, a copy of it to the CPU
-        and its checksum. If other processes do not call it as well, it says so after 10 s, and fails
-        after the group's timeout.
+        Cost: a gather of 32 bytes a process, one exact average of all error memory (none if there was no step
+        since the last time), a copy of it to the CPU and its checksum. If other processes do not call it as
+        well, it says so after 10 s, and fails after the group's timeout.
 
         Raises:
             StepError: A step is under way.
-            AgreementError: The processes have made different steps.
+            AgreementError: The processes have made different steps, or have other algorithms.
             CommunicationError: A collective failed, or some process did not call it; memory is as it was.
         """
         with exact_arithmetic(torch.device("cpu")):
@@ -331,17 +345,12 @@ class GradientSync:
         """`state_dict` for simulated workers: yields while messages are under way; see `lockstep`."""
         self._check_between_steps("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
-        owed = sorted(self._memory.error)
-        self.channel.agree({"committed steps": str(self._memory.step), "owed": ", ".join(owed)}, purpose)
+        self.channel.agree(self._told("state_dict()"), purpose)
         self._told_error = self._relative_error()
         self._memory.sent.clear()
-        error = self._memory.error
-        pending = {
-            name: self.channel.average(error[name].clone(), f"{purpose}, {name}", is_gradient=False)
-            for name in owed
-        }
-        yield
-        error.update({name: each.wait() for name, each in pending.items()})
+        if not self._error_is_mean:
+            yield from self._average_error(purpose)
+            self._error_is_mean = True
         shapes = {name: spec.shape for name, spec in self._specs.items()}
         if self._unchecked is not None:
             shapes = self._unchecked.shapes | shapes
@@ -349,6 +358,23 @@ class GradientSync:
         return packed_state(
             self._algorithm, self._memory, self._specs, shapes, unclaimed, skipped_steps=self._skipped_steps
         )
+
+    def _average_error(self, purpose: str) -> Generator[None, None, None]:
+        """Replace the error by its mean. A process may owe nothing on a parameter where others do."""
+        error, specs = self._memory.error, sorted(self._specs.values())
+        if not specs:
+            return
+        owes = torch.tensor([float(spec.name in error) for spec in specs], device=self._device)
+        shares = self.channel.average(owes, f"{purpose}, who owes", is_gradient=False)
+        yield
+        owed = [spec for spec, share in zip(specs, shares.wait().tolist(), strict=True) if share > 0]
+        pending = {}
+        for spec in owed:
+            own = error.get(spec.name)
+            message = torch.zeros(spec.numel, device=self._device) if own is None else own.clone()
+            pending[spec.name] = self.channel.average(message, f"{purpose}, {spec.name}", is_gradient=False)
+        yield
+        error.update({name: each.wait() for name, each in pending.items()})
 
     def _check_between_steps(self, call: str) -> None:
         if self._started:
@@ -368,7 +394,8 @@ class GradientSync:
         Args:
             state: What `state_dict` returned, on any process.
             strict: Whether to refuse a state that lacks parameters of this model, or has others. If not,
-                what is owed on those others is dropped.
+                what is owed on those others is dropped. Where parameters are known by position only, all
+                must be the same anyway.
 
         Raises:
             StateError: It is not such a state, damaged, of a later version, or of another model.
@@ -379,7 +406,7 @@ class GradientSync:
             loaded = fitting(loaded, self._specs)
             warn_of_cuts(loaded, self.plan)
         self._unchecked = None if self._all_specs_known else loaded
-        self._loaded_checksum = loaded.checksum
+        self._loaded_checksum, self._error_is_mean = loaded.checksum, True
         self._agreed.clear()
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps

@@ -4,8 +4,8 @@
     with faults(sync, [fail_at(process=1, step=30, kind="kill")]):
         train(ddp_model)
 
-The same schedule is given to every process; each picks its own faults from it. They strike where a
-message is about to be sent, so on any front: DDP's hook, `thinwire.powersgd`, `LocalSGD`.
+The same schedule is given to every process; each picks its own faults from it. They strike where a message
+of gradients is about to be sent: by DDP's hook, `thinwire.powersgd` or `LocalSGD`.
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ def random_faults(
     """
     if whole_number("num_faults", num_faults, least=0) > whole_number("steps", steps, least=0):
         raise ConfigError(f"num_faults must be at most steps, {steps}, got {num_faults}")
+    whole_number("processes", processes, least=1)
+    if not kinds:
+        raise ConfigError(f"kinds must name at least one of {', '.join(get_args(Kind))}")
     draw = random.Random(seed)
     drawn = []
     for step in sorted(draw.sample(range(steps), num_faults)):
@@ -139,15 +142,18 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
     """Let this process's faults strike while the context is open.
 
     Args:
-        target: A `GradientSync`, or what has one.
+        target: A `GradientSync`, or what has one (a `PowerSGDState` after its first step, an integration's
+            strategy, handler or callback once training has begun). Of `LocalSGD`, a step is an averaging with
+            its algorithm; the steps of its warm-up and within a subgroup are not reached.
         schedule: Of all processes.
 
     Yields:
         The faults that have struck on this process so far. A test should look that they did.
 
     Raises:
-        ConfigError: `schedule` holds something else, or would end the process in which all simulated
-            workers live.
+        ConfigError: `schedule` holds something else, a process that is not in the group, or what would end
+            the process in which all simulated workers live.
+        AttachError: `target` is not attached yet.
     """
     sync = target if isinstance(target, GradientSync) else target.sync
     restart = int(os.environ.get(RESTART_COUNT, "0"))
@@ -155,6 +161,8 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
     for fault in schedule:
         if not isinstance(fault, Fault):
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
+        if fault.process >= before.size:
+            raise ConfigError(f"there are {before.size} processes, and none of rank {fault.process}")
         if isinstance(before, InProcessChannel) and fault.kind in ("kill", "stall"):
             raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
         if fault.process == before.process_rank and fault.restart in (None, restart):
@@ -224,8 +232,10 @@ def _suffer(fault: Fault, message: torch.Tensor) -> None:
 def _stall(seconds: float | None) -> None:
     """Stop this process; another one wakes it."""
     waker = None
-    if seconds is not None:
-        waker = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+    if seconds is not None:  # again and again: it could come before the stop
+        wake = f"sleep {seconds}; while kill -CONT {os.getpid()}; do sleep 0.1; done"
+        waker = subprocess.Popen(["sh", "-c", wake])
     os.kill(os.getpid(), signal.SIGSTOP)
     if waker is not None:
+        waker.kill()
         waker.wait()

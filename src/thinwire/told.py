@@ -1,4 +1,4 @@
-"""What a process tells the others of itself before it sends gradients, so that they can find differences."""
+"""What a process tells the others of itself before it sends anything, so that they can find differences."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, is_dataclass
 
 from thinwire.algorithms import Algorithm
+from thinwire.channel import CALL
 from thinwire.plan import ParameterSpec
 from thinwire.version import __version__
 
@@ -13,40 +14,45 @@ __all__ = ["told_of"]
 
 
 def told_of(
+    call: str,
     algorithm: Algorithm,
     specs: Iterable[ParameterSpec],
-    bucket: Iterable[ParameterSpec],
     *,
     step: int,
+    skipped_steps: int,
     loaded: str | None,
+    error_is_mean: bool,
     knows_loss_scale: bool,
     may_be_unused: bool,
 ) -> dict[str, str]:
-    """All that must be the same on every process, by subject: version, algorithm, plan, and what was loaded.
+    """All that must be the same on every process, by subject: version, algorithm, plan, and where it stands.
 
     The plan follows from the algorithm and the shapes.
 
     Args:
+        call: What it is about to do.
         algorithm: With its settings.
         specs: All parameters that are known.
-        bucket: Those that are about to be averaged together.
         step: Steps committed so far.
+        skipped_steps: Steps skipped.
         loaded: The checksum of the state that was loaded, None if none was.
+        error_is_mean: Whether nothing has changed the error since it was averaged.
         knows_loss_scale: Whether error is in unscaled units.
         may_be_unused: Whether flags of used parameters travel as well.
     """
     told = {
+        CALL: call,
         "thinwire": __version__,
         "algorithm": type(algorithm).__name__,
         **{name: repr(value) for name, value in _settings_of(algorithm).items()},
         "loss scale": "known" if knows_loss_scale else "not known",
         "find_unused_parameters": str(may_be_unused),
         "committed steps": str(step),
+        "skipped steps": str(skipped_steps),
         "loaded state": "none" if loaded is None else loaded,
+        "averaged error": str(error_is_mean),
     }
-    told |= {f"parameter {spec.name}": _described(spec) for spec in specs}
-    told["bucket"] = ", ".join(spec.name for spec in bucket)
-    return told
+    return told | {f"parameter {spec.name}": _described(spec) for spec in specs}
 
 
 def _settings_of(algorithm: Algorithm) -> dict[str, object]:

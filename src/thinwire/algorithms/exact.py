@@ -51,25 +51,26 @@ def exchange_whole(
     names = [spec.name for spec in bucket.specs]
     owed = any(name in memory.error for name in names)
     payment = with_owed(bucket, memory, range(len(names)), wire_dtype) if owed else Payment([], {})
-    message = torch.cat(payment.gradients) if owed else bucket.flat
+    message = torch.cat(payment.parts) if owed else bucket.flat
     mean = yield message if wire_dtype is None else message.to(wire_dtype)
     if owed or gated:
         yield None
-        keep_unpaid(memory, names, payment)
+        keep_unpaid(memory, names, payment, mean[len(bucket.flat) :])
     if mean is not bucket.flat:
-        bucket.flat.copy_(mean)
+        bucket.flat.copy_(mean[: len(bucket.flat)])
 
 
 class Payment(NamedTuple):
     """Gradients that travel whole, with what was owed on them.
 
     Attributes:
-        gradients: Flat; new tensors where something was owed.
+        parts: Flat gradients; new tensors where something was owed. Then, if any of it may not fit, one
+            element more that tells whether something remains unpaid on this process.
         unpaid: What would not have fitted into the range of the types on the way, by parameter name,
-            fp32, in units of the unscaled loss.
+            fp32, in units of the unscaled loss. The same names on all processes.
     """
 
-    gradients: list[torch.Tensor]
+    parts: list[torch.Tensor]
     unpaid: dict[str, torch.Tensor]
 
 
@@ -89,7 +90,10 @@ def with_owed(
                 rest = owed - paid
                 payment.unpaid[name] = rest if bucket.loss_scale is None else rest / bucket.loss_scale
             gradient = gradient + paid
-        payment.gradients.append(gradient)
+        payment.parts.append(gradient)
+    if payment.unpaid:
+        remains = torch.stack([rest.any() for rest in payment.unpaid.values()]).any()
+        payment.parts.append(remains.to(bucket.flat.dtype).view(1))
     return payment
 
 
@@ -105,9 +109,17 @@ def _fitting(owed: torch.Tensor, gradient: torch.Tensor, most: float) -> torch.T
     return owed.clamp(-room, room)
 
 
-def keep_unpaid(memory: Memory, names: Iterable[str], payment: Payment) -> None:
-    """Drop the error of parameters that have been paid back, but for what did not fit."""
+def keep_unpaid(memory: Memory, names: Iterable[str], payment: Payment, remaining: torch.Tensor) -> None:
+    """Drop the error of parameters that have been paid back, but for what did not fit.
+
+    Args:
+        memory: Owes the same parameters on all processes, before and after.
+        names: Of the parameters that were paid.
+        payment: As sent.
+        remaining: The mean of its last element, if it had one more than gradients.
+    """
     for name in names:
         memory.error.pop(name, None)
         memory.sent.pop(name, None)
-    memory.error.update((name, rest) for name, rest in payment.unpaid.items() if rest.any())
+    if payment.unpaid and remaining.any():
+        memory.error.update(payment.unpaid)

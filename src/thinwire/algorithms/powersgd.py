@@ -109,7 +109,7 @@ class PowerSGD(LowRank):
         groups = [self._group(names, gradients, memory, family) for family in layout.families]
         payment = with_owed(bucket, memory, layout.whole, self.message_dtype(bucket.flat.dtype))
         rounds = alternate if self.alternating else approximate
-        terms, whole_means = yield from rounds(self, groups, payment.gradients, memory, bucket)
+        terms, whole_means = yield from rounds(self, groups, payment.parts, memory, bucket)
         errors = self._errors(names, gradients, memory, layout)
         yield None
         for family, group, found in zip(layout.families, groups, terms, strict=True):
@@ -121,9 +121,11 @@ class PowerSGD(LowRank):
                     round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale)
                 remember(self, memory, names[index], of_one, bucket.loss_scale)
         memory.error.update(errors)
-        keep_unpaid(memory, [names[index] for index in layout.whole], payment)
-        for index, mean in zip(layout.whole, whole_means, strict=True):
+        count = len(layout.whole)
+        for index, mean in zip(layout.whole, whole_means[:count], strict=True):
             gradients[index].copy_(mean)
+        remaining = torch.cat([bucket.flat[:0], *whole_means[count:]])
+        keep_unpaid(memory, [names[index] for index in layout.whole], payment, remaining)
 
     def _group(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], memory: Memory, family: _Family

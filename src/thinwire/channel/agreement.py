@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 
 from thinwire.errors import AgreementError
 
-__all__ = ["Told", "check_same", "digest", "packed", "unpacked"]
+__all__ = ["CALL", "Told", "check_same", "digest", "packed", "unpacked"]
 
 Told = Mapping[str, str]
 """What a process tells of itself, by subject."""
 
+CALL = "call"  # the subject of what a process is about to do; where that differs, all else may
 MOST_SUBJECTS = 4
 MOST_PROCESSES = 8
 
@@ -51,12 +52,17 @@ def check_same(everyone: Sequence[Told], purpose: str) -> None:
     differing = [s for s in subjects if len({told.get(s) for told in everyone}) > 1]
     if not differing:
         return
+    if CALL in differing:
+        raise AgreementError(
+            f"{purpose}: {_who_has_what(everyone, CALL)} under way. Make the same calls on every process, "
+            "in the same order; nothing was changed"
+        )
     listed = [_who_has_what(everyone, subject) for subject in differing[:MOST_SUBJECTS]]
     if len(differing) > MOST_SUBJECTS:
         listed.append(f"and {len(differing) - MOST_SUBJECTS} differences more")
     raise AgreementError(
         f"{purpose}: {'; '.join(listed)}. "
-        "Give all processes the same model, algorithm and state; nothing was sent"
+        "Give all processes the same model, algorithm and state; nothing was changed"
     )
 
 

@@ -30,14 +30,16 @@ class ProcessGroupChannel(Channel):
 
     Args:
         group: The process group, None for the default one.
+        device: That of the gradients, for backends that can't send from the CPU.
 
     Raises:
         AttachError: `torch.distributed` is not initialised, or this process is not in the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         super().__init__()
         self.group = checked_group(group)
+        self._gradient_device = device
 
     @property
     def size(self) -> int:
@@ -79,7 +81,9 @@ class ProcessGroupChannel(Channel):
     def _device(self) -> torch.device:
         """Where small messages are cheapest: the CPU, if the backend can send from there."""
         kinds = [each.split(":")[0] for each in dist.get_backend_config(self.group).split(",")]
-        return torch.device("cpu" if "cpu" in kinds else kinds[0])
+        if "cpu" in kinds:
+            return torch.device("cpu")
+        return torch.device(kinds[0]) if self._gradient_device is None else self._gradient_device
 
     def _gathered(self, own: torch.Tensor, purpose: str) -> list[torch.Tensor]:
         """The tensors of all processes; says so if they are long in coming."""

@@ -29,6 +29,7 @@ class Averager:
         subgroup: This process's subgroup of it, None if there is none.
         algorithm: How changes become their mean over the group.
         specs: What is averaged.
+        device: Where that is.
         asks_subgroup: Whether there are averagings within the subgroup. Then it is asked before every
             averaging, so that members that disagree meet there and not in different groups.
 
@@ -45,14 +46,15 @@ class Averager:
         subgroup: dist.ProcessGroup | None,
         algorithm: Algorithm,
         specs: Iterable[ParameterSpec],
+        device: torch.device,
         *,
         asks_subgroup: bool,
     ) -> None:
         specs = list(specs)
-        self.channel = ProcessGroupChannel(group)
+        self.channel = ProcessGroupChannel(group, device)
         self.sync = GradientSync(algorithm, self.channel, specs)
         self.exact = GradientSync(EXACT, self.channel, specs)
-        inner_channel = None if subgroup is None else ProcessGroupChannel(subgroup)
+        inner_channel = None if subgroup is None else ProcessGroupChannel(subgroup, device)
         self.inner = None if inner_channel is None else GradientSync(EXACT, inner_channel, specs)
         self._asked_channel = inner_channel if asks_subgroup else None
 

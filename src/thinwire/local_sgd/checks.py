@@ -24,7 +24,7 @@ __all__ = [
     "unwrapped",
 ]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
 
 
@@ -107,6 +107,7 @@ class Loaded(NamedTuple):
     last_average: Mapping[str, torch.Tensor]
     sync: Mapping[str, Any]
     outer: Mapping[str, Any] | None
+    checksum: str
 
 
 def checked_state(state: object, averaged: Sequence[Averaged], *, has_outer: bool) -> Loaded:
@@ -115,15 +116,17 @@ def checked_state(state: object, averaged: Sequence[Averaged], *, has_outer: boo
     Raises:
         StateError: It is none of LocalSGD's, of another version, or of another model.
     """
-    if not isinstance(state, Mapping) or state.keys() != KEYS:
+    if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("expected a state made by LocalSGD.state_dict()")
     if state["version"] != STATE_VERSION:
         raise StateError(
             f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
-    check_undamaged(state)
-    loaded = Loaded(*(state[field] for field in Loaded._fields))
+    if state.keys() != KEYS:
+        raise StateError("expected a state made by LocalSGD.state_dict()")
+    settings = {field: state[field] for field in Loaded._fields if field != "checksum"}
+    loaded = Loaded(**settings, checksum=check_undamaged(state))
     for name, value in (("step", loaded.step), ("pending_steps", loaded.pending_steps)):
         whole_number(name, value, least=0, error=StateError)
     if loaded.outer is not None and not has_outer:

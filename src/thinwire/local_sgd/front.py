@@ -143,7 +143,12 @@ class LocalSGD(Joinable):
         if self._ddp is not None:
             check_ddp(self._ddp)
         self._averager = Averager(
-            group, inner, algorithm, [each.spec for each in averaged], asks_subgroup=self._ddp is None
+            group,
+            inner,
+            algorithm,
+            [each.spec for each in averaged],
+            averaged[0].tensor.device,
+            asks_subgroup=self._ddp is None,
         )
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
@@ -214,7 +219,7 @@ class LocalSGD(Joinable):
             "average_buffers": self._average_buffers,
             "subgroup": self._averager.inner is not None,
             "outer optimizer": self._make_outer is not None,
-            "loaded state": self._loaded is not None and f"of step {self._loaded.step}",
+            "loaded state": self._loaded is not None and self._loaded.checksum,
         }
         purpose = "entering LocalSGD"
         self._averager.channel.agree({subject: str(value) for subject, value in told.items()}, purpose)
