@@ -18,7 +18,7 @@ SOURCE = Path(thinwire.__file__).parent
 
 # From the bottom up; a module imports from its own floor or a lower one only.
 FLOORS = [
-    {"errors", "version"},
+    {"errors", "version", "end_signals"},
     {"plan", "checks", "checksum"},
     {"algorithms", "channel"},
     {
@@ -38,7 +38,7 @@ FLOORS = [
     {"hooks", "powersgd"},
     {"integrations"},
     {"__init__"},
-    {"demo"},
+    {"demo", "lab"},
     {"cli"},
 ]
 

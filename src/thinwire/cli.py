@@ -39,6 +39,7 @@ def build_app() -> typer.Typer:
     import typer  # noqa: PLC0415 - an optional package, needed by the command line alone
 
     from thinwire.demo.command import demo  # noqa: PLC0415 - the same
+    from thinwire.lab.command import lab  # noqa: PLC0415 - the same
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -48,6 +49,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(describe)
     app.command()(demo)
+    app.command()(lab)
     return app
 
 

@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType, TracebackType
-from typing import Any
 
 from thinwire.demo.lifeline import LAUNCHER_VARIABLE
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import RecordFile, StepRecord
+from thinwire.end_signals import EndSignals
 from thinwire.errors import ThinwireError
 
 LOOK_EVERY_SECONDS = 0.1
@@ -38,30 +37,6 @@ class JobInterruptedError(ThinwireError):
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; every process has ended")
         self.signal_number = signal_number
-
-
-class EndSignals:
-    """While open, remembers a signal that asks this process to end, instead of being ended by it."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> EndSignals:
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
-                number = getattr(signal, name)
-                self._previous[number] = signal.signal(number, self._remember)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
 
 
 def run_job(options: DemoOptions, on_record: Callable[[StepRecord], None]) -> None:

@@ -1,0 +1,115 @@
+"""One process on each host: their output with a prefix, their end, and the lab's exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from typing import IO
+
+from thinwire.end_signals import EndSignals
+from thinwire.lab.network import Network
+
+__all__ = ["run_on_hosts"]
+
+LOOK_EVERY_SECONDS = 0.05
+
+
+def run_on_hosts(
+    network: Network, command: Sequence[str], out: IO[bytes], *, grace_seconds: float
+) -> tuple[int, list[float]]:
+    """Run a command on every host until all have ended.
+
+    Once one has failed, or a signal (which is passed on) asks the lab to end, the others are asked to end
+    after `grace_seconds`, and killed after as many more.
+
+    Args:
+        network: With the hosts.
+        command: The same on all; each has the environment that torchrun would give it.
+        out: Where their output goes, line by line.
+        grace_seconds: In which the others may find out for themselves.
+
+    Returns:
+        The exit code of the first that failed, as a shell tells it (128 + the signal that ended it); 0 if
+        none did. And how many seconds each ran.
+    """
+    lock = threading.Lock()
+    with EndSignals() as asked:
+        hosts = [_Host(network, host, command, out, lock) for host in range(network.layout.hosts)]
+        exit_code = _wait(hosts, asked, grace_seconds)
+    return exit_code, [host.seconds for host in hosts]
+
+
+class _Host:
+    """The process on a host, and the thread that passes its output on.
+
+    Attributes:
+        exit_code: As a shell tells it; None while it runs.
+        seconds: That it ran.
+    """
+
+    def __init__(
+        self, network: Network, host: int, command: Sequence[str], out: IO[bytes], lock: threading.Lock
+    ) -> None:
+        self.exit_code: int | None = None
+        self.seconds = 0.0
+        self._start = time.monotonic()
+        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self._process = subprocess.Popen(
+            network.command_in(host, *command),
+            env=defaults | dict(os.environ) | dict(network.layout.environment(host)),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that Ctrl-C reaches the lab alone, which passes it on
+        )
+        prefix = f"[host {host:>{len(str(network.layout.hosts - 1))}}] ".encode()
+        self._reader = threading.Thread(target=self._pass_on, args=(prefix, out, lock), daemon=True)
+        self._reader.start()
+
+    def has_just_ended(self) -> bool:
+        """Whether it ended since the last time this was asked."""
+        if self.exit_code is not None or self._process.poll() is None:
+            return False
+        self._reader.join()
+        code = self._process.returncode
+        self.exit_code = 128 - code if code < 0 else code
+        self.seconds = time.monotonic() - self._start
+        return True
+
+    def send(self, number: int) -> None:
+        """A signal, to the process and those that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
+
+    def _pass_on(self, prefix: bytes, out: IO[bytes], lock: threading.Lock) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            with lock:
+                out.write(prefix + line.removesuffix(b"\n") + b"\n")
+                out.flush()
+
+
+def _wait(hosts: Sequence[_Host], asked: EndSignals, grace_seconds: float) -> int:
+    failure: int | None = None
+    to_send: list[tuple[float, int]] = []  # when, and which signal
+    passed_on = False
+    while any(host.exit_code is None for host in hosts):
+        time.sleep(LOOK_EVERY_SECONDS)
+        now = time.monotonic()
+        last_words = [(now + grace_seconds, signal.SIGTERM), (now + 2 * grace_seconds, signal.SIGKILL)]
+        for host in hosts:
+            if host.has_just_ended() and host.exit_code and failure is None:
+                failure, to_send = host.exit_code, list(last_words)
+        if asked.received is not None and not passed_on:
+            failure, to_send, passed_on = 128 + asked.received, list(last_words), True
+            for host in hosts:
+                host.send(asked.received)
+        while to_send and now >= to_send[0][0]:
+            _, number = to_send.pop(0)
+            for host in hosts:
+                host.send(number)
+    return failure or 0

@@ -1,0 +1,104 @@
+"""What the network looks like: how many hosts, grouped how, and how fast the slow links are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from thinwire.checks import whole_number
+from thinwire.errors import ConfigError
+
+__all__ = ["Layout", "bits_per_second"]
+
+MOST_HOSTS = 200
+UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+LEAST_BITS_PER_SECOND = 10**5
+# What may pass at once after a pause: as little as can be, or short messages would not meet the rate at all.
+# But a packet that is handed to the link may have 64 KiB, and a busy kernel may be a millisecond late.
+LEAST_BURST_BYTES = 68 * 2**10
+BURST_SECONDS = 1e-3
+
+
+def bits_per_second(rate: str) -> float:
+    """What a rate such as "100mbit" means, in bits a second.
+
+    Raises:
+        ConfigError: It is none, or below 100kbit.
+
+    >>> bits_per_second("1.5gbit")
+    1500000000.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
+    if match is None or float(match[1]) * UNITS[match[2]] < LEAST_BITS_PER_SECOND:
+        raise ConfigError(f"a rate is like 100mbit, 1gbit or 500kbit, and at least 100kbit; got {rate!r}")
+    return float(match[1]) * UNITS[match[2]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Hosts behind links.
+
+    Args:
+        hosts: How many.
+        rate: Of the slow links, such as "100mbit"; None for links as fast as the machine.
+        hosts_per_node: So many share one slow link to the other nodes, and are joined without limit among
+            each other. 1: every host has a slow link.
+
+    Raises:
+        ConfigError: A number is out of range, the hosts can't be grouped like that, or the rate is none.
+
+    >>> Layout(hosts=4, hosts_per_node=2).environment(3)["LOCAL_RANK"]
+    '1'
+    """
+
+    hosts: int
+    rate: str | None = None
+    hosts_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        whole_number("hosts", self.hosts, least=1)
+        whole_number("hosts_per_node", self.hosts_per_node, least=1)
+        if self.hosts > MOST_HOSTS:
+            raise ConfigError(f"hosts must be at most {MOST_HOSTS}, got {self.hosts}")
+        if self.hosts % self.hosts_per_node:
+            raise ConfigError(
+                f"hosts must be a multiple of hosts_per_node, got {self.hosts} and {self.hosts_per_node}"
+            )
+        if self.rate is not None:
+            bits_per_second(self.rate)
+
+    @property
+    def nodes(self) -> int:
+        """Groups of hosts."""
+        return self.hosts // self.hosts_per_node
+
+    def address(self, host: int) -> str:
+        """A host's address in the network."""
+        return f"10.77.0.{host + 1}"
+
+    def shaping(self) -> list[str]:
+        """The token bucket of a slow link, as `tc qdisc add dev … root` wants it; nothing without a rate."""
+        if self.rate is None:
+            return []
+        bits = bits_per_second(self.rate)
+        burst_bytes = max(LEAST_BURST_BYTES, int(bits / 8 * BURST_SECONDS))
+        limit = ["burst", str(burst_bytes), "latency", "100ms"]
+        return ["tbf", "rate", f"{int(bits)}bit", *limit]
+
+    def environment(self, host: int, *, port: int = 29500, interface: str = "eth0") -> Mapping[str, str]:
+        """What torchrun would tell the process of a host, and which interface to use."""
+        node, place = divmod(host, self.hosts_per_node)
+        return {
+            "RANK": str(host),
+            "WORLD_SIZE": str(self.hosts),
+            "LOCAL_RANK": str(place),
+            "LOCAL_WORLD_SIZE": str(self.hosts_per_node),
+            "GROUP_RANK": str(node),
+            "GROUP_WORLD_SIZE": str(self.nodes),
+            "MASTER_ADDR": self.address(0),
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": interface,
+            "NCCL_SOCKET_IFNAME": interface,
+            "TP_SOCKET_IFNAME": interface,
+        }

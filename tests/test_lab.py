@@ -1,0 +1,324 @@
+"""The slow network on one machine: real namespaces, real links, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from thinwire import ConfigError
+from thinwire.lab.layout import Layout, bits_per_second
+from thinwire.lab.namespace import LAB_VARIABLE, check_machine
+
+SOURCE = Path(thinwire.__file__).parents[1]
+
+MEASURE = """
+import os, socket, sys, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+sender, total = int(sys.argv[1]), int(float(sys.argv[2]) * 1e6)
+address = os.environ["MASTER_ADDR"], 29500
+if rank == 0:
+    server = socket.create_server(address)
+    peer, _ = server.accept()
+    got, start = 0, time.monotonic()
+    while got < total:
+        got += len(peer.recv(1 << 20))
+    print(f"took {time.monotonic() - start:.4f} s", flush=True)
+elif rank == sender:
+    for _ in range(200):
+        try:
+            peer = socket.create_connection(address)
+            break
+        except OSError:
+            time.sleep(0.05)
+    peer.sendall(bytes(total))
+    peer.close()
+"""
+
+TRAIN = """
+import os, torch, torch.distributed as dist, thinwire
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(1024, 1024, bias=False))
+algorithm = thinwire.PowerSGD(matrix_rank=4) if os.environ["KIND"] == "low rank" else thinwire.AllReduce()
+sync = thinwire.attach(model, algorithm)
+for _ in range(5):
+    model(torch.randn(8, 1024)).square().mean().backward()
+stats = sync.stats()
+print(f"world size {dist.get_world_size()}, message bytes {stats.message_bytes}", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def can_unshare() -> bool:
+    flags = [["--net"], ["--user", "--map-root-user", "--net"]]
+    return shutil.which("unshare") is not None and any(
+        subprocess.run(["unshare", *each, "true"], capture_output=True, check=False).returncode == 0
+        for each in flags
+    )
+
+
+real = pytest.mark.skipif(not can_unshare(), reason="NO NETWORK NAMESPACES HERE: the lab was not tested")
+
+
+def lab_command(*options: str, code: str, arguments: tuple[str, ...] = ()) -> list[str]:
+    lab = [sys.executable, "-m", "thinwire.cli", "lab", *options]
+    return [*lab, "--", sys.executable, "-c", code, *arguments]
+
+
+def run_lab(
+    *options: str,
+    code: str,
+    arguments: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    before: tuple[str, ...] = (),
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*before, *lab_command(*options, code=code, arguments=arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | (environment or {}),
+    )
+
+
+@contextmanager
+def started_lab(*options: str, code: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A lab whose hosts have all said something; and how its processes can be told from others."""
+    with subprocess.Popen(
+        lab_command(*options, code=code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as lab:
+        try:
+            assert lab.stdout is not None
+            said = {lab.stdout.readline() for _ in range(2)}
+            assert {line.split("]")[0] for line in said} == {"[host 0", "[host 1"}
+            yield lab, f"{LAB_VARIABLE}={lab.pid}-"
+        finally:
+            lab.kill()
+
+
+def alive(mark: str) -> list[int]:
+    """Processes with a mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            is_zombie = entry.name.isdigit() and ") Z " in (entry / "stat").read_text()
+            if entry.name.isdigit() and not is_zombie and mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(mark: str, but: int = 0) -> None:
+    deadline = time.monotonic() + 5
+    while set(alive(mark)) - {but} and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert set(alive(mark)) - {but} == set()
+
+
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+
+
+@real
+@pytest.mark.parametrize(
+    ("options", "sender", "megabytes", "mbit"),
+    [
+        (["--hosts=2", "--rate=20mbit"], 1, 3, 20),
+        (["--hosts=2", "--rate=100mbit"], 1, 15, 100),
+        (["--hosts=4", "--rate=100mbit", "--hosts-per-node=2"], 2, 15, 100),
+    ],
+    ids=["20 Mbit/s", "100 Mbit/s", "between nodes"],
+)
+def test_a_known_transfer_takes_the_time_it_must(
+    options: list[str], sender: int, megabytes: int, mbit: int
+) -> None:
+    done = run_lab(*options, code=MEASURE, arguments=(str(sender), str(megabytes)))
+    assert done.returncode == 0, done.stderr
+    took = float(re.search(r"\[host 0\] took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert took == pytest.approx(megabytes * 8 / mbit, rel=0.15)
+
+
+@real
+@pytest.mark.parametrize("options", [["--hosts=2"], ["--hosts=4", "--hosts-per-node=2", "--rate=1mbit"]])
+def test_links_without_a_rate_and_within_a_node_are_fast(options: list[str]) -> None:
+    done = run_lab(*options, code=MEASURE, arguments=("1", "15"))
+    assert done.returncode == 0, done.stderr
+    took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert 15 * 8 / took > 500  # Mbit/s
+
+
+@real
+def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
+    sent = {}
+    for kind in ("exact", "low rank"):
+        report = tmp_path / "report.json"
+        options = ["--hosts=2", "--rate=1gbit", f"--report={report}"]
+        done = run_lab(*options, code=TRAIN, environment={"KIND": kind})
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = re.findall(r"world size 2, message bytes (\d+)", done.stdout)
+        assert len(told) == 2
+        found = json.loads(report.read_text())
+        assert found["exit_code"] == 0
+        assert len(found["seconds"]) == 2
+        sent[kind] = (int(told[0]), found["sent_bytes"][1])
+    exact_message_bytes, exact_bytes = sent["exact"]
+    low_rank_message_bytes, low_rank_bytes = sent["low rank"]
+    assert exact_message_bytes == 5 * 4 * 1024 * 1024
+    assert low_rank_message_bytes < exact_message_bytes / 50
+    # Of two hosts, each sends all of a message once. DDP sends the parameters when it starts, from host 0.
+    assert exact_bytes - low_rank_bytes == pytest.approx(
+        exact_message_bytes - low_rank_message_bytes, rel=0.15
+    )
+
+
+@real
+def test_the_first_failure_is_the_labs_and_ends_the_others() -> None:
+    code = "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); sys.exit(7)"
+    start = time.monotonic()
+    done = run_lab("--hosts=3", "--grace-seconds=0.2", code=code)
+    assert done.returncode == 7
+    assert time.monotonic() - start < 20
+
+
+@real
+def test_a_host_that_is_killed_is_told_as_a_shell_does() -> None:
+    code = "import os; os.kill(os.getpid(), 9 if os.environ['RANK'] == '0' else 0)"
+    assert run_lab("--hosts=2", code=code).returncode == 137
+
+
+@real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_is_passed_on_and_nothing_is_left(number: signal.Signals) -> None:
+    with started_lab("--hosts=2", "--grace-seconds=5", code=SLEEP) as (lab, mark):
+        assert len(alive(mark)) >= 5  # the lab, two hosts, two that hold them open
+        lab.send_signal(number)
+        assert lab.wait(20) == 128 + number
+        wait_until_gone(mark)
+
+
+@real
+def test_a_process_that_does_not_listen_is_killed() -> None:
+    code = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN);" + SLEEP
+    with started_lab("--hosts=2", "--grace-seconds=0.3", code=code) as (lab, mark):
+        lab.send_signal(signal.SIGINT)
+        assert lab.wait(20) == 130
+        wait_until_gone(mark)
+
+
+@real
+def test_killed_outright_it_leaves_nothing_that_the_next_one_does_not_remove() -> None:
+    code = f"import subprocess; subprocess.Popen(['sleep', '60']); {SLEEP}"
+    with started_lab("--hosts=2", code=code) as (lab, mark):
+        children = [
+            each for each in alive(mark) if b"sleep\x0060" in Path(f"/proc/{each}/cmdline").read_bytes()
+        ]
+        assert len(children) == 2
+        lab.kill()
+        lab.wait()
+        deadline = time.monotonic() + 5
+        while set(alive(mark)) != set(children) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert set(alive(mark)) == set(children)  # what the hosts' own processes have started
+        assert run_lab("--hosts=1", code="pass").returncode == 0
+        wait_until_gone(mark)
+
+
+@real
+@pytest.mark.skipif(os.geteuid() != 0, reason="whoever is not root tests this all the time")
+def test_as_somebody_who_is_not_root() -> None:
+    """In a user namespace. Root's folders are closed to others, so what is needed is mounted elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        needed = {"base": sys.base_prefix, "site": sysconfig.get_path("purelib"), "source": str(SOURCE)}
+        for name in needed:
+            Path(folder, name).mkdir()
+        mounts = [f"mount --bind '{path}' '{folder}/{name}'" for name, path in needed.items()]
+        nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+        python = f"{folder}/base/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+        lab = f'{python} -m thinwire.cli lab --hosts=2 --rate=100mbit -- {python} -c "$MEASURE" 1 5'
+        found = f"env PYTHONHOME={folder}/base PYTHONPATH={folder}/source:{folder}/site"
+        script = " && ".join([*mounts, f"cd {folder}", f"exec {nobody} {found} {lab}"])
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=os.environ | {"MEASURE": MEASURE},
+        )
+    assert done.returncode == 0, done.stderr
+    took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert took == pytest.approx(5 * 8 / 100, rel=0.15)
+
+
+def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "platform", "darwin")
+        with pytest.raises(ConfigError, match="needs Linux's network namespaces; this is darwin"):
+            check_machine()
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/bin/{tool}")
+    with pytest.raises(ConfigError, match="the lab needs iproute2; install it"):
+        check_machine()
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"),
+    [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("500kbit", 5e5), ("200000bit", 2e5)],
+)
+def test_rates(rate: str, bits: float) -> None:
+    assert bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit"])
+def test_what_is_no_rate_is_refused(rate: str) -> None:
+    with pytest.raises(ConfigError, match="a rate is like 100mbit"):
+        Layout(hosts=2, rate=rate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hosts": 0}, "hosts must be a whole number of at least 1"),
+        ({"hosts": 201}, "at most 200"),
+        ({"hosts": 3, "hosts_per_node": 2}, "multiple of hosts_per_node, got 3 and 2"),
+        ({"hosts": 2, "hosts_per_node": 0}, "hosts_per_node must be a whole number"),
+    ],
+)
+def test_layouts_that_are_none(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Layout(**settings)  # type: ignore[arg-type]
+
+
+def test_the_environment_is_torchruns() -> None:
+    grouped = Layout(hosts=6, hosts_per_node=3).environment(4)
+    assert {name: grouped[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "4",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+    }
+    assert (grouped["GROUP_RANK"], grouped["MASTER_ADDR"]) == ("1", "10.77.0.1")
+
+
+def test_a_mistake_on_the_command_line_is_one_line() -> None:
+    done = run_lab("--hosts=2", "--rate=fast", code="pass")
+    assert done.returncode == 2
+    assert done.stderr.startswith("thinwire: a rate is like 100mbit")
+    assert done.stderr.count("\n") == 1
