@@ -19,7 +19,7 @@ from thinwire.algorithms.matrices import (
     Terms,
     projections,
     row_blocks,
-    starting_basis,
+    starting_bases,
 )
 from thinwire.algorithms.orthonormal import orthonormal_rows
 from thinwire.algorithms.rounds import as_sent, packed, riders, unpacked
@@ -51,7 +51,7 @@ def alternate(
     for group in groups:
         group.add_errors(bucket.loss_scale)
     turn = (memory.step - config.warmup_steps) * config.power_iterations
-    bases = [starting_basis(config, memory, group, left=turn % 2 == 0) for group in groups]
+    bases = starting_bases(config, memory, groups, left=turn % 2 == 0)
     terms: list[list[Factors]] = [[] for _ in groups]
     whole_means: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):

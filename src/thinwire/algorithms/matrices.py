@@ -28,7 +28,7 @@ __all__ = [
     "round_into",
     "row_blocks",
     "settle",
-    "starting_basis",
+    "starting_bases",
 ]
 
 # A block of rows stays in a core's cache between the products of one pass.
@@ -152,8 +152,10 @@ def round_into(
         error.add_(lost if loss_scale is None else lost.div_(loss_scale))
 
 
-def starting_basis(config: LowRank, memory: Memory, group: MatrixGroup, *, left: bool) -> torch.Tensor:
-    """A basis to start from, (matrices, r, rows or columns): the last step's mean factors, or random ones.
+def starting_bases(
+    config: LowRank, memory: Memory, groups: Sequence[MatrixGroup], *, left: bool
+) -> list[torch.Tensor]:
+    """Bases to start from, (matrices, r, rows or columns): the last step's mean factors, or random ones.
 
     Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a
     standard normal, the same on every process.
@@ -161,18 +163,21 @@ def starting_basis(config: LowRank, memory: Memory, group: MatrixGroup, *, left:
     Args:
         config: Seed and warm start.
         memory: Only read.
-        group: The matrices.
+        groups: The matrices.
         left: Whether for the rows of the matrices, not their columns.
     """
+    return orthonormal_rows([_starting_rows(config, memory, group, left=left) for group in groups])
+
+
+def _starting_rows(config: LowRank, memory: Memory, group: MatrixGroup, *, left: bool) -> torch.Tensor:
     matrix = group.matrices[0]
     shape = (group.matrix_rank, matrix.shape[0 if left else 1])
     if config.warm_start:
         drawn = _first_rows(config.seed, shape, matrix.device)
     else:
         drawn = _random_rows(config.seed + SEED_STRIDE * memory.step, shape, matrix.device)
-    basis = torch.stack([_fitted(memory.factor.get(label), drawn) for label in group.labels])
-    basis = torch.where((basis == 0).all(dim=2, keepdim=True), drawn, basis)
-    return orthonormal_rows([basis])[0]
+    rows = torch.stack([_fitted(memory.factor.get(label), drawn) for label in group.labels])
+    return torch.where((rows == 0).all(dim=2, keepdim=True), drawn, rows)
 
 
 def remember(

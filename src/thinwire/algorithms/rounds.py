@@ -15,7 +15,7 @@ from thinwire.algorithms.matrices import (
     add_scaled,
     projections,
     row_blocks,
-    starting_basis,
+    starting_bases,
 )
 from thinwire.algorithms.orthonormal import orthonormal_rows
 
@@ -43,7 +43,7 @@ def approximate(
 
     Cost: two rounds a power iteration; in each, every matrix is read twice (and once written).
     """
-    rights = [starting_basis(config, memory, group, left=False) for group in groups]
+    rights = starting_bases(config, memory, groups, left=False)
     whole_means: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         first, last = iteration == 0, iteration + 1 == config.power_iterations
@@ -75,6 +75,7 @@ def _products(
         for block in row_blocks(matrix):
             if add_error and error is not None:
                 add_scaled(matrix[block], error[block], loss_scale)
+            # Not M Qᵀ: of that MKL's last bits depend on where in a bucket the matrix lies.
             torch.mm(q, matrix[block].t(), out=p[:, block])
     return left
 
