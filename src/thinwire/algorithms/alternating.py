@@ -17,11 +17,10 @@ from thinwire.algorithms.matrices import (
     Factors,
     MatrixGroup,
     Terms,
-    projections,
-    row_blocks,
     starting_bases,
 )
 from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.algorithms.passes import products, projections, subtract_own
 from thinwire.algorithms.rounds import as_sent, packed, riders, unpacked
 
 __all__ = ["alternate"]
@@ -48,15 +47,16 @@ def alternate(
 
     Cost: one round an iteration, which reads every matrix once and, but for the last, updates it.
     """
-    for group in groups:
-        group.add_errors(bucket.loss_scale)
     turn = (memory.step - config.warmup_steps) * config.power_iterations
     bases = starting_bases(config, memory, groups, left=turn % 2 == 0)
     terms: list[list[Factors]] = [[] for _ in groups]
     whole_means: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         first, left = iteration == 0, (turn + iteration) % 2 == 0
-        owns = [_projected(group, basis, left=left) for group, basis in zip(groups, bases, strict=True)]
+        owns = [
+            _projected(group, basis, bucket.loss_scale, left=left, add_error=first)
+            for group, basis in zip(groups, bases, strict=True)
+        ]
         dtype = config.message_dtype(bucket.flat.dtype)
         message = packed(owns, dtype, riding=whole if first else ())
         owns = as_sent(config, message, owns)
@@ -68,24 +68,17 @@ def alternate(
             found.append(Factors(basis, own, group_mean, basis_is_left=left))
         if iteration + 1 < config.power_iterations:
             for group, found in zip(groups, terms, strict=True):
-                _subtract_own(group, found[-1])
+                subtract_own(group, found[-1])
             bases = orthonormal_rows(means)
     return list(terms), whole_means
 
 
-def _projected(group: MatrixGroup, basis: torch.Tensor, *, left: bool) -> torch.Tensor:
-    """P̂ᵀ M or Q̂ᵀ Mᵀ of every matrix."""
-    if left:
-        return projections(group, basis)
-    own = basis.new_empty(basis.shape[0], basis.shape[1], group.matrices[0].shape[0])
-    for matrix, q, projection in zip(group.matrices, basis, own, strict=True):
-        torch.mm(q, matrix.t(), out=projection)
-    return own
-
-
-def _subtract_own(group: MatrixGroup, factors: Factors) -> None:
-    """Leave in every matrix what an iteration did not send of it."""
-    for matrix, of_one in zip(group.matrices, factors.each(), strict=True):
-        left, right = of_one.pair(of_one.own)
-        for block in row_blocks(matrix):
-            matrix[block].addmm_(left[:, block].t(), right, alpha=-1)
+def _projected(
+    group: MatrixGroup, basis: torch.Tensor, loss_scale: torch.Tensor | None, *, left: bool, add_error: bool
+) -> torch.Tensor:
+    """P̂ᵀ M or Q̂ᵀ Mᵀ of every matrix, after adding its error to it."""
+    if not left:
+        return products(group, basis, loss_scale, add_error=add_error)
+    if add_error:
+        group.add_errors(loss_scale)
+    return projections(group, basis)

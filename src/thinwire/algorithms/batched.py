@@ -10,7 +10,8 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.matrices import MatrixGroup, add_scaled, remember, round_into, settle
+from thinwire.algorithms.matrices import MatrixGroup, add_scaled, remember, round_into
+from thinwire.algorithms.passes import settle
 from thinwire.algorithms.rounds import approximate
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -64,14 +65,14 @@ class BatchedPowerSGD(LowRank):
         (found,), _ = yield from approximate(self, [group], (), memory, bucket)
         error = torch.empty_like(matrix) if self.error_feedback else None
         yield None
-        terms = [of_one for factors in found for of_one in factors.each()]
-        settle(matrix, error, terms, bucket.loss_scale)
+        settle(group, None if error is None else [error], found, bucket.loss_scale)
         flat_error = None if error is None else error.view(-1)[: bucket.flat.numel()]
         round_into(bucket.flat, matrix.view(-1)[: bucket.flat.numel()], flat_error, bucket.loss_scale)
         if flat_error is not None:
             memory.error.update(
                 zip((spec.name for spec in bucket.specs), bucket.split(flat_error), strict=True)
             )
+        terms = [of_one for factors in found for of_one in factors.each()]
         remember(self, memory, label, terms, bucket.loss_scale)
 
     @staticmethod

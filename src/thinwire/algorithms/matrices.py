@@ -1,4 +1,4 @@
-"""Matrices on their way through a step: bases, projections, and what is written at its end.
+"""Matrices on their way through a step, the bases they start from, and what is remembered of them.
 
 Notation of the PowerSGD paper (arXiv 1905.13727, algorithm 1): M (rows × columns) is gradient plus error,
 P (rows × r) the left and Q (columns × r) the right factor. Factors are held row by row, as Pᵀ and Qᵀ:
@@ -23,16 +23,10 @@ __all__ = [
     "MatrixGroup",
     "Terms",
     "add_scaled",
-    "projections",
     "remember",
     "round_into",
-    "row_blocks",
-    "settle",
     "starting_bases",
 ]
-
-# A block of rows stays in a core's cache between the products of one pass.
-BLOCK_BYTES = 512 * 1024
 
 # Between the seeds of one step and the next: far from any seed a user would choose.
 SEED_STRIDE = 1_000_003
@@ -93,45 +87,9 @@ Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
 
 
-def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
-    """P̂ᵀ M of every matrix, (matrices, r, columns)."""
-    own = left.new_empty(left.shape[0], left.shape[1], group.matrices[0].shape[1])
-    for matrix, p, projection in zip(group.matrices, left, own, strict=True):
-        torch.mm(p, matrix, out=projection)
-    return own
-
-
 def add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
     """Add what is owed, in units of the unscaled loss, to a gradient in units of the scaled one."""
     matrix.add_(error if loss_scale is None else error * loss_scale)
-
-
-def settle(
-    matrix: torch.Tensor, error: torch.Tensor | None, terms: Terms, loss_scale: torch.Tensor | None
-) -> None:
-    """Turn M into the mean gradient, in place, and leave what this process did not send of M in `error`.
-
-    What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
-    then leave the error memory, which so stays bounded; the mean of the errors is the same.
-
-    Args:
-        matrix: M less the own projections of all terms but the last, (rows, columns).
-        error: Where to write what this process still owes, (rows, columns); None to forget it.
-        terms: Of this matrix.
-        loss_scale: What the loss was multiplied by, None for 1.
-    """
-    sent_left, sent_right = terms[-1].pair(terms[-1].own)
-    pairs = [term.pair(term.mean) for term in terms]
-    for block in row_blocks(matrix):
-        if error is not None:
-            torch.addmm(matrix[block], sent_left[:, block].t(), sent_right, alpha=-1, out=error[block])
-            if loss_scale is not None:
-                error[block].div_(loss_scale)
-        for position, (left, right) in enumerate(pairs):
-            if position == 0:
-                torch.mm(left[:, block].t(), right, out=matrix[block])
-            else:
-                matrix[block].addmm_(left[:, block].t(), right)
 
 
 def round_into(
@@ -213,11 +171,3 @@ def _random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> tor
     """Standard normal, drawn on the CPU so that processes with different devices agree."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     return torch.randn(shape, generator=generator).to(device)
-
-
-def row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
-    """Slices of rows that fit in a core's cache; all rows at once on an accelerator."""
-    rows, columns = matrix.shape
-    step = max(1, BLOCK_BYTES // (4 * columns)) if matrix.device.type == "cpu" else rows
-    for start in range(0, rows, step):
-        yield slice(start, start + step)

@@ -14,7 +14,8 @@ from thinwire.algorithms.alternating import alternate
 from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.exact import keep_unpaid, with_owed
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.matrices import MatrixGroup, remember, round_into, settle
+from thinwire.algorithms.matrices import MatrixGroup, remember, round_into
+from thinwire.algorithms.passes import settle
 from thinwire.algorithms.rounds import approximate
 from thinwire.checks import true_or_false
 from thinwire.plan import ParameterSpec, Plan, Route
@@ -113,11 +114,12 @@ class PowerSGD(LowRank):
         errors = self._errors(names, gradients, memory, layout)
         yield None
         for family, group, found in zip(layout.families, groups, terms, strict=True):
+            owed = [errors[name].view(family.shape) for name in group.labels] if errors else None
+            settle(group, owed, found, bucket.loss_scale)
             by_matrix = zip(*[factors.each() for factors in found], strict=True)
             for index, matrix, of_one in zip(family.indices, group.matrices, by_matrix, strict=True):
-                error = errors.get(names[index])
-                settle(matrix, None if error is None else error.view_as(matrix), of_one, bucket.loss_scale)
                 if gradients[index].dtype != torch.float32:
+                    error = errors.get(names[index])
                     round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale)
                 remember(self, memory, names[index], of_one, bucket.loss_scale)
         memory.error.update(errors)

@@ -12,12 +12,10 @@ from thinwire.algorithms.matrices import (
     Factors,
     MatrixGroup,
     Terms,
-    add_scaled,
-    projections,
-    row_blocks,
     starting_bases,
 )
 from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.algorithms.passes import products, projections
 
 __all__ = ["approximate", "as_sent", "packed", "riders", "unpacked"]
 
@@ -48,7 +46,7 @@ def approximate(
     for iteration in range(config.power_iterations):
         first, last = iteration == 0, iteration + 1 == config.power_iterations
         lefts = [
-            _products(*pair, bucket.loss_scale, add_error=first) for pair in zip(groups, rights, strict=True)
+            products(*pair, bucket.loss_scale, add_error=first) for pair in zip(groups, rights, strict=True)
         ]
         dtype = config.message_dtype(bucket.flat.dtype)
         mean = yield packed(lefts, dtype, riding=whole if first else ())
@@ -63,21 +61,6 @@ def approximate(
         if not last:
             rights = orthonormal_rows(means)
     return [[Factors(*each)] for each in zip(lefts, owns, means, strict=True)], whole_means
-
-
-def _products(
-    group: MatrixGroup, right: torch.Tensor, loss_scale: torch.Tensor | None, *, add_error: bool
-) -> torch.Tensor:
-    """(M Q)ᵀ of every matrix, (matrices, r, rows), after adding its error to it."""
-    rows = group.matrices[0].shape[0]
-    left = right.new_empty(right.shape[0], right.shape[1], rows)
-    for matrix, error, q, p in zip(group.matrices, group.errors, right, left, strict=True):
-        for block in row_blocks(matrix):
-            if add_error and error is not None:
-                add_scaled(matrix[block], error[block], loss_scale)
-            # Not M Qᵀ: of that MKL's last bits depend on where in a bucket the matrix lies.
-            torch.mm(q, matrix[block].t(), out=p[:, block])
-    return left
 
 
 def packed(

@@ -1,0 +1,145 @@
+"""The passes of a step over its matrices: by PyTorch's products, or compiled ones where they serve.
+
+A matrix is far larger than its factors, and products as thin as these wait for memory: what counts is how
+often a matrix is read and written. The compiled passes do it once each. They serve matrix ranks up to 4 on
+the CPU, where PyTorch computes with one thread (as `torchrun` sets it) and Numba is installed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from thinwire.algorithms.matrices import Factors, MatrixGroup, add_scaled
+
+__all__ = ["products", "projections", "settle", "subtract_own"]
+
+# A block of rows stays in a core's cache between the products of one pass.
+BLOCK_BYTES = 512 * 1024
+
+
+def products(
+    group: MatrixGroup, right: torch.Tensor, loss_scale: torch.Tensor | None, *, add_error: bool
+) -> torch.Tensor:
+    """(M Q)ᵀ of every matrix.
+
+    Args:
+        group: The matrices; with `add_error`, what is owed on each is added to it first, in place.
+        right: Qᵀ, (matrices, r, columns).
+        loss_scale: What the loss was multiplied by, None for 1.
+        add_error: Whether that has not been done yet.
+
+    Returns:
+        Shape (matrices, r, rows).
+    """
+    errors = [error for error in group.errors if add_error and error is not None]
+    compiled = _compiled_for(group)
+    if compiled is not None and len(errors) in (0, len(group.matrices)):
+        left: torch.Tensor = compiled.products(group, errors, right, _number(loss_scale))
+        return left
+    left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
+    for matrix, error, q, p in zip(group.matrices, group.errors, right, left, strict=True):
+        for block in _row_blocks(matrix):
+            if add_error and error is not None:
+                add_scaled(matrix[block], error[block], loss_scale)
+            # Not M Qᵀ: of that MKL's last bits depend on where in a bucket the matrix lies.
+            torch.mm(q, matrix[block].t(), out=p[:, block])
+    return left
+
+
+def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
+    """P̂ᵀ M of every matrix, (matrices, r, columns); `left` is P̂ᵀ, (matrices, r, rows)."""
+    compiled = _compiled_for(group)
+    if compiled is not None:
+        own: torch.Tensor = compiled.projections(group, left)
+        return own
+    own = left.new_empty(len(left), group.matrix_rank, group.matrices[0].shape[1])
+    for matrix, p, projection in zip(group.matrices, left, own, strict=True):
+        torch.mm(p, matrix, out=projection)
+    return own
+
+
+def settle(
+    group: MatrixGroup,
+    errors: Sequence[torch.Tensor] | None,
+    terms: Sequence[Factors],
+    loss_scale: torch.Tensor | None,
+) -> None:
+    """Turn every M into the mean gradient, in place, and leave in its error what this process did not send.
+
+    What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
+    then leave the error memory, which so stays bounded; the mean of the errors is the same.
+
+    Args:
+        group: Every matrix is M less the own projections of all terms but the last.
+        errors: Where to write what this process still owes on each, (rows, columns); None to forget it.
+        terms: The iterations of the step; their approximations add up.
+        loss_scale: What the loss was multiplied by, None for 1.
+    """
+    sent = terms[-1].pair(terms[-1].own)
+    pairs = [term.pair(term.mean) for term in terms]
+    compiled = _compiled_for(group)
+    if compiled is not None and errors is not None and len(terms) == 1:
+        compiled.settle(group, errors, sent, pairs[0], _number(loss_scale))
+        return
+    for index, matrix in enumerate(group.matrices):
+        sent_left, sent_right = (factor[index] for factor in sent)
+        for block in _row_blocks(matrix):
+            if errors is not None:
+                error = errors[index][block]
+                torch.addmm(matrix[block], sent_left[:, block].t(), sent_right, alpha=-1, out=error)
+                if loss_scale is not None:
+                    error.div_(loss_scale)
+            for position, (left, right) in enumerate(pairs):
+                if position == 0:
+                    torch.mm(left[index][:, block].t(), right[index], out=matrix[block])
+                else:
+                    matrix[block].addmm_(left[index][:, block].t(), right[index])
+
+
+def subtract_own(group: MatrixGroup, factors: Factors) -> None:
+    """Leave in every matrix what an iteration did not send of it."""
+    for matrix, left, right in zip(group.matrices, *factors.pair(factors.own), strict=True):
+        for block in _row_blocks(matrix):
+            matrix[block].addmm_(left[:, block].t(), right, alpha=-1)
+
+
+def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
+    """Slices of rows that fit in a core's cache; all rows at once on an accelerator."""
+    rows, columns = matrix.shape
+    step = max(1, BLOCK_BYTES // (4 * columns)) if matrix.device.type == "cpu" else rows
+    for start in range(0, rows, step):
+        yield slice(start, start + step)
+
+
+def _number(loss_scale: torch.Tensor | None) -> float:
+    return 1.0 if loss_scale is None else loss_scale.item()
+
+
+def _compiled_for(group: MatrixGroup) -> ModuleType | None:
+    """The compiled passes, if they serve these matrices."""
+    if group.matrices[0].device.type != "cpu" or torch.get_num_threads() > 1:
+        return None
+    compiled = _compiled()
+    return compiled if compiled is not None and group.matrix_rank <= compiled.FACTOR_ROWS else None
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> ModuleType | None:
+    if find_spec("numba") is None:
+        return None
+    try:
+        return import_module("thinwire.algorithms.compiled")
+    except ImportError as error:
+        warnings.warn(
+            f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
+            "about half as fast on one thread; install thinwire[numba] to mend it",
+            stacklevel=2,
+        )
+        return None

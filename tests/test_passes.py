@@ -1,0 +1,163 @@
+"""The compiled passes against PyTorch's products, and when they serve."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from catalog import spec
+from thinwire import PowerSGD
+from thinwire.algorithms import passes
+from thinwire.algorithms.matrices import Factors, MatrixGroup
+from thinwire.simulation import Simulation
+
+# Around the widths and numbers of rows at which they take other ways.
+SHAPES = [(1, 1), (3, 5), (16, 1), (18, 33), (37, 1024), (5, 1025), (7, 1030), (36, 2049)]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+every_scale = pytest.mark.parametrize("scale", [None, 8.0])
+
+
+def group_of(shape: tuple[int, int], matrix_rank: int = 3, seed: int = 0, offset: int = 0) -> MatrixGroup:
+    """Two matrices with errors; `offset` shifts the matrices in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = shape
+    matrices = []
+    for _ in range(2):
+        place = torch.empty(rows * columns + offset)[offset:].view(shape)
+        matrices.append(place.copy_(torch.randn(shape, generator=generator)))
+    errors = [torch.randn(shape, generator=generator) for _ in range(2)]
+    return MatrixGroup(["a", "b"], matrices, errors, matrix_rank)
+
+
+def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def copied(group: MatrixGroup) -> MatrixGroup:
+    errors = [None if error is None else error.clone() for error in group.errors]
+    return replace(group, matrices=[matrix.clone() for matrix in group.matrices], errors=errors)
+
+
+def both(run: Callable[[MatrixGroup], torch.Tensor | None], group: MatrixGroup) -> MatrixGroup:
+    """Run by products and compiled; the group afterwards, after comparing all that was made of it."""
+    assert passes._compiled_for(group) is not None
+    compiled = copied(group)
+    got = run(compiled)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_compiled", lambda: None)
+        expected = run(group)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+    for ours, theirs in zip(
+        [*compiled.matrices, *compiled.errors], [*group.matrices, *group.errors], strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    return group
+
+
+@every_shape
+@every_scale
+@pytest.mark.parametrize("matrix_rank", [1, 2, 4])
+@pytest.mark.parametrize("add_error", [True, False])
+def test_products_add_the_error_and_multiply(
+    shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool
+) -> None:
+    group = group_of(shape, matrix_rank)
+    before, right = copied(group), factor_of(2, matrix_rank, shape[1])
+    loss_scale = None if scale is None else torch.tensor(scale)
+    after = both(lambda each: passes.products(each, right, loss_scale, add_error=add_error), group)
+    changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
+    assert changed == [add_error, add_error]
+
+
+@every_shape
+@pytest.mark.parametrize("matrix_rank", [1, 3, 4])
+def test_projections(shape: tuple[int, int], matrix_rank: int) -> None:
+    left = factor_of(2, matrix_rank, shape[0])
+    both(lambda each: passes.projections(each, left), group_of(shape, matrix_rank))
+
+
+@every_shape
+@every_scale
+@pytest.mark.parametrize("basis_is_left", [True, False])
+def test_settling(shape: tuple[int, int], scale: float | None, basis_is_left: bool) -> None:
+    of_basis, of_rest = shape if basis_is_left else shape[::-1]
+    basis, own, mean = (
+        factor_of(2, 3, length, seed=seed) for seed, length in enumerate([of_basis, of_rest, of_rest])
+    )
+    factors = Factors(basis, own, mean, basis_is_left)
+    loss_scale = None if scale is None else torch.tensor(scale)
+
+    def settled(group: MatrixGroup) -> None:
+        errors = [error for error in group.errors if error is not None]
+        passes.settle(group, errors, [factors], loss_scale)
+
+    both(settled, group_of(shape))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("columns", [40, 1100])
+def test_what_is_not_finite_shows_in_every_factor(value: float, columns: int) -> None:
+    group = group_of((6, columns))
+    group.matrices[1][2, 3] = value
+    left = passes.products(group, factor_of(2, 3, columns), None, add_error=True)
+    assert left[0].isfinite().all()
+    assert not left[1, :, 2].isfinite().any()
+    own = passes.projections(group, factor_of(2, 3, 6))
+    assert own[0].isfinite().all()
+    assert not own[1, :, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(18, 33), (7, 1030)], ids=str)
+@pytest.mark.parametrize("offset", [1, 2, 7])
+def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int) -> None:
+    """So that other buckets, as after a resume, give the same run."""
+    right, left = factor_of(2, 3, shape[1]), factor_of(2, 3, shape[0])
+    here, there = group_of(shape), group_of(shape, offset=offset)
+    products = [passes.products(group, right, None, add_error=True) for group in (here, there)]
+    assert torch.equal(*products)
+    assert torch.equal(passes.projections(here, left), passes.projections(there, left))
+    for a, b in zip(here.matrices, there.matrices, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_they_serve_one_thread_and_small_matrix_ranks() -> None:
+    assert passes._compiled_for(group_of((8, 8), matrix_rank=4)) is not None
+    assert passes._compiled_for(group_of((8, 8), matrix_rank=5)) is None
+    torch.set_num_threads(2)
+    try:
+        assert passes._compiled_for(group_of((8, 8))) is None
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_a_numba_that_does_not_work_is_told_and_products_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "thinwire.algorithms.compiled", None)
+    monkeypatch.setattr(passes, "_compiled", passes._compiled.__wrapped__)
+    with pytest.warns(UserWarning, match=r"Numba .* can't be used .* install thinwire\[numba\]"):
+        assert passes._compiled_for(group_of((8, 8))) is None
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("power_iterations", [1, 2])
+def test_whole_steps_are_the_same_run(alternating: bool, power_iterations: int) -> None:
+    algorithm = PowerSGD(matrix_rank=3, alternating=alternating, power_iterations=power_iterations)
+
+    def run() -> torch.Tensor:
+        simulation = Simulation(algorithm, [(spec("weight", 48, 40), spec("wide", 30, 1100))], num_workers=2)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            flats = [torch.randn(48 * 40 + 30 * 1100, generator=generator) for _ in range(2)]
+            assert simulation.step([[flat] for flat in flats])
+        assert simulation.syncs[0].stats().compression_ratio > 2
+        return flats[0]
+
+    compiled = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_compiled", lambda: None)
+        products = run()
+    assert not torch.equal(compiled, products)
+    torch.testing.assert_close(compiled, products, rtol=1e-3, atol=1e-3)
