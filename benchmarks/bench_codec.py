@@ -1,4 +1,4 @@
-"""The arithmetic of one step of PowerSGD: Thinwire's beside PyTorch's own hook and one copy of the gradients.
+"""The arithmetic of one step of PowerSGD: Thinwire's beside PyTorch's, epfml's and one copy of the gradients.
 
 One process and one bucket, so that communication is nothing; fp32, error feedback and warm start on.
 """
@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from statistics import median
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+import peers
 from report import markdown_table, page, save
 from shapes import SHAPE_SETS, Shape
 from thinwire import GradientSync, PowerSGD
+from thinwire.algorithms import passes
 from thinwire.channel import ProcessGroupChannel
 from thinwire.plan import ParameterSpec
 
-MATRIX_RANKS = (1, 4)
 # PyTorch's hook averages whole gradients for at least two steps, then allocates in its first compressed one.
 UNCOMPRESSED_STEPS = 2
 UNTIMED_STEPS = UNCOMPRESSED_STEPS + 2
@@ -87,7 +91,9 @@ class Copy(Contender):
 
 
 class Thinwire(Contender):
-    """`thinwire.PowerSGD` as DDP drives it."""
+    """`thinwire.PowerSGD` as DDP drives it, by PyTorch's products only."""
+
+    compiled = False
 
     def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
         self.flat = bucket.flat
@@ -96,6 +102,7 @@ class Thinwire(Contender):
         self.sync = GradientSync(PowerSGD(matrix_rank=matrix_rank), ProcessGroupChannel(), self.specs)
 
     def step(self) -> None:
+        passes._compiled = COMPILED if self.compiled else lambda: None  # type: ignore[assignment]
         self.sync.start(self.specs, self.flat)
         self.sync.finish()
 
@@ -106,6 +113,12 @@ class Thinwire(Contender):
         memory = self.sync._memory
         kept = [*memory.error.values(), *memory.factor.values(), *memory.sent.values()]
         return storage_bytes(kept)
+
+
+class ThinwireCompiled(Thinwire):
+    """The same with the compiled passes."""
+
+    compiled = True
 
 
 class PyTorch(Contender):
@@ -131,18 +144,48 @@ class PyTorch(Contender):
         return storage_bytes(tensor for tensors in kept for tensor in tensors.values())
 
 
+class Epfml(Contender):
+    """The reference implementation. What it leaves in the gradients is owed: the backward pass adds to it."""
+
+    def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
+        powersgd: Any = import_module("powersgd")
+        self.gradients = bucket.gradients()
+        config = powersgd.Config(rank=matrix_rank, num_iters_per_step=2, start_compressing_after_num_steps=0)
+        self.aggregator = powersgd.PowerSGD(self.gradients, config)
+
+    def step(self) -> None:
+        self.aggregator.aggregate(self.gradients)
+
+    def compression_ratio(self) -> float:
+        return float(self.aggregator._powersgd.compression_rate)
+
+    def memory_bytes(self) -> int:
+        inner = self.aggregator._powersgd
+        return storage_bytes([inner._ps_buffer, inner._qs_buffer]) + 4 * sum(
+            gradient.numel() for gradient in self.gradients
+        )
+
+
+# Not with PyTorch's last: a process that ends while its callbacks are being torn down is aborted.
+CONTENDERS: dict[str, Callable[[OneBucket, int], Contender]] = {
+    "PyTorch": PyTorch,
+    "epfml": Epfml,
+    "Thinwire": Thinwire,
+    "Thinwire, Numba": ThinwireCompiled,
+}
+COMPILED = passes._compiled
+
+
 @dataclass(frozen=True)
 class Measurement:
-    """One shape set at one matrix rank."""
+    """One shape set at one matrix rank; by contender, in the order of the table."""
 
     shape_set: str
     gradient_bytes: int
     matrix_rank: int
     copy_ms: Sequence[float]
-    ours_ms: Sequence[float]
-    pytorch_ms: Sequence[float]
-    ours_memory_bytes: int
-    pytorch_memory_bytes: int
+    step_ms: Mapping[str, Sequence[float]]
+    memory_bytes: Mapping[str, int]
 
     @property
     def label(self) -> str:
@@ -161,25 +204,23 @@ def measure(shape_set: str, matrix_rank: int, device: torch.device, num_rounds: 
     torch.manual_seed(SEED)
     fresh = torch.randn(sum(map(math.prod, shapes)), device=device)
     bucket = OneBucket(shapes, torch.empty_like(fresh))
-    ours, pytorch = Thinwire(bucket, matrix_rank), PyTorch(bucket, matrix_rank)
-    # Not with PyTorch's last: a process that ends while its callbacks are being torn down is aborted.
-    contenders = [Copy(bucket), pytorch, ours]
+    copy = Copy(bucket)
+    contenders = {name: make(bucket, matrix_rank) for name, make in CONTENDERS.items()}
+    every = [copy, *contenders.values()]
     for _ in range(UNTIMED_STEPS):
-        for contender in contenders:
+        for contender in every:
             step_ms(contender, bucket, fresh)
-    rounds = [[step_ms(contender, bucket, fresh) for contender in contenders] for _ in range(num_rounds)]
-    assert ours.compression_ratio() > 10, f"Thinwire compressed {ours.compression_ratio()} times"
-    assert pytorch.compression_ratio() > 10, f"PyTorch's hook compressed {pytorch.compression_ratio()} times"
-    copy_ms, pytorch_ms, ours_ms = zip(*rounds, strict=True)
+    rounds = [[step_ms(contender, bucket, fresh) for contender in every] for _ in range(num_rounds)]
+    for name, contender in contenders.items():
+        assert contender.compression_ratio() > 10, f"{name} compressed {contender.compression_ratio()} times"
+    copy_ms, *contenders_ms = zip(*rounds, strict=True)
     return Measurement(
         shape_set=shape_set,
         gradient_bytes=fresh.numel() * fresh.element_size(),
         matrix_rank=matrix_rank,
         copy_ms=copy_ms,
-        ours_ms=ours_ms,
-        pytorch_ms=pytorch_ms,
-        ours_memory_bytes=ours.memory_bytes(),
-        pytorch_memory_bytes=pytorch.memory_bytes(),
+        step_ms=dict(zip(contenders, contenders_ms, strict=True)),
+        memory_bytes={name: contender.memory_bytes() for name, contender in contenders.items()},
     )
 
 
@@ -199,39 +240,51 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_table(measurements: Sequence[Measurement]) -> str:
-    header = ["gradients", "matrix rank", "copy, ms", "PyTorch, ms", "Thinwire, ms"]
-    header += ["PyTorch / Thinwire", "Thinwire / copy"]
-    return markdown_table(header, [time_row(measurement) for measurement in measurements])
-
-
-def time_row(m: Measurement) -> list[str]:
-    times = [m.copy_ms, m.pytorch_ms, m.ours_ms]
-    ratios = [(m.pytorch_ms, m.ours_ms), (m.ours_ms, m.copy_ms)]
-    return [
-        m.label,
-        str(m.matrix_rank),
-        *[f"{min(each):.0f} / {median(each):.0f}" for each in times],
-        *[f"{min(a) / min(b):.1f} / {median(a) / median(b):.1f}" for a, b in ratios],
+    header = ["gradients", "matrix rank", "copy, ms", *[f"{name}, ms" for name in CONTENDERS]]
+    rows = [
+        [
+            m.label,
+            str(m.matrix_rank),
+            *[f"{min(ms):.0f} / {median(ms):.0f}" for ms in (m.copy_ms, *m.step_ms.values())],
+        ]
+        for m in measurements
     ]
+    return markdown_table(header, rows)
+
+
+def ratio_table(measurements: Sequence[Measurement]) -> str:
+    """Ratios of medians."""
+    ours = [name for name in CONTENDERS if name.startswith("Thinwire")]
+    others = [name for name in CONTENDERS if name not in ours]
+    pairs = [(other, mine) for mine in ours for other in others] + [(mine, "copy") for mine in ours]
+    rows = []
+    for m in measurements:
+        medians = {name: median(ms) for name, ms in {"copy": m.copy_ms, **m.step_ms}.items()}
+        rows.append([m.label, str(m.matrix_rank), *[f"{medians[a] / medians[b]:.1f}" for a, b in pairs]])
+    return markdown_table(["gradients", "matrix rank", *[f"{a} / {b}" for a, b in pairs]], rows)
 
 
 def memory_table(measurements: Sequence[Measurement]) -> str:
-    rows = []
-    for m in measurements:
-        kept_bytes = [m.pytorch_memory_bytes, m.ours_memory_bytes]
-        rows.append(
-            [m.label, str(m.matrix_rank), *[f"{100 * each / m.gradient_bytes:.1f} %" for each in kept_bytes]]
-        )
-    return markdown_table(["gradients", "matrix rank", "PyTorch", "Thinwire"], rows)
+    rows = [
+        [
+            m.label,
+            str(m.matrix_rank),
+            *[f"{100 * kept / m.gradient_bytes:.1f} %" for kept in m.memory_bytes.values()],
+        ]
+        for m in measurements
+    ]
+    return markdown_table(["gradients", "matrix rank", *CONTENDERS], rows)
 
 
 def result_page(measurements: Sequence[Measurement], num_rounds: int, device: str) -> str:
     return page(
         "One step of PowerSGD, without communication",
         f"On {device}, one thread, fp32, error feedback and warm start on, one process, one bucket with the "
-        f"whole model; {num_rounds} rounds of copy, PyTorch's `powerSGD_hook`, Thinwire in turn. Each cell: "
-        "minimum / median, and the ratio of the minima / of the medians.",
+        f"whole model; {num_rounds} rounds of all contenders in turn. epfml makes two of its iterations, "
+        "which are one of PyTorch's and ours. Milliseconds a step, minimum / median:",
         time_table(measurements),
+        "Ratios of the medians:",
+        ratio_table(measurements),
         "Memory kept from step to step (error, factors), in % of the gradients:",
         memory_table(measurements),
     )
@@ -242,12 +295,21 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each contender")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=tuple(SHAPE_SETS), help="one shape set instead of all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="matrix ranks")
     parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parsed_arguments()
+    if find_spec("numba") is None or arguments.device != "cpu":
+        del CONTENDERS["Thinwire, Numba"]
+    with peers.installed(peers.EPFML) as folder:
+        sys.path.append(folder)
+        compare(arguments)
+
+
+def compare(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     backend = "gloo" if arguments.device == "cpu" else "nccl"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -255,7 +317,7 @@ def main() -> None:
         measurements = [
             measure(shape_set, matrix_rank, torch.device(arguments.device), arguments.rounds)
             for shape_set in ([arguments.only] if arguments.only else SHAPE_SETS)
-            for matrix_rank in MATRIX_RANKS
+            for matrix_rank in arguments.ranks
         ]
     dist.destroy_process_group()
     text = result_page(measurements, arguments.rounds, arguments.device)

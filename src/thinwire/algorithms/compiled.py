@@ -1,7 +1,7 @@
 """The passes of a step over its matrices, compiled by Numba: each element is read and written once.
 
-Matrices are fp32, contiguous and on the CPU. Inside, factors have four rows: those beyond the matrix rank are
-zero.
+Matrices are fp32, contiguous and on the CPU. Inside, factors have one row or four: those beyond the matrix
+rank are zero.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ def products(
     group: MatrixGroup, errors: Sequence[torch.Tensor], right: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Add its error times `scale`, if there are errors, to every matrix; (M Q)ᵀ, (matrices, r, rows)."""
-    left = right.new_empty(len(right), FACTOR_ROWS, group.matrices[0].shape[0])
+    filled = _filled(right)
+    left = right.new_empty(*filled.shape[:2], group.matrices[0].shape[0])
     added, factor = (errors, scale) if errors else (group.matrices, 0.0)
-    for matrix, error, q, p in zip(group.matrices, added, _filled(right), left, strict=True):
-        _products(matrix.numpy(), error.numpy(), np.float32(factor), q.numpy(), p.numpy())
+    run = _products_of_one if group.matrix_rank == 1 else _products
+    for matrix, error, q, p in zip(group.matrices, added, filled, left, strict=True):
+        run(matrix.numpy(), error.numpy(), np.float32(factor), q.numpy(), p.numpy())
     return left[:, : group.matrix_rank]
 
 
 def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
     """P̂ᵀ M of every matrix, (matrices, r, columns)."""
-    own = left.new_empty(len(left), FACTOR_ROWS, group.matrices[0].shape[1])
-    for matrix, p, projection in zip(group.matrices, _filled(left), own, strict=True):
-        _projections(p.numpy(), matrix.numpy(), projection.numpy())
+    filled = _filled(left)
+    own = left.new_empty(*filled.shape[:2], group.matrices[0].shape[1])
+    run = _projections_of_one if group.matrix_rank == 1 else _projections
+    for matrix, p, projection in zip(group.matrices, filled, own, strict=True):
+        run(p.numpy(), matrix.numpy(), projection.numpy())
     return own[:, : group.matrix_rank]
 
 
@@ -62,13 +66,16 @@ def settle(
 ) -> None:
     """Write what was not sent of every M, over `scale`, to its error, and turn M into the mean."""
     factors = [_filled(factor) for factor in (*sent, *mean)]
+    run = _settle_of_one if group.matrix_rank == 1 else _settle
     for matrix, error, *of_one in zip(group.matrices, errors, *factors, strict=True):
-        _settle(matrix.numpy(), error.numpy(), np.float32(1 / scale), *[factor.numpy() for factor in of_one])
+        run(matrix.numpy(), error.numpy(), np.float32(1 / scale), *[factor.numpy() for factor in of_one])
 
 
 def _filled(factors: torch.Tensor) -> torch.Tensor:
-    """With rows of zeros up to four."""
-    return pad(factors, (0, 0, 0, FACTOR_ROWS - factors.shape[1])).contiguous()
+    """With rows of zeros up to four; a single row as it is."""
+    if factors.shape[1] in (1, FACTOR_ROWS):
+        return factors.contiguous()
+    return pad(factors, (0, 0, 0, FACTOR_ROWS - factors.shape[1]))
 
 
 @compiled
@@ -211,6 +218,57 @@ def _write_mean(matrix: Matrix, left: Matrix, right: Matrix, first: int, last: i
         a, b, c, d = _column(left, i)
         for j in range(columns):
             m[j] = a * q0[j] + b * q1[j] + c * q2[j] + d * q3[j]
+
+
+@compiled
+def _products_of_one(matrix: Matrix, error: Matrix, scale: np.float32, right: Matrix, left: Matrix) -> None:
+    rows, columns = matrix.shape
+    q, p = right[0], left[0]
+    for i in range(rows):
+        m, e = matrix[i], error[i]
+        total = np.float32(0)
+        for j in range(columns):
+            x = m[j] + scale * e[j]
+            m[j] = x
+            total += x * q[j]
+        p[i] = total
+
+
+@compiled
+def _projections_of_one(left: Matrix, matrix: Matrix, own: Matrix) -> None:
+    rows, columns = matrix.shape
+    p, t = left[0], own[0]
+    t[:] = 0
+    fours = rows - rows % 4
+    for i in range(0, fours, 4):
+        m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
+        a, b, c, d = p[i], p[i + 1], p[i + 2], p[i + 3]
+        for j in range(columns):
+            t[j] += a * m0[j] + b * m1[j] + c * m2[j] + d * m3[j]
+    for i in range(fours, rows):
+        m, a = matrix[i], p[i]
+        for j in range(columns):
+            t[j] += a * m[j]
+
+
+@compiled
+def _settle_of_one(
+    matrix: Matrix,
+    error: Matrix,
+    inverse_scale: np.float32,
+    sent_left: Matrix,
+    sent_right: Matrix,
+    mean_left: Matrix,
+    mean_right: Matrix,
+) -> None:
+    rows, columns = matrix.shape
+    sent, mean = sent_right[0], mean_right[0]
+    for i in range(rows):
+        m, e = matrix[i], error[i]
+        a, b = sent_left[0, i], mean_left[0, i]
+        for j in range(columns):
+            e[j] = (m[j] - a * sent[j]) * inverse_scale
+            m[j] = b * mean[j]
 
 
 @compiled
