@@ -1,7 +1,6 @@
 """Held-out loss after equally many steps: a byte GPT trained with every algorithm, from the same seeds.
 
-Two simulated workers (`thinwire.simulation`) take different batches; one model steps with their mean
-gradient.
+Simulated workers (`thinwire.simulation`) take different batches; one model steps with their mean gradient.
 """
 
 from __future__ import annotations
@@ -32,8 +31,6 @@ from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 
 MODEL = GPTConfig(layers=3, heads=4, width=128, context_length=64)
-NUM_WORKERS = 2
-BATCH_SIZE = 8
 MAX_GRADIENT_NORM = 1.0
 HELDOUT_BATCHES = 64
 # Of the steps: while the learning rate rises, and for the PowerSGD that starts later.
@@ -64,6 +61,8 @@ class Run:
     algorithm: Algorithm
     seed: int
     steps: int
+    num_workers: int
+    batch_size: int
 
     def __str__(self) -> str:
         return f"{self.optimizer} {self.learning_rate:g}, {self.algorithm_name}, seed {self.seed}"
@@ -89,6 +88,8 @@ def algorithms(steps: int) -> dict[str, Algorithm]:
         "bf16": Cast("bf16"),
         **{f"powersgd-{matrix_rank}": PowerSGD(matrix_rank=matrix_rank) for matrix_rank in (1, 2, 4, 16)},
         "powersgd-4-late": late,
+        # Of the bytes of powersgd-4.
+        "powersgd-8-alternating": PowerSGD(matrix_rank=8, alternating=True),
         "batched-powersgd-1": BatchedPowerSGD(matrix_rank=1),
     }
 
@@ -96,11 +97,11 @@ def algorithms(steps: int) -> dict[str, Algorithm]:
 class Workers:
     """Simulated workers that share one model: each has its own gradients, all flat in one bucket."""
 
-    def __init__(self, model: nn.Module, algorithm: Algorithm) -> None:
+    def __init__(self, model: nn.Module, algorithm: Algorithm, num_workers: int) -> None:
         self.parameters = list(model.parameters())
         specs = tuple(ParameterSpec.of(name, each) for name, each in model.named_parameters())
-        self.simulation = Simulation(algorithm, [specs], num_workers=NUM_WORKERS)
-        self.flats = [torch.zeros(sum(spec.numel for spec in specs)) for _ in range(NUM_WORKERS)]
+        self.simulation = Simulation(algorithm, [specs], num_workers=num_workers)
+        self.flats = [torch.zeros(sum(spec.numel for spec in specs)) for _ in range(num_workers)]
 
     def __iter__(self) -> Iterator[int]:
         """Take each worker's turn: its gradients, zeroed, are the model's."""
@@ -132,13 +133,13 @@ def train(run: Run) -> Outcome:
     torch.manual_seed(run.seed)
     model = GPT(MODEL)
     optimizer = OPTIMIZERS[run.optimizer](model)
-    workers = Workers(model, run.algorithm)
+    workers = Workers(model, run.algorithm, run.num_workers)
     for step in range(run.steps):
         for worker in workers:
             generator = batch_generator(seed=run.seed, step=step, process_rank=worker)
             inputs, targets = sample_batch(
                 text().train,
-                batch_size=BATCH_SIZE,
+                batch_size=run.batch_size,
                 context_length=MODEL.context_length,
                 generator=generator,
             )
@@ -201,27 +202,27 @@ def mean_and_deviation(values: Sequence[float], form: str) -> str:
     return f"{fmean(values):{form}} ± {stdev(values):{form.lstrip('+')}}"
 
 
-def setting(steps: int) -> str:
+def setting(arguments: argparse.Namespace) -> str:
     num_parameters = sum(parameter.numel() for parameter in GPT(MODEL).parameters())
     return (
         f"A byte GPT of {num_parameters / 1e6:.2f} M parameters ({MODEL.layers} layers, width {MODEL.width}, "
-        f"context {MODEL.context_length}) on the standard library of this Python, {steps} steps, "
-        f"{NUM_WORKERS} simulated workers of {BATCH_SIZE} windows each. The gradient norm is clipped to "
-        f"{MAX_GRADIENT_NORM:g}; the learning rate rises for {WARMUP_SHARE:.0%} of the steps, then falls "
-        f"along a cosine to a tenth. Loss in nats a byte on {16 * HELDOUT_BATCHES} fixed windows of files "
-        "not trained on."
+        f"context {MODEL.context_length}) on the standard library of this Python, {arguments.steps} "
+        f"steps, {arguments.workers} simulated workers of {arguments.batch_size} windows each. The gradient "
+        f"norm is clipped to {MAX_GRADIENT_NORM:g}; the learning rate rises for {WARMUP_SHARE:.0%} of the "
+        f"steps, then falls along a cosine to a tenth. Loss in nats a byte on {16 * HELDOUT_BATCHES} fixed "
+        "windows of files not trained on."
     )
 
 
 def compared(arguments: argparse.Namespace) -> str:
     """The result page of all algorithms at the learning rates in use."""
-    steps, only = arguments.steps, arguments.only
+    steps, only, sizes = arguments.steps, arguments.only, (arguments.workers, arguments.batch_size)
     runs = [
-        Run(optimizer, learning_rate, name, algorithm, seed, steps)
+        Run(optimizer, learning_rate, name, algorithm, seed, steps, *sizes)
         for seed in range(arguments.seeds)
         for optimizer, learning_rate in LEARNING_RATES.items()
         for name, algorithm in algorithms(steps).items()
-        if only in (None, name) or name == EXACT
+        if only is None or name in (EXACT, *only)
     ]
     outcomes = train_all(runs, arguments.jobs)
     sections = [
@@ -229,7 +230,7 @@ def compared(arguments: argparse.Namespace) -> str:
         for optimizer, learning_rate in LEARNING_RATES.items()
     ]
     explanation = (
-        f"{setting(steps)} Mean ± standard deviation over {arguments.seeds} seeds; differences are taken "
+        f"{setting(arguments)} Mean ± standard deviation over {arguments.seeds} seeds; differences are taken "
         "seed by seed. Learning rates are the best for exact averaging (`--tune`), the same for all "
         "algorithms. The number in an algorithm's name is the matrix rank."
     )
@@ -238,8 +239,9 @@ def compared(arguments: argparse.Namespace) -> str:
 
 def tuned(arguments: argparse.Namespace) -> str:
     """The result page of exact averaging at all candidate learning rates."""
+    sizes = (arguments.workers, arguments.batch_size)
     runs = [
-        Run(optimizer, learning_rate, EXACT, AllReduce(), TUNING_SEED, arguments.steps)
+        Run(optimizer, learning_rate, EXACT, AllReduce(), TUNING_SEED, arguments.steps, *sizes)
         for optimizer, learning_rates in CANDIDATES.items()
         for learning_rate in learning_rates
     ]
@@ -247,7 +249,7 @@ def tuned(arguments: argparse.Namespace) -> str:
     rows = [[run.optimizer, f"{run.learning_rate:g}", f"{outcomes[run].heldout_loss:.3f}"] for run in runs]
     return page(
         "Learning rates for exact averaging",
-        f"{setting(arguments.steps)} One seed, which the comparison does not use.",
+        f"{setting(arguments)} One seed, which the comparison does not use.",
         markdown_table(["optimizer", "peak learning rate", "held-out loss"], rows),
     )
 
@@ -256,7 +258,9 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3, help="how many, at least 2")
-    parser.add_argument("--only", choices=tuple(algorithms(1)), help="beside exact, this algorithm alone")
+    parser.add_argument("--only", nargs="+", choices=tuple(algorithms(1)), help="beside exact")
+    parser.add_argument("--workers", type=int, default=2, help="simulated ones")
+    parser.add_argument("--batch-size", type=int, default=8, help="windows a worker and step")
     parser.add_argument("--tune", action="store_true", help="try learning rates for exact, compare nothing")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side, one thread each")
     parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
@@ -271,7 +275,9 @@ def main() -> None:
     result = tuned(arguments) if arguments.tune else compared(arguments)
     print(result)
     if arguments.save:
-        print(f"saved as {save(result, 'quality', 'tuning' if arguments.tune else arguments.only)}")
+        only = "-".join(arguments.only) if arguments.only else None
+        workers = None if arguments.workers == 2 else f"{arguments.workers}-workers"
+        print(f"saved as {save(result, 'quality', 'tuning' if arguments.tune else only, workers)}")
 
 
 if __name__ == "__main__":

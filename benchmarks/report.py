@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import shlex
@@ -35,11 +36,21 @@ def page(title: str, *sections: str) -> str:
 
 def save(text: str, *name_parts: str | None) -> Path:
     """Write a result page of today, named by the parts that are not None; returns where."""
-    parts = [str(datetime.date.today()), *(part for part in name_parts if part is not None)]
-    path = RESULTS_FOLDER / f"{'-'.join(parts)}.md"
-    path.parent.mkdir(exist_ok=True)
+    path = result_path("md", *name_parts)
     path.write_text(text, encoding="utf-8")
     return path.relative_to(ROOT)
+
+
+def save_json(value: object, *name_parts: str | None) -> None:
+    """Write today's single measurements, for other scripts to read."""
+    result_path("json", *name_parts).write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+
+
+def result_path(suffix: str, *name_parts: str | None) -> Path:
+    """Where a result of today goes."""
+    RESULTS_FOLDER.mkdir(exist_ok=True)
+    parts = [str(datetime.date.today()), *(part for part in name_parts if part is not None)]
+    return RESULTS_FOLDER / f"{'-'.join(parts)}.{suffix}"
 
 
 def cpu_model() -> str:

@@ -39,6 +39,7 @@ def attach(
     algorithm: Algorithm,
     *,
     grad_scaler: GradScaler | Callable[[], float] | None = None,
+    host_check: bool = True,
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP model from its next backward pass on.
 
@@ -52,11 +53,17 @@ def attach(
         grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
             function that returns what the loss of the step under way was multiplied by. Error memory is
             then kept in unscaled units, so that a change of scale changes no result.
+        host_check: Whether the host learns in each step if all means were finite, for which it waits for
+            the device. If not, no step makes it wait (once all is agreed on): one that is not finite
+            leaves memory as it was and makes the gradients NaN just so, but counts in `steps`, a
+            warm-up and the turns of `alternating`. Not with `find_unused_parameters`. Cost: a copy of
+            what one bucket has in memory, while it is written.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
 
-    Cost: one host synchronisation a step with low-rank algorithms; see each algorithm's own. With
+    Cost: one host synchronisation a step with low-rank algorithms (none if not `host_check`); see each
+    algorithm's own. With
     `find_unused_parameters`, another one, and 4 bytes a parameter in the messages, while error is owed.
 
     Raises:
@@ -74,7 +81,7 @@ def attach(
     """
     model = _checked_model(ddp_model)
     channel = ProcessGroupChannel(model.process_group, next(model.parameters()).device)
-    front = front_of(model, algorithm, channel, loss_scale_of(grad_scaler))
+    front = front_of(model, algorithm, channel, loss_scale_of(grad_scaler), host_check=host_check)
     register(model, front, thinwire_hook)
     return front.sync
 
@@ -100,6 +107,8 @@ def front_of(
     algorithm: Algorithm,
     channel: ProcessGroupChannel,
     loss_scale: LossScale | None = None,
+    *,
+    host_check: bool = True,
 ) -> "BucketFront":
     """A front that knows the model's parameters by name; not registered yet."""
     names: dict[torch.nn.Parameter, str] = {}
@@ -108,7 +117,12 @@ def front_of(
             names.setdefault(parameter, plain_name(name))
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     sync = GradientSync(
-        algorithm, channel, specs, loss_scale=loss_scale, may_be_unused=model.find_unused_parameters
+        algorithm,
+        channel,
+        specs,
+        loss_scale=loss_scale,
+        may_be_unused=model.find_unused_parameters,
+        host_check=host_check,
     )
     return BucketFront(sync, names)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -10,6 +10,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Bucket, Memory, Rounds
 from thinwire.channel import Channel, Pending
+from thinwire.plan import BUCKET_SEPARATOR
 
 __all__ = ["Exchange"]
 
@@ -19,6 +20,7 @@ class _Task:
     """A generator of rounds: what it sent last and is waiting for, or that it stands at its gate."""
 
     bucket: Bucket | None
+    memory: Memory | None
     rounds: Rounds
     message: torch.Tensor | None
     at_gate: bool = False
@@ -40,10 +42,18 @@ class Exchange:
 
     Args:
         channel: Where messages are averaged; may be replaced between steps.
+        host_check: Whether the host learns if all means of a step were finite. If not, it never waits for the
+            device: a step with others leaves memory as it was just so, but counts as committed.
+
+    Attributes:
+        unseen_skips: Steps that the host did not see were skipped, a tensor of one element; None before
+            the first that could be.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, *, host_check: bool = True) -> None:
         self.channel = channel
+        self.unseen_skips: torch.Tensor | None = None
+        self._host_check = host_check
         self._tasks: list[_Task] = []
         self._pending: list[Pending] = []
         self._step = 0
@@ -67,7 +77,7 @@ class Exchange:
         self._step = step
         purpose = f"step {step}, round 1 of the bucket of {bucket.specs[0].name}"
         self._pending.append(self.channel.average(message, purpose))
-        self._tasks.append(_Task(bucket, rounds, message))
+        self._tasks.append(_Task(bucket, memory, rounds, message))
 
     def abandon(self) -> None:
         """Forget a step that can't be finished; memory is as it was."""
@@ -90,20 +100,28 @@ class Exchange:
         """
         tasks, pending = self._tasks, self._pending
         self._tasks, self._pending = [], []
-        last = [] if closing is None else [_Task(None, closing, next(closing))]
+        last = [] if closing is None else [_Task(None, None, closing, next(closing))]
         try:
             yield
             means = [each.wait() for each in pending]
             all_means = yield from self._later_rounds(tasks, means, last)
             gated = [task for task in [*tasks, *last] if task.at_gate]
-            if gated and not _all_finite(all_means):
+            if not gated:
+                return True
+            finite = _all_finite(all_means)
+            if not self._host_check:
+                for task in gated:
+                    _commit_where(finite, task)
+                skipped = (~finite).long()
+                self.unseen_skips = skipped if self.unseen_skips is None else self.unseen_skips.add_(skipped)
+            elif finite:
+                for task in gated:
+                    _commit(task)
+            else:
                 for task in gated:
                     if task.bucket is not None:
                         task.bucket.flat.fill_(torch.nan)
                 return False
-            for task in gated:
-                if next(task.rounds, None) is not None:
-                    raise AssertionError("a message after the gate")
             return True
         finally:
             for task in [*tasks, *last]:
@@ -162,8 +180,40 @@ def _parted(flats: Sequence[torch.Tensor], messages: Sequence[torch.Tensor]) -> 
     ]
 
 
-def _all_finite(means: Sequence[torch.Tensor]) -> bool:
-    """Whether every element is finite: one host synchronisation."""
+def _commit(task: _Task) -> None:
+    """Let a task write memory."""
+    if next(task.rounds, None) is not None:
+        raise AssertionError("a message after the gate")
+
+
+def _commit_where(finite: torch.Tensor, task: _Task) -> None:
+    """Let a bucket's task write memory, then take that back on the device unless `finite`.
+
+    Cost: a copy of what the bucket has in memory, for the moment.
+    """
+    if task.bucket is None or task.memory is None:
+        raise AssertionError("whether parameters are used is the host's to decide")
+    kept = (task.memory.error, task.memory.factor, task.memory.sent)
+    names = {spec.name for spec in task.bucket.specs}
+    before = [{label: each.clone() for label, each in _of(names, memory).items()} for memory in kept]
+    _commit(task)
+    for memory, old in zip(kept, before, strict=True):
+        for label, new in (old | _of(names, memory)).items():
+            written = memory.get(label, torch.zeros_like(new))
+            was = old.get(label)
+            if was is None or was.shape != written.shape:
+                was = torch.zeros_like(written)
+            memory[label] = torch.where(finite, written, was)
+    task.bucket.flat.mul_(torch.where(finite, 1.0, torch.nan))
+
+
+def _of(names: set[str], memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What memory holds of some parameters, single ones or a bucket's."""
+    return {label: each for label, each in memory.items() if names.issuperset(label.split(BUCKET_SEPARATOR))}
+
+
+def _all_finite(means: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether every element is finite, a tensor of one element: asking it is one host synchronisation."""
     extremes = [torch.stack(torch.aminmax(mean)).double() for mean in means if mean.numel()]  # NaN wins both
     on_one_device = [pair.to(extremes[0].device, non_blocking=True) for pair in extremes]
-    return not extremes or bool(torch.cat(on_one_device).isfinite().all())
+    return torch.cat(on_one_device).isfinite().all() if extremes else torch.tensor(True)

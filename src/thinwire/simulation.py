@@ -29,6 +29,7 @@ class Simulation:
         buckets: The parameters of each bucket.
         num_workers: Members of the group.
         loss_scale: Tells what the loss is multiplied by; None if it is not.
+        host_check: As of `thinwire.attach`.
 
     Attributes:
         syncs: The `GradientSync` of each worker.
@@ -48,12 +49,13 @@ class Simulation:
         *,
         num_workers: int,
         loss_scale: LossScale | None = None,
+        host_check: bool = True,
     ) -> None:
         whole_number("num_workers", num_workers, least=1)
         self.buckets = list(buckets)
         specs = [spec for bucket in self.buckets for spec in bucket]
         self.syncs = [
-            GradientSync(algorithm, channel, specs, loss_scale=loss_scale)
+            GradientSync(algorithm, channel, specs, loss_scale=loss_scale, host_check=host_check)
             for channel in InProcessChannel.group(num_workers)
         ]
 

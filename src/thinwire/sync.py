@@ -10,6 +10,7 @@ import torch
 from thinwire.algorithms import Algorithm, Bucket, Memory
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import Channel
+from thinwire.checks import true_or_false
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
 from thinwire.loss_scale import LossScale
@@ -45,9 +46,10 @@ class GradientSync:
         loss_scale: Tells, for a device, what the loss is multiplied by; None if it is not.
         may_be_unused: Whether a step may leave parameters out on all processes, whose gradients are
             then not applied. If it may and error is owed, each step finds out which.
+        host_check: Whether the host learns in each step if all means were finite; see `attach`.
 
     Raises:
-        ConfigError: `algorithm` is not an algorithm.
+        ConfigError: `algorithm` is not an algorithm; or `may_be_unused` without `host_check`.
         GradientError: A parameter's gradient can't be averaged by it.
     """
 
@@ -59,13 +61,19 @@ class GradientSync:
         *,
         loss_scale: LossScale | None = None,
         may_be_unused: bool = False,
+        host_check: bool = True,
     ) -> None:
+        if may_be_unused and not true_or_false("host_check", host_check):
+            raise ConfigError(
+                "host_check=False does not go with find_unused_parameters=True: which parameters nobody used "
+                "is the host's to find out; leave out one of them"
+            )
         self._may_be_unused = may_be_unused
         self._specs = {spec.name: spec for spec in specs}
         self._all_specs_known = bool(self._specs)
         self._algorithm = self._checked(algorithm)
         self._loss_scale = loss_scale
-        self._exchange = Exchange(channel)
+        self._exchange = Exchange(channel, host_check=true_or_false("host_check", host_check))
         self._memory = Memory()
         self._loaded_error: dict[str, torch.Tensor] = {}
         self._unchecked: LoadedState | None = None
@@ -141,13 +149,17 @@ class GradientSync:
         traffic = self.channel.traffic
         return Stats(
             steps=self.steps,
-            skipped_steps=self._skipped_steps,
+            skipped_steps=self._skipped_steps + self._unseen_skips(),
             messages=traffic.messages,
             message_bytes=traffic.message_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
             relative_error=self._relative_error(),
         )
+
+    def _unseen_skips(self) -> int:
+        unseen = self._exchange.unseen_skips
+        return 0 if unseen is None else int(unseen)
 
     def _relative_error(self) -> dict[str, float]:
         """P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the error and what was sent tell it."""
@@ -233,7 +245,8 @@ class GradientSync:
 
         Returns:
             Whether the step was committed. False if a mean was not finite: memory is as it was, and
-            the gradients are not finite either, so that a `GradScaler` skips the step.
+            the gradients are not finite either, so that a `GradScaler` skips the step. Without
+            `host_check` it is not known: True.
 
         Raises:
             StepError: No bucket was started.
@@ -411,6 +424,7 @@ class GradientSync:
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
         self._told_error = {}
+        self._exchange.unseen_skips = None
 
     def check_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
         """What `load_state_dict` would load; raises as it does, and changes nothing."""

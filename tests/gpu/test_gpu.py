@@ -221,18 +221,19 @@ def test_orthonormal_rows(device: str) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD()], ids=str)
-def test_one_host_synchronisation_a_step(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("host_check", [True, False])
+def test_one_host_synchronisation_a_step_or_none(algorithm: Algorithm, host_check: bool) -> None:
     """Counted by CUDA itself, over NCCL with one process."""
     dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1)
     try:
-        assert _synchronisations(algorithm) == 1
+        assert _synchronisations(algorithm, host_check) == int(host_check)
     finally:
         dist.destroy_process_group()
 
 
-def _synchronisations(algorithm: Algorithm) -> int:
+def _synchronisations(algorithm: Algorithm, host_check: bool) -> int:
     model = DistributedDataParallel(new_module().cuda(), bucket_cap_mb=0.02)
-    thinwire.attach(model, algorithm)
+    thinwire.attach(model, algorithm, host_check=host_check)
     losses: list[Any] = []
     for step in range(STEPS):
         losses = [loss_of(model, step, "cuda")]

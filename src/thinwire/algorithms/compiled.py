@@ -37,13 +37,14 @@ compiled = njit(fastmath={"reassoc", "contract", "nsz"}, nogil=True, error_model
 def products(
     group: MatrixGroup, errors: Sequence[torch.Tensor], right: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Add its error times `scale`, if there are errors, to every matrix; (M Q)ᵀ, (matrices, r, rows)."""
+    """Add its error, if there are any, times `scale` to every matrix; (M Q)ᵀ, (matrices, r, rows)."""
     filled = _filled(right)
     left = right.new_empty(*filled.shape[:2], group.matrices[0].shape[0])
-    added, factor = (errors, scale) if errors else (group.matrices, 0.0)
+    # Not the matrix itself: where the two overlap, nothing is vectorised.
+    added = errors or [torch.zeros_like(group.matrices[0])] * len(group.matrices)
     run = _products_of_one if group.matrix_rank == 1 else _products
     for matrix, error, q, p in zip(group.matrices, added, filled, left, strict=True):
-        run(matrix.numpy(), error.numpy(), np.float32(factor), q.numpy(), p.numpy())
+        run(matrix.numpy(), error.numpy(), np.float32(scale), q.numpy(), p.numpy())
     return left[:, : group.matrix_rank]
 
 

@@ -1,0 +1,38 @@
+"""Running a script on the hosts of `thinwire lab`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["UNSHAPED", "interface_sent_bytes", "run_in_lab"]
+
+UNSHAPED = "unshaped"
+
+
+def run_in_lab(hosts: int, rate: str, script: Sequence[str], *, packages: str = "") -> None:
+    """Run a Python script on every host, one process each.
+
+    Args:
+        hosts: How many.
+        rate: Of each host's link, such as "100mbit", or `UNSHAPED`.
+        script: Its path and arguments.
+        packages: A folder with more packages to import.
+
+    Raises:
+        CalledProcessError: It failed on some host.
+    """
+    lab = [sys.executable, "-m", "thinwire.cli", "lab", f"--hosts={hosts}"]
+    lab += [] if rate == UNSHAPED else [f"--rate={rate}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
+    subprocess.run([*lab, "--", sys.executable, *script], check=True, env=environment)
+
+
+def interface_sent_bytes() -> int:
+    """What this host's interface has sent; each host has a namespace of its own."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    line = next(line for line in lines if line.strip().startswith("eth0:"))
+    return int(line.partition(":")[2].split()[8])

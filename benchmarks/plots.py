@@ -1,0 +1,90 @@
+"""Pictures of results, as PNG and SVG beside their pages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from report import result_path
+
+__all__ = ["loss_against_time", "save_figure", "step_time"]
+
+plt.rcParams |= {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+
+
+def step_time(medians_ms: Mapping[str, Mapping[str, float]], title: str, *, baseline: str) -> list[str]:
+    """Step time against link rate, one line an algorithm; ours are solid.
+
+    Args:
+        medians_ms: By link rate, then algorithm.
+        title: Of the figure, and part of its name.
+        baseline: The algorithm that sends nothing.
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    rates = list(medians_ms)
+    algorithms = list(medians_ms[rates[0]])
+    for algorithm in algorithms:
+        is_peer = algorithm.startswith(("PyTorch", "epfml"))
+        style = "k:" if algorithm == baseline else "o--" if is_peer else "o-"
+        axes.plot(rates, [medians_ms[rate][algorithm] for rate in rates], style, label=algorithm)
+    axes.set(yscale="log", xlabel="link rate of each host, a second", ylabel="ms a step, median", title=title)
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.grid(axis="y", which="both", alpha=0.25)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+    return save_figure(figure, "network", title.replace(" ", "-"))
+
+
+class Curve(Protocol):
+    """A training: seconds on the clock and held-out losses."""
+
+    @property
+    def algorithm(self) -> str: ...
+
+    @property
+    def seconds(self) -> list[float]: ...
+
+    @property
+    def losses(self) -> list[float]: ...
+
+
+def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 2) -> list[str]:
+    """Held-out loss against seconds, one picture a setting; a dotted line at the first curve's last loss."""
+    rows = math.ceil(len(figures) / columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(10, 3 * rows + 0.6), layout="constrained", squeeze=False
+    )
+    for axes, (title, curves) in zip(grid.flat, figures.items(), strict=False):
+        target = curves[0].losses[-1]
+        for curve in curves:
+            axes.plot(curve.seconds[1:], curve.losses[1:], label=curve.algorithm)
+        axes.axhline(target, color="black", linestyle=":", linewidth=1)
+        longest = max(curve.seconds[-1] for curve in curves)
+        axes.set(title=title, xlabel="seconds", xscale="log", ylabel="held-out loss, nats a byte")
+        axes.set(xlim=(longest / 300, longest * 1.1), ylim=(target - 0.15, target + 1.0))
+    handles, labels = grid.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return save_figure(figure, "time-to-loss")
+
+
+def save_figure(figure: Figure, *name_parts: str) -> list[str]:
+    """Write a figure of today in both formats; their names within the folder of results."""
+    paths: list[Path] = [result_path(suffix, *name_parts) for suffix in ("png", "svg")]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return [path.name for path in paths]
