@@ -161,3 +161,63 @@ def test_whole_steps_are_the_same_run(alternating: bool, power_iterations: int) 
         products = run()
     assert not torch.equal(compiled, products)
     torch.testing.assert_close(compiled, products, rtol=1e-3, atol=1e-3)
+
+
+def batched_group(shape: tuple[int, int], distance: int) -> MatrixGroup:
+    """Three matrices in one flat bucket, errors in one batch."""
+    generator = torch.Generator().manual_seed(0)
+    numel = shape[0] * shape[1]
+    flat = torch.randn(3 * (numel + distance), generator=generator)
+    places = range(0, len(flat), numel + distance)
+    errors = torch.randn(3, *shape, generator=generator)
+    return MatrixGroup(
+        ["a", "b", "c"], [flat[place : place + numel].view(shape) for place in places], list(errors), 2
+    )
+
+
+@every_scale
+@pytest.mark.parametrize("distance", [0, 7])
+@pytest.mark.parametrize("num_terms", [1, 2])
+def test_matrices_at_equal_distances_are_one_batch(
+    scale: float | None, distance: int, num_terms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators."""
+    shape, loss_scale = (18, 33), None if scale is None else torch.tensor(scale)
+    right, left = factor_of(3, 2, 33), factor_of(3, 2, 18)
+    terms = [
+        Factors(left, factor_of(3, 2, 33, seed=2 * each), factor_of(3, 2, 33, seed=2 * each + 1))
+        for each in range(num_terms)
+    ]
+
+    def run() -> list[torch.Tensor]:
+        group = batched_group(shape, distance)
+        made = [passes.products(group, right, loss_scale, add_error=True), passes.projections(group, left)]
+        errors = [error for error in group.errors if error is not None]
+        passes.settle(group, errors, terms, loss_scale)
+        return [*made, *group.matrices, *errors]
+
+    monkeypatch.setattr(passes, "_compiled", lambda: None)
+    expected = run()
+    batches = []
+
+    def batch_for(group: MatrixGroup) -> torch.Tensor | None:
+        batches.append(passes.stacked(group.matrices))
+        return batches[-1]
+
+    monkeypatch.setattr(passes, "_batch_for", batch_for)
+    got = run()
+    assert [each is not None and each.shape == (3, 18, 33) for each in batches] == [True] * 3
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_no_batch() -> None:
+    flat = torch.zeros(100)
+    assert passes.stacked([flat[0:6].view(2, 3), flat[10:16].view(2, 3), flat[21:27].view(2, 3)]) is None
+    assert passes.stacked([flat[10:16].view(2, 3), flat[0:6].view(2, 3)]) is None
+    assert passes.stacked([flat[0:6].view(2, 3), torch.zeros(100)[10:16].view(2, 3)]) is None
+    assert passes.stacked([flat[0:6].view(2, 3).t(), flat[6:12].view(2, 3).t()]) is None
+    one = passes.stacked([flat[4:10].view(2, 3)])
+    assert one is not None
+    assert one.shape == (1, 2, 3)
+    assert one.data_ptr() == flat[4:].data_ptr()

@@ -387,7 +387,9 @@ class GradientSync:
             message = torch.zeros(spec.numel, device=self._device) if own is None else own.clone()
             pending[spec.name] = self.channel.average(message, f"{purpose}, {spec.name}", is_gradient=False)
         yield
-        error.update({name: each.wait() for name, each in pending.items()})
+        for name, each in pending.items():
+            mean = each.wait()
+            error[name] = error[name].copy_(mean) if name in error else mean
 
     def _check_between_steps(self, call: str) -> None:
         if self._started:

@@ -15,7 +15,7 @@ from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.exact import keep_unpaid, with_owed
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.algorithms.matrices import MatrixGroup, remember, round_into
-from thinwire.algorithms.passes import settle
+from thinwire.algorithms.passes import settle, stacked
 from thinwire.algorithms.rounds import approximate
 from thinwire.checks import true_or_false
 from thinwire.plan import ParameterSpec, Plan, Route
@@ -144,16 +144,16 @@ class PowerSGD(LowRank):
     def _errors(
         self, names: Sequence[str], gradients: Sequence[torch.Tensor], memory: Memory, layout: _Layout
     ) -> dict[str, torch.Tensor]:
-        """Where to write what stays owed, by name: the tensors of memory, or new ones."""
-        if not self.error_feedback:
-            return {}
-        indices = [index for family in layout.families for index in family.indices]
-        return {
-            names[index]: memory.error[names[index]]
-            if names[index] in memory.error
-            else torch.empty_like(gradients[index], dtype=torch.float32)
-            for index in indices
-        }
+        """Where to write what stays owed, by name: the tensors of memory, or new ones, one batch a family."""
+        errors: dict[str, torch.Tensor] = {}
+        for family in layout.families if self.error_feedback else ():
+            labels = [names[index] for index in family.indices]
+            kept = [memory.error[label] for label in labels if label in memory.error]
+            like = gradients[family.indices[0]]
+            if len(kept) < len(labels) or (like.device.type != "cpu" and stacked(kept) is None):
+                kept = list(like.new_empty(len(labels), like.numel(), dtype=torch.float32))
+            errors.update(zip(labels, kept, strict=True))
+        return errors
 
 
 class _Family(NamedTuple):
