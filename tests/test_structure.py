@@ -38,8 +38,9 @@ FLOORS = [
     {"hooks", "powersgd"},
     {"integrations"},
     {"__init__"},
-    {"demo", "lab"},
+    {"demo", "lab", "probe"},
     {"cli"},
+    {"__main__"},
 ]
 
 

@@ -40,6 +40,7 @@ def build_app() -> typer.Typer:
 
     from thinwire.demo.command import demo  # noqa: PLC0415 - the same
     from thinwire.lab.command import lab  # noqa: PLC0415 - the same
+    from thinwire.probe.command import probe  # noqa: PLC0415 - the same
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -50,6 +51,7 @@ def build_app() -> typer.Typer:
     app.callback()(describe)
     app.command()(demo)
     app.command()(lab)
+    app.command()(probe)
     return app
 
 

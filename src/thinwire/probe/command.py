@@ -1,0 +1,116 @@
+"""The `thinwire probe` command."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.errors import ConfigError
+from thinwire.probe.measure import probe as measure
+from thinwire.probe.result import Probe, ring_share
+
+__all__ = ["probe"]
+
+BAR_WIDTH = 20
+
+
+def probe(
+    *,
+    budget_seconds: Annotated[float, typer.Option(help="About how long it may take.")] = 20.0,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
+    ] = None,
+    all_pairs: Annotated[
+        bool | None,
+        typer.Option(
+            "--all-pairs/--neighbours",
+            help="Which pairs of processes to time.",
+            show_default="all of up to 8",
+        ),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was found, as JSON.")] = None,
+) -> None:
+    """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
+
+    To be started on every process, as the training is.
+
+    Example: `torchrun --nproc-per-node 2 --no-python thinwire probe --save probe.json`
+
+    Example: `thinwire lab --hosts 2 --rate 100mbit -- thinwire probe`
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "probe measures between the processes of a job: start it on all of them, such as "
+            "torchrun --nproc-per-node 2 --no-python thinwire probe"
+        )
+    device = _device(backend)
+    dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
+    try:
+        is_first = dist.get_rank() == 0
+        console = Console(stderr=True, quiet=not is_first)
+        with console.status("measuring …") as status:
+            found = measure(
+                budget_seconds=budget_seconds, device=device, all_pairs=all_pairs, progress=status.update
+            )
+        if is_first:
+            show(found, Console())
+            if save is not None:
+                found.save(save)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(backend: str | None) -> torch.device:
+    if backend == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def show(found: Probe, console: Console) -> None:
+    """Print what was found: a table with bars, then what follows from it."""
+    console.print(_table(found))
+    megabits = 8 * found.bytes_per_second / 1e6
+    console.print(
+        f"latency    {1e3 * found.latency_seconds:.3f} ms an averaging of {found.world_size} processes"
+    )
+    console.print(f"bandwidth  {megabits:,.0f} Mbit/s each process sends, in the largest messages")
+    if len(found.nodes) > 1:
+        nodes = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
+        console.print(f"structure  fast inside, slow between the groups {nodes}")
+
+
+def _table(found: Probe) -> Table:
+    table = Table(title=f"Averaging on {found.world_size} processes, {found.backend}, {found.device}")
+    for name in ("message", "ms, median", "spread", "times", "Mbit/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    rates = [
+        8e-6 * ring_share(found.world_size) * each.message_bytes / each.median_seconds
+        for each in found.timings
+    ]
+    for timing, rate in zip(found.timings, rates, strict=True):
+        table.add_row(
+            _size(timing.message_bytes),
+            f"{1e3 * timing.median_seconds:.3f}",
+            f"{1e3 * timing.spread_seconds:.3f}",
+            str(len(timing.seconds)),
+            f"{rate:,.1f}",
+            "█" * round(BAR_WIDTH * rate / max(rates)),
+        )
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    units = [(1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")]
+    size, unit = next(each for each in units if num_bytes >= each[0])
+    return f"{num_bytes // size} {unit}"

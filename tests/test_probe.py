@@ -1,0 +1,133 @@
+"""`thinwire probe`: what it finds in networks of known rates, and what it does with bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from pool import Pool
+from test_lab import real
+from thinwire.errors import ConfigError
+from thinwire.probe import PairTiming, Probe, Timing, probe
+from thinwire.probe.result import nodes_of
+
+THINWIRE = [sys.executable, "-m", "thinwire"]
+
+
+def probed(options: list[str], path: Path, budget_seconds: float) -> tuple[Probe, str]:
+    """The probe and what it printed, in the lab."""
+    command = [*THINWIRE, "lab", *options, "--", *THINWIRE, "probe", f"--budget-seconds={budget_seconds}"]
+    out = subprocess.run(
+        [*command, f"--save={path}"], capture_output=True, text=True, timeout=100, check=True
+    )
+    return Probe.load(path), out.stdout
+
+
+@real
+@pytest.mark.parametrize(("rate", "bits"), [("100mbit", 100e6), ("1gbit", 1e9)])
+def test_the_bandwidth_of_links_of_a_known_rate(rate: str, bits: float, tmp_path: Path) -> None:
+    found, printed = probed(["--hosts=2", f"--rate={rate}"], tmp_path / "probe.json", 6)
+    assert found.world_size == 2
+    assert found.bytes_per_second == pytest.approx(bits / 8, rel=0.15)
+    assert found.nodes == [[0, 1]]
+    assert "bandwidth" in printed
+    assert "structure" not in printed
+
+
+@real
+def test_hosts_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
+    options = ["--hosts=4", "--hosts-per-node=2", "--rate=100mbit"]
+    found, printed = probed(options, tmp_path / "probe.json", 10)
+    assert found.world_size == 4
+    assert len(found.pairs) == 6
+    assert found.nodes == [[0, 1], [2, 3]]
+    assert found.bytes_per_second == pytest.approx(100e6 / 8, rel=0.15)
+    assert "fast inside, slow between the groups {0, 1}, {2, 3}" in printed
+
+
+def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:
+    first, second = pool2.run(_probed_here)
+    assert first == second
+    assert first.world_size == 2
+    assert first.backend == "gloo"
+    sizes = [timing.message_bytes for timing in first.timings]
+    assert sizes == sorted(sizes)
+    assert len(sizes) >= 5
+    assert first.pairs[0].processes == (0, 1)
+    assert 0 < first.latency_seconds < 1
+    assert first.average_seconds(sizes[2]) == first.timings[2].median_seconds
+    assert first.average_seconds(10 * sizes[-1]) > first.average_seconds(sizes[-1])
+
+
+def _probed_here() -> Probe:
+    assert dist.get_world_size() == 2
+    return probe(budget_seconds=1.5)
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, math.nan])
+def test_a_budget_of_nothing_is_refused(budget: float) -> None:
+    with pytest.raises(ConfigError, match="budget_seconds must be above 0"):
+        probe(budget_seconds=budget)
+
+
+def test_outside_a_job_it_says_how_to_start_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    run = subprocess.run(
+        [*THINWIRE, "probe"], capture_output=True, text=True, timeout=60, check=False, env=environment
+    )
+    assert run.returncode == 2
+    assert "torchrun --nproc-per-node 2 --no-python thinwire probe" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def example() -> Probe:
+    timings = [Timing(4, [0.001]), Timing(1000, [0.002, 0.004]), Timing(3000, [0.005])]
+    return Probe(2, "gloo", "cpu", timings, [PairTiming((0, 1), 1000, 0.01)], [[0, 1]])
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    example().save(tmp_path / "probe.json")
+    assert Probe.load(tmp_path / "probe.json") == example()
+
+
+def test_between_sizes_it_is_linear() -> None:
+    assert example().bytes_per_second == pytest.approx(2000 / 0.002)
+    assert example().average_seconds(1) == 0.001
+    assert example().average_seconds(2000) == pytest.approx(0.004)
+    assert example().average_seconds(5000) == pytest.approx(0.007)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 1}'])
+def test_what_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"probe\.json is not what `thinwire probe --save` writes"):
+        Probe.load(tmp_path / "probe.json")
+
+
+def test_a_later_version_and_half_a_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    example().save(path)
+    whole = path.read_text()
+    path.write_text(json.dumps(json.loads(whole) | {"version": 2}))
+    with pytest.raises(ConfigError, match="version 2, expected 1"):
+        Probe.load(path)
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="measure again"):
+        Probe.load(path)
+
+
+def test_nodes() -> None:
+    def pairs(**seconds: float) -> list[PairTiming]:
+        return [PairTiming((int(name[1]), int(name[2])), 1, each) for name, each in seconds.items()]
+
+    assert nodes_of(3, pairs(p01=1.0, p02=1.1, p12=0.9)) == [[0, 1, 2]]
+    assert nodes_of(4, pairs(p02=0.1, p13=0.1, p01=1.0, p03=1.0, p12=1.0, p23=1.0)) == [[0, 2], [1, 3]]
+    assert nodes_of(3, pairs(p01=0.1, p12=1.0)) == [[0, 1], [2]]
+    assert nodes_of(2, pairs(p01=0.1)) == [[0, 1]]
