@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, passes
+from thinwire.algorithms.matrices import Factors, MatrixGroup
 from thinwire.algorithms.orthonormal import orthonormal_rows
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
@@ -247,3 +248,55 @@ def _synchronisations(algorithm: Algorithm, host_check: bool) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(warning.message) for warning in caught)
+
+
+@needs_gpu
+def test_gradients_of_side_streams(pool2: Pool) -> None:
+    """Forward and backward run on a stream of their own, behind work that keeps it busy."""
+    for difference, ratio in pool2.run(_on_a_side_stream):
+        assert difference < 1e-5
+        assert ratio > 2
+
+
+def _on_a_side_stream() -> tuple[float, float]:
+    exact_products()
+    trained, ratio = [], 0.0
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        model = DistributedDataParallel(new_module().cuda(), bucket_cap_mb=0.02)
+        sync = thinwire.attach(model, PowerSGD(matrix_rank=2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for step in range(STEPS):
+                torch.cuda._sleep(10_000_000)
+                optimizer.zero_grad()
+                torch.autograd.backward(loss_of(model, step, "cuda"))
+                optimizer.step()
+        torch.cuda.synchronize()
+        trained.append([p.detach().clone() for p in model.parameters()])
+        ratio = sync.stats().compression_ratio
+    return gap(trained[1], trained[0]), ratio
+
+
+@needs_gpu
+def test_the_arithmetic_can_be_captured_as_a_graph() -> None:
+    flat = torch.randn(3 * 40 * 64, device="cuda")
+    errors = torch.randn(3, 40, 64, device="cuda")
+    right = orthonormal_rows([torch.randn(3, 2, 64, device="cuda")])[0]
+
+    def arithmetic() -> None:
+        group = MatrixGroup(["a", "b", "c"], list(flat.view(3, 40, 64)), list(errors), 2)
+        left = orthonormal_rows([passes.products(group, right, None, add_error=True)])[0]
+        own = passes.projections(group, left)
+        passes.settle(group, list(errors), [Factors(left, own, own)], None)
+
+    before = flat.clone(), errors.clone()
+    arithmetic()
+    expected = flat.clone(), errors.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arithmetic()
+    for tensor, value in zip((flat, errors), before, strict=True):
+        tensor.copy_(value)
+    graph.replay()
+    torch.testing.assert_close((flat, errors), expected)
