@@ -261,14 +261,16 @@ def test_gradients_of_side_streams(pool2: Pool) -> None:
 def _on_a_side_stream() -> tuple[float, float]:
     exact_products()
     trained, ratio = [], 0.0
-    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+    busy = torch.ones(4096, 4096, device="cuda")
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    for stream in (torch.cuda.current_stream(), side):
         model = DistributedDataParallel(new_module().cuda(), bucket_cap_mb=0.02)
         sync = thinwire.attach(model, PowerSGD(matrix_rank=2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for step in range(STEPS):
-                torch.cuda._sleep(10_000_000)
+                busy.mm(busy)
                 optimizer.zero_grad()
                 torch.autograd.backward(loss_of(model, step, "cuda"))
                 optimizer.step()
