@@ -38,7 +38,8 @@ FLOORS = [
     {"hooks", "powersgd"},
     {"integrations"},
     {"__init__"},
-    {"demo", "lab", "probe"},
+    {"job"},
+    {"demo", "lab", "probe", "selftest"},
     {"cli"},
     {"__main__"},
 ]

@@ -41,6 +41,7 @@ def build_app() -> typer.Typer:
     from thinwire.demo.command import demo  # noqa: PLC0415 - the same
     from thinwire.lab.command import lab  # noqa: PLC0415 - the same
     from thinwire.probe.command import probe  # noqa: PLC0415 - the same
+    from thinwire.selftest.command import check  # noqa: PLC0415 - the same
 
     app = typer.Typer(
         no_args_is_help=True,
@@ -52,6 +53,7 @@ def build_app() -> typer.Typer:
     app.command()(demo)
     app.command()(lab)
     app.command()(probe)
+    app.command()(check)
     return app
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.errors import ConfigError
+from thinwire.job import joined_job
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, ring_share
 
@@ -46,14 +44,7 @@ def probe(
 
     Example: `thinwire lab --hosts 2 --rate 100mbit -- thinwire probe`
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        raise ConfigError(
-            "probe measures between the processes of a job: start it on all of them, such as "
-            "torchrun --nproc-per-node 2 --no-python thinwire probe"
-        )
-    device = _device(backend)
-    dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
-    try:
+    with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
         console = Console(stderr=True, quiet=not is_first)
         with console.status("measuring …") as status:
@@ -64,16 +55,6 @@ def probe(
             show(found, Console())
             if save is not None:
                 found.save(save)
-    finally:
-        dist.destroy_process_group()
-
-
-def _device(backend: str | None) -> torch.device:
-    if backend == "gloo" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
 
 
 def show(found: Probe, console: Console) -> None:

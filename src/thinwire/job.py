@@ -1,0 +1,41 @@
+"""Joining the process group of the job that a command was started in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import ConfigError
+
+__all__ = ["joined_job"]
+
+
+@contextmanager
+def joined_job(command: str, backend: str | None) -> Iterator[torch.device]:
+    """The process's device, inside the job's default process group.
+
+    Args:
+        command: Its name, for the error.
+        backend: None for NCCL where there is a GPU, else Gloo.
+
+    Raises:
+        ConfigError: This is no process of a job.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"{command} runs on the processes of a job: start it on all of them, such as "
+            f"torchrun --nproc-per-node 2 --no-python thinwire {command}"
+        )
+    device = torch.device("cpu")
+    if backend != "gloo" and torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()

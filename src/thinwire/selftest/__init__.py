@@ -1,0 +1,1 @@
+"""`thinwire check`: does it work on these processes, this backend, these devices?"""

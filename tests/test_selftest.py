@@ -1,0 +1,94 @@
+"""`thinwire check`: it passes where all is well, and each check can fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pool import Pool
+from thinwire import exchange
+from thinwire.selftest.checks import CHECKS, Bench, CheckError
+from thinwire.sync import GradientSync
+
+JOB = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "thinwire"]
+
+
+def test_all_is_well_here() -> None:
+    run = subprocess.run(
+        [*JOB, "check", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    told = json.loads(run.stdout)
+    assert told["checks"] == len(CHECKS) >= 12
+    assert told["failed_on_processes"] == {}
+    assert told["setting"].startswith("2 processes, gloo, cpu")
+
+
+def doubled(patch: pytest.MonkeyPatch) -> None:
+    """Every second element of the mean is wrong."""
+    average = Bench.average
+
+    def wrong(self: Bench, sync: GradientSync, gradient: torch.Tensor) -> torch.Tensor:
+        average(self, sync, gradient)[::2] *= 2
+        return gradient
+
+    patch.setattr(Bench, "average", wrong)
+
+
+def forgetful(patch: pytest.MonkeyPatch) -> None:
+    """What is loaded has no error."""
+    load = GradientSync.load_state_dict
+
+    def wrong(self: GradientSync, state: Any, *, strict: bool = True) -> None:
+        load(self, state, strict=strict)
+        self._loaded_error.clear()
+
+    patch.setattr(GradientSync, "load_state_dict", wrong)
+
+
+def poisoned(patch: pytest.MonkeyPatch) -> None:
+    """A step that is not finite is committed."""
+    patch.setattr(exchange, "_all_finite", lambda means: torch.tensor(True))
+
+
+BREAKING = [
+    (doubled, "AllReduce() gives the mean"),
+    (doubled, 'Cast("fp16") gives the mean in 16 bits'),
+    (doubled, "PowerSGD(matrix_rank=2) loses nothing"),
+    (doubled, "BatchedPowerSGD() loses nothing"),
+    (poisoned, "an overflow is skipped by all"),
+    (poisoned, "the same with host_check=False"),
+    (forgetful, "a saved state resumes to the bit"),
+]
+
+
+@pytest.mark.parametrize(("breaking", "name"), BREAKING, ids=lambda each: getattr(each, "__name__", each))
+def test_a_check_can_fail(pool2: Pool, breaking: Callable[..., None], name: str) -> None:
+    for found in pool2.run(_broken, breaking, name):
+        assert found, "the check passed"
+
+
+def _broken(breaking: Callable[..., None], name: str) -> str:
+    assert dist.get_world_size() == 2
+    bench = Bench(torch.device("cpu"))
+    CHECKS[name](bench)
+    with pytest.MonkeyPatch.context() as patch:
+        breaking(patch)
+        try:
+            CHECKS[name](bench)
+        except CheckError as error:
+            return str(error)
+    return ""
