@@ -231,31 +231,34 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace, packages: str) -> None:
     num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
-    sections = [
+    explanation = (
         f"A GPT of {num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a host and step, SGD with "
         f"momentum, Gloo, `gradient_as_bucket_view`, one thread a process. {arguments.rounds} rounds of "
         f"{arguments.steps} steps each. MB are those of host 0's interface. The hosts share one machine's "
         "processors."
-    ]
-    raw = []
+    )
     for hosts in arguments.hosts:
-        by_rate = {}
+        by_rate, sections = {}, [explanation]
         for rate in arguments.rates:
             setting = Setting(hosts, rate)
             print(f"{setting} …", flush=True)
             by_rate[rate] = measured(setting, arguments, packages)
             sections.append(f"## {setting}\n\n{table(by_rate[rate])}")
             print(sections[-1], flush=True)
-            raw += [
-                asdict(setting) | {"algorithm": name} | asdict(each) for name, each in by_rate[rate].items()
-            ]
+        name = f"{hosts}-hosts"
+        raw = [
+            asdict(Setting(hosts, rate)) | {"algorithm": algorithm} | asdict(result)
+            for rate, results in by_rate.items()
+            for algorithm, result in results.items()
+        ]
+        save_json(raw, "network", name)
         medians = {
-            rate: {name: median(each.step_ms) for name, each in of.items()} for rate, of in by_rate.items()
+            rate: {algorithm: median(each.step_ms) for algorithm, each in results.items()}
+            for rate, results in by_rate.items()
         }
-        names = plots.step_time(medians, f"{hosts} hosts", baseline=COMPUTE_ONLY)
-        sections.append(f"![step time against link rate]({names[0]})")
-    save_json(raw, "network")
-    print(save(page("Whole steps over a slow network", *sections), "network"))
+        picture = plots.step_time(medians, name.replace("-", " "), baseline=COMPUTE_ONLY)[0]
+        sections.append(f"![step time against link rate]({picture})")
+        print(save(page("Whole steps over a slow network", *sections), "network", name))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ pass and B₂ that do not, in n₁ and n₂ collectives:
     t(B, n) = n · 2 (N − 1) · latency + 2 (N − 1) / N · B · (1 / R + handling)
     step    = compute + arithmetic + max(0, t(B₁, n₁) − hidden · compute) + t(B₂, n₂)
 
-The first is a ring all-reduce (Patarasuk and Yuan, 2009). `handling` is the processor's time to send, receive
-and add a byte, `hidden` the share of the compute that communication can hide behind.
+The first is a ring all-reduce (Patarasuk and Yuan, 2009); with `tree`, 2 ⌈log₂ N⌉ messages follow each other
+instead of 2 (N − 1), as in NCCL's trees. `handling` is the processor's time to send, receive and add a byte,
+`hidden` the share of the compute that communication can hide behind. `arithmetic` has in it what DDP does to
+its buckets, and the wait for the slower process.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -38,6 +40,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "PowerSGD(matrix_rank=4)": PowerSGD(matrix_rank=4),
     "PowerSGD(matrix_rank=4, alternating=True)": PowerSGD(matrix_rank=4, alternating=True),
 }
+# An accelerator beside one core of the lab, for the last table.
+FASTER = 20
 # What a long transfer reaches in the lab, bytes a second (docs/lab.md). Unshaped, only processors limit it.
 RATES = {"100mbit": 95.3e6 / 8, "1gbit": 900e6 / 8, "unshaped": math.inf}
 # DDP's buckets of the 43.7 MB of gradients: a small first one, then 25 MiB each.
@@ -66,12 +70,13 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Costs:
-    """What is fitted. Seconds; handling a byte; arithmetic by algorithm, as a share of the compute."""
+    """What is fitted: seconds a message, seconds a byte, and shares of the compute."""
 
     latency_seconds: torch.Tensor
     handling_seconds: torch.Tensor
     hidden: torch.Tensor
     arithmetic: Mapping[str, torch.Tensor]
+    tree: bool = False
 
     def step_seconds(
         self,
@@ -95,9 +100,10 @@ class Costs:
     def _all_reduce(
         self, num_bytes: float, count: int, processes: int, bytes_per_second: float, slowdown: float
     ) -> torch.Tensor:
-        steps = 2 * (processes - 1)
+        in_a_row = 2 * math.ceil(math.log2(processes)) if self.tree else 2 * (processes - 1)
         byte_seconds = 1 / bytes_per_second + self.handling_seconds * slowdown
-        return count * steps * self.latency_seconds * slowdown + steps / processes * num_bytes * byte_seconds
+        sent_bytes = 2 * (processes - 1) / processes * num_bytes
+        return count * in_a_row * self.latency_seconds * slowdown + sent_bytes * byte_seconds
 
 
 def messages_of(algorithm: Algorithm, specs: Sequence[ParameterSpec]) -> Messages:
@@ -119,9 +125,9 @@ def parameter_specs(size: str) -> list[ParameterSpec]:
     return [ParameterSpec.of(name, each) for name, each in GPT(SIZES[size]).named_parameters()]
 
 
-def measurements_of(path: Path) -> list[Measurement]:
+def measurements_of(paths: Iterable[Path]) -> list[Measurement]:
     """Of the algorithms in the model, with links of a known rate."""
-    rows = [row for row in json.loads(path.read_text()) if row["rate"] in RATES]
+    rows = [row for path in paths for row in json.loads(path.read_text()) if row["rate"] in RATES]
     compute = {
         (row["hosts"], row["rate"]): median(row["step_ms"])
         for row in rows
@@ -264,12 +270,19 @@ def break_even(
 
 def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    newest = max(RESULTS_FOLDER.glob("*-network.json"), default=None)
-    parser.add_argument("--measured", type=Path, default=newest, help="what bench_network.py saved")
+    newest = [
+        path
+        for hosts in range(2, 100)
+        for path in sorted(RESULTS_FOLDER.glob(f"*-network-{hosts}-hosts.json"))[-1:]
+    ]
+    parser.add_argument(
+        "--measured", type=Path, nargs="+", default=newest, help="what bench_network.py saved"
+    )
     parser.add_argument("--fit-hosts", type=int, nargs="+", default=[2], help="the rest is predicted")
     parser.add_argument("--size", choices=sorted(SIZES), default="medium", help="of the measured model")
+    parser.add_argument("--latency-us", type=float, default=25.0, help="of dedicated machines")
     arguments = parser.parse_args()
-    if arguments.measured is None:
+    if not arguments.measured:
         parser.error("there are no measurements: run bench_network.py first")
     return arguments
 
@@ -282,12 +295,13 @@ def main() -> None:
     seen = [each for each in measurements if each.processes in arguments.fit_hosts]
     costs = fitted(seen, messages)
     compute_seconds = min(each.compute_seconds for each in measurements)
+    dedicated = replace(costs, latency_seconds=torch.tensor(1e-6 * arguments.latency_us), tree=True)
     found = [
         ["latency of a message to the next process", f"{1e6 * costs.latency_seconds.item():.0f} µs"],
         ["handling", f"{1e9 * costs.handling_seconds.item():.2f} ns a byte"],
         ["hidden", f"{costs.hidden.item():.2f} of the compute"],
         *[
-            [f"arithmetic of {name}", f"{100 * share.item():.1f} % of the compute"]
+            [f"arithmetic, {name}", f"{100 * share.item():.1f} % of the compute"]
             for name, share in costs.arithmetic.items()
         ],
     ]
@@ -300,14 +314,19 @@ def main() -> None:
         )
     text = page(
         "A cost model of a step, and what it says for many processes",
-        f"Fitted to `{arguments.measured.name}`; hosts marked with * are predictions.",
+        f"From {', '.join(path.name for path in arguments.measured)}; hosts with a * are predicted.",
         markdown_table(["cost", "fitted"], found),
         "Error: " + "; ".join(accuracy) + ".",
         fit_table(measurements, messages, costs, seen=arguments.fit_hosts),
         f"## More processes\n\nThe same model ({1e3 * compute_seconds:.0f} ms of compute), each process "
         'with processors and a link of its own: ms a step with `Cast("bf16")` / `PowerSGD(matrix_rank=4)`, '
-        "and the link rate below which the latter is faster.",
+        "and the link rate below which the latter is faster. A ring with the lab's latency, in which the "
+        "hosts share processors:",
         outlook_table(costs, messages, compute_seconds),
+        f"A tree with {arguments.latency_us:g} µs a message, as on dedicated machines (assumed):",
+        outlook_table(dedicated, messages, compute_seconds),
+        f"The same, with {FASTER} times less compute, arithmetic included, for the same gradients (assumed):",
+        outlook_table(dedicated, messages, compute_seconds / FASTER),
     )
     print(text)
     print(save(text, "scaling"))
