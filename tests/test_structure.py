@@ -37,9 +37,11 @@ FLOORS = [
     {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join", "testing"},
     {"hooks", "powersgd"},
     {"integrations"},
-    {"__init__"},
     {"job"},
-    {"demo", "lab", "probe", "selftest"},
+    {"probe"},
+    {"advice"},
+    {"__init__"},
+    {"demo", "lab", "selftest"},
     {"cli"},
     {"__main__"},
 ]
@@ -104,6 +106,7 @@ def test_all_names_what_is_public(module: object) -> None:
 
 def test_the_public_names() -> None:
     assert set(thinwire.__all__) == {
+        "Advice", "advise",
         "AllGatherGrad",
         "all_gather_grad",
         "AgreementError", "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CommunicationError",

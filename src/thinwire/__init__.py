@@ -5,6 +5,7 @@ gives back the same model. Start with `attach`.
 """
 
 from thinwire import hooks
+from thinwire.advice import Advice, advise
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.ddp import attach
@@ -27,6 +28,7 @@ from thinwire.sync import GradientSync
 from thinwire.version import __version__
 
 __all__ = [
+    "Advice",
     "AgreementError",
     "AllGatherGrad",
     "AllReduce",
@@ -46,6 +48,7 @@ __all__ = [
     "StepError",
     "ThinwireError",
     "__version__",
+    "advise",
     "all_gather_grad",
     "attach",
     "hooks",

@@ -38,6 +38,7 @@ def build_app() -> typer.Typer:
     """
     import typer  # noqa: PLC0415 - an optional package, needed by the command line alone
 
+    from thinwire.advice.command import advise  # noqa: PLC0415 - the same
     from thinwire.demo.command import demo  # noqa: PLC0415 - the same
     from thinwire.lab.command import lab  # noqa: PLC0415 - the same
     from thinwire.probe.command import probe  # noqa: PLC0415 - the same
@@ -53,6 +54,7 @@ def build_app() -> typer.Typer:
     app.command()(demo)
     app.command()(lab)
     app.command()(probe)
+    app.command()(advise)
     app.command()(check)
     return app
 

@@ -12,7 +12,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import ProcessGroupChannel
+from thinwire.channel import Channel, ProcessGroupChannel
 from thinwire.contributors import divide_by_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StateError
 from thinwire.loss_scale import LossScale, loss_scale_of
@@ -28,6 +28,7 @@ __all__ = [
     "models_where",
     "plain_name",
     "register",
+    "thinwire_hook",
 ]
 
 # What torch puts around a module shows in the names of its parameters.
@@ -105,7 +106,7 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
 def front_of(
     model: DistributedDataParallel,
     algorithm: Algorithm,
-    channel: ProcessGroupChannel,
+    channel: Channel,
     loss_scale: LossScale | None = None,
     *,
     host_check: bool = True,

@@ -8,10 +8,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from thinwire.errors import ConfigError
 
-__all__ = ["joined_job"]
+__all__ = ["alone", "joined_job"]
 
 
 @contextmanager
@@ -37,5 +38,15 @@ def joined_job(command: str, backend: str | None) -> Iterator[torch.device]:
     dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
     try:
         yield device
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A default process group of this process only."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
     finally:
         dist.destroy_process_group()

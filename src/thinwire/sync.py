@@ -140,6 +140,11 @@ class GradientSync:
         return Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
 
     @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """All parameters that are known, in the order of the model."""
+        return tuple(self._specs.values())
+
+    @property
     def steps(self) -> int:
         """Steps so far, skipped ones included."""
         return self._memory.step + self._skipped_steps

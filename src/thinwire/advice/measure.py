@@ -1,0 +1,242 @@
+"""Predicting step times: each algorithm's own work is measured here, the network comes from a probe."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.advice.result import Advice, Prediction
+from thinwire.advice.timeline import RecordingChannel, Timeline
+from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
+from thinwire.algorithms.lowrank import LowRank
+from thinwire.ddp import front_of, register, thinwire_hook
+from thinwire.errors import ConfigError
+from thinwire.probe import Probe
+from thinwire.probe import probe as measure_network
+from thinwire.probe.result import ring_share
+from thinwire.sync import GradientSync
+
+__all__ = ["ALGORITHMS", "advise"]
+
+BASELINE = 'Cast("bf16")'
+ALGORITHMS: dict[str, Algorithm] = {
+    "AllReduce()": AllReduce(),
+    BASELINE: Cast("bf16"),
+    "PowerSGD(matrix_rank=1)": PowerSGD(matrix_rank=1),
+    "PowerSGD(matrix_rank=2)": PowerSGD(matrix_rank=2),
+    "PowerSGD(matrix_rank=4)": PowerSGD(matrix_rank=4),
+    "PowerSGD(matrix_rank=8)": PowerSGD(matrix_rank=8),
+    "PowerSGD(matrix_rank=4, alternating=True)": PowerSGD(matrix_rank=4, alternating=True),
+}
+LOCAL_EVERY_STEPS = 10
+UNTIMED_ROUNDS = 3
+LEAST_ROUNDS = 5
+DRAWS = 400
+
+OneStep = Callable[[nn.Module], object]
+Network = Callable[[float], float]
+
+
+def advise(
+    model: nn.Module,
+    one_step: OneStep,
+    probe: Probe | None = None,
+    *,
+    budget_seconds: float = 30.0,
+    least_gain: float = 0.05,
+    progress: Callable[[str], None] = lambda told: None,
+) -> Advice:
+    """Predict the step time of each algorithm for a model, on the network that was probed.
+
+    The model is copied; a step of the copy is timed with every algorithm on this process, without any
+    network, noting which message would have been sent when. The probe tells how long each would have
+    been under way, and as many steps as there are processes are drawn at a time: the slowest sets the pace.
+
+    Args:
+        model: A module, or a `DistributedDataParallel` model, whose module is taken.
+        one_step: Is called with a DDP model of the copy; to make a batch, run forward and backward. What else
+            it does (an optimizer's step) counts in every prediction.
+        probe: Of the network; None to probe the default process group now, which is collective.
+        budget_seconds: About how long the measuring may take.
+        least_gain: What an approximation must win over 16 bits to be advised, as a share of the step.
+        progress: Is told what is being measured.
+
+    To be called on every process of the default process group, or in a group of one.
+
+    Cost: a copy of the model, its gradients and its error memory, while it runs.
+
+    Raises:
+        ConfigError: `one_step` does not run a backward pass, or an argument is out of range.
+        AttachError: There is no process group, or the model can't be wrapped.
+    """
+    if not budget_seconds > 0 or not least_gain >= 0:
+        raise ConfigError(
+            f"budget_seconds must be above 0 and least_gain at least 0, got {budget_seconds} and {least_gain}"
+        )
+    probe = measure_network() if probe is None else probe
+    module = copy.deepcopy(model.module if isinstance(model, DistributedDataParallel) else model)
+    with _alone(module) as ddp:
+        bench = _Bench(ddp, one_step)
+        bench.run(budget_seconds, progress)
+        measured = {
+            name: (timelines, _memory_bytes(bench.syncs[name])) for name, timelines in bench.timelines.items()
+        }
+    alone = bench.without_averaging
+    compute_seconds = median(each.seconds for each in alone)
+    gradient_bytes = sum(each.message_bytes for each in measured["AllReduce()"][0][-1].sent)
+
+    def predictions(network: Network) -> list[Prediction]:
+        found = [
+            _predicted(name, timelines, memory_bytes, network, probe.world_size)
+            for name, (timelines, memory_bytes) in measured.items()
+        ]
+        return [*found, _local(alone, gradient_bytes, network, probe.world_size)]
+
+    ranked = sorted(predictions(probe.average_seconds), key=lambda each: each.step_seconds)
+    baseline = next(each for each in ranked if each.name == BASELINE)
+    fastest = ranked[0]
+    enough = fastest.step_seconds < (1 - least_gain) * baseline.step_seconds
+    return Advice(
+        predictions=tuple(ranked),
+        baseline=baseline,
+        best=fastest if enough or not fastest.is_lossy else _best_without_loss(ranked),
+        break_even_bits_per_second=_break_even(predictions, probe, least_gain),
+        compute_seconds=compute_seconds,
+        least_gain=least_gain,
+    )
+
+
+def _best_without_loss(ranked: Sequence[Prediction]) -> Prediction:
+    return next(each for each in ranked if not each.is_lossy)
+
+
+@contextmanager
+def _alone(module: nn.Module) -> Iterator[DistributedDataParallel]:
+    """A DDP model in a group of this process only."""
+    ranks = range(dist.get_world_size())
+    groups = [dist.new_group([process_rank]) for process_rank in ranks]
+    group = groups[dist.get_rank()]
+    try:
+        yield DistributedDataParallel(module, process_group=group)
+    finally:
+        dist.destroy_process_group(group)
+
+
+class _Bench:
+    """Steps with every algorithm in turn, so that a busy machine slows all of them."""
+
+    def __init__(self, ddp: DistributedDataParallel, one_step: OneStep) -> None:
+        self.ddp, self.one_step = ddp, one_step
+        self.channel = RecordingChannel()
+        self.front = front_of(ddp, AllReduce(), self.channel)
+        register(ddp, self.front, thinwire_hook)
+        specs = self.front.sync.specs
+        self.syncs = {name: GradientSync(each, self.channel, specs) for name, each in ALGORITHMS.items()}
+        self.timelines: dict[str, list[Timeline]] = {name: [] for name in ALGORITHMS}
+        self.without_averaging: list[Timeline] = []
+
+    def run(self, budget_seconds: float, progress: Callable[[str], None]) -> None:
+        """As many rounds as the time allows; the first are not counted."""
+        end = time.perf_counter() + budget_seconds
+        number = 0
+        while number < UNTIMED_ROUNDS + LEAST_ROUNDS or time.perf_counter() < end:
+            progress(f"round {number + 1} of steps with every algorithm")
+            number += 1
+            if number == UNTIMED_ROUNDS + 1:
+                for each in (self.without_averaging, *self.timelines.values()):
+                    each.clear()
+            with self.ddp.no_sync():
+                self.without_averaging.append(self._step())
+            for name, sync in self.syncs.items():
+                self.front.sync = sync
+                timeline = self._step()
+                if not timeline.sent:
+                    raise ConfigError(
+                        "one_step(model) must run a backward pass on the model that it is given"
+                    )
+                self.timelines[name].append(timeline)
+
+    def _step(self) -> Timeline:
+        self.ddp.zero_grad()
+        self.channel.start()
+        self.one_step(self.ddp)
+        _synchronize(self.ddp)
+        return self.channel.timeline()
+
+
+def _synchronize(ddp: DistributedDataParallel) -> None:
+    device = next(ddp.parameters()).device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _memory_bytes(sync: GradientSync) -> int:
+    memory = sync._memory
+    kept = [*memory.error.values(), *memory.factor.values()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+
+
+def _predicted(
+    name: str, timelines: Sequence[Timeline], memory_bytes: int, network: Network, world_size: int
+) -> Prediction:
+    is_lossy = isinstance(ALGORITHMS[name], LowRank)
+    return Prediction(
+        name,
+        f"thinwire.attach(ddp_model, thinwire.{name})",
+        *_slowest_of([each.step_seconds(network) for each in timelines], world_size),
+        message_bytes=sum(each.message_bytes for each in timelines[-1].sent),
+        memory_bytes=memory_bytes,
+        is_lossy=is_lossy,
+    )
+
+
+def _local(alone: Sequence[Timeline], num_bytes: int, network: Network, world_size: int) -> Prediction:
+    """Each process on its own, and whole models averaged now and then: nothing of that overlaps."""
+    averaging_seconds = network(num_bytes) / LOCAL_EVERY_STEPS
+    return Prediction(
+        f"LocalSGD(every_steps={LOCAL_EVERY_STEPS})",
+        f"with thinwire.LocalSGD(model, optimizer, every_steps={LOCAL_EVERY_STEPS}):",
+        *_slowest_of([each.seconds + averaging_seconds for each in alone], world_size),
+        message_bytes=num_bytes / LOCAL_EVERY_STEPS,
+        memory_bytes=num_bytes,
+        is_lossy=True,
+    )
+
+
+def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
+    """Median and quartiles of the slowest of as many steps as there are processes."""
+    draw = random.Random(0)
+    slowest = [max(draw.choices(seconds, k=world_size)) for _ in range(DRAWS)]
+    low, middle, high = quantiles(slowest, n=4)
+    return middle, low, high
+
+
+def _break_even(predictions: Callable[[Network], list[Prediction]], probe: Probe, least_gain: float) -> float:
+    """Bits a second below which the fastest low-rank approximation wins enough over the baseline."""
+
+    def gain_seconds(bits_per_second: float) -> float:
+        byte_seconds = ring_share(probe.world_size) * 8 / bits_per_second
+        found = predictions(lambda num_bytes: probe.latency_seconds + num_bytes * byte_seconds)
+        low_rank = min(each.step_seconds for each in found if each.name.startswith("PowerSGD"))
+        baseline = next(each.step_seconds for each in found if each.name == BASELINE)
+        return (1 - least_gain) * baseline - low_rank
+
+    low, high = 1e5, 1e13
+    if gain_seconds(low) <= 0:
+        return 0.0
+    if gain_seconds(high) > 0:
+        return math.inf
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gain_seconds(middle) > 0 else (low, middle)
+    return low

@@ -1,0 +1,177 @@
+"""`thinwire.advise` and the command: predictions, what follows from them, and bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire
+from pool import Pool
+from thinwire import Advice, ConfigError
+from thinwire.advice.timeline import Sent, Timeline
+from thinwire.probe import Probe, Timing
+from thinwire.probe.result import ring_share
+
+THINWIRE = [sys.executable, "-m", "thinwire"]
+
+
+def network(bits_per_second: float, latency_seconds: float, world_size: int = 2) -> Probe:
+    """What a probe would have found."""
+    timings = [
+        Timing(size, [latency_seconds + ring_share(world_size) * 8 * size / bits_per_second])
+        for size in (4, 1 << 20, 1 << 24)
+    ]
+    return Probe(world_size, "gloo", "cpu", timings, [], [])
+
+
+def test_a_probe_of_a_known_network_tells_its_rate() -> None:
+    assert network(1e8, 0.001).bytes_per_second == pytest.approx(1e8 / 8)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ((), 1.0),
+        ((Sent(0.2, 100, 0.9),), 1.0),  # hidden
+        ((Sent(0.8, 100, 0.9),), 1.1),  # 0.8 + 0.2 against 0.9
+        ((Sent(0.2, 300, 0.9), Sent(0.3, 300, 0.9)), 1.5),  # one after the other: there at 1.4
+        ((Sent(0.8, 100, 0.9), Sent(0.9, 100, 0.95)), 1.25),  # the second starts late, as the first was
+    ],
+)
+def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
+    """A byte takes 2 ms."""
+    assert Timeline(sent, 1.0).step_seconds(lambda num_bytes: 0.002 * num_bytes) == pytest.approx(expected)
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
+
+
+def one_step(model: nn.Module) -> None:
+    torch.autograd.backward(model(torch.ones(1024, 256)).square().mean())
+
+
+def test_on_slow_links_it_says_compress_and_on_fast_ones_not(pool2: Pool) -> None:
+    for slow, fast, unchanged in pool2.run(_advised):
+        assert slow.compress
+        assert slow.best.is_lossy
+        assert slow.best.step_seconds < slow.baseline.step_seconds / 2
+        assert slow.best.code in (
+            f"thinwire.attach(ddp_model, thinwire.{slow.best.name})",
+            "with thinwire.LocalSGD(model, optimizer, every_steps=10):",
+        )
+        assert not fast.compress
+        assert not fast.best.is_lossy
+        for advice in (slow, fast):
+            assert [each.step_seconds for each in advice.predictions] == sorted(
+                each.step_seconds for each in advice.predictions
+            )
+            assert len(advice.predictions) == 8
+            assert 1e6 < advice.break_even_bits_per_second < 1e11
+        bytes_of = {each.name: each.message_bytes for each in slow.predictions}
+        parameter_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
+        assert bytes_of["AllReduce()"] == parameter_bytes
+        assert bytes_of['Cast("bf16")'] == parameter_bytes / 2
+        assert bytes_of["PowerSGD(matrix_rank=4)"] < parameter_bytes / 20
+        memory = {each.name: each.memory_bytes for each in slow.predictions}
+        assert memory["AllReduce()"] == 0
+        assert memory["PowerSGD(matrix_rank=4)"] > 4 * 2 * 256 * 512
+        assert unchanged
+
+
+def _advised() -> tuple[Advice, Advice, bool]:
+    assert dist.get_world_size() == 2
+    model = new_model()
+    # This machine may be busy: only a gain of half counts.
+    slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=1, least_gain=0.5)
+    fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=1, least_gain=0.5)
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), new_model().parameters(), strict=True))
+    return slow, fast, same and all(each.grad is None for each in model.parameters())
+
+
+def test_what_can_not_be_advised(pool2: Pool) -> None:
+    for messages in pool2.run(_refused):
+        assert "must run a backward pass on the model that it is given" in messages[0]
+        assert "budget_seconds must be above 0" in messages[1]
+
+
+def _refused() -> list[str]:
+    messages = []
+    for options in ({"one_step": lambda model: None}, {"one_step": one_step, "budget_seconds": 0.0}):
+        with pytest.raises(ConfigError) as caught:
+            thinwire.advise(new_model(), probe=network(1e8, 0.001), **options)
+        messages.append(str(caught.value))
+    return messages
+
+
+MODULE = """
+import torch
+def build():
+    return torch.nn.Linear(256, 256)
+def step(model):
+    model(torch.ones(4, 256)).sum().backward()
+def broken():
+    raise ValueError("no weights here")
+def number():
+    return 7
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODULE)
+    network(1e6, 0.001).save(tmp_path / "probe.json")
+    return tmp_path
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*THINWIRE, "advise", *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_the_command(folder: Path) -> None:
+    options = ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=1"]
+    done = run(folder, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["compress"] is True
+    assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--model=mine:nothing", "--step=mine:step"],
+            "--model mine:nothing can't be imported (AttributeError",
+        ),
+        (
+            ["--model=nowhere:build", "--step=mine:step"],
+            "--model nowhere:build can't be imported (ModuleNotFound",
+        ),
+        (["--model=mine:broken", "--step=mine:step"], "mine:broken failed: ValueError: no weights here"),
+        (["--model=mine:number", "--step=mine:step"], "mine:number must return a torch.nn.Module, got 7"),
+        (["--model=mine:build", "--step=mine:number"], "mine:number failed: TypeError"),
+    ],
+)
+def test_mistakes_are_one_line(folder: Path, options: list[str], message: str) -> None:
+    done = run(folder, "--probe=probe.json", *options, "--budget-seconds=1")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
