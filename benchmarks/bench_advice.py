@@ -1,0 +1,213 @@
+"""Is the advice right? `thinwire.advise` against real steps, in `thinwire lab`.
+
+In every setting the processes probe their network, predict the step of every algorithm, and then take real
+steps with each, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from in_lab import run_in_lab
+from lstm import new_lstm
+from report import markdown_table, page, save
+from thinwire.advice.measure import ALGORITHMS, BASELINE
+from thinwire.demo.model import GPT, SIZES
+from thinwire.probe import probe
+
+UNTIMED_ROUNDS = 3
+ROUNDS = 8
+PROBE_SECONDS = 6.0
+ADVICE_SECONDS = 15.0
+ACCURATE = 0.15
+
+
+def new_convolutions() -> nn.Module:
+    """A small convolutional network for images of 32 × 32."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in ((3, 32), (32, 64), (64, 128), (128, 256), (256, 256)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride=1 if inputs == 3 else 2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256 * 4, 256), nn.ReLU(), nn.Linear(256, 100))
+
+
+def on_bytes(model: nn.Module) -> None:
+    """A step on random bytes: their values change no time."""
+    inputs = torch.randint(256, (8, 65))
+    logits = model(inputs[:, :-1])
+    torch.autograd.backward(nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten()))
+
+
+def on_images(model: nn.Module) -> None:
+    """A step on random images."""
+    logits = model(torch.randn(16, 3, 32, 32))
+    torch.autograd.backward(nn.functional.cross_entropy(logits, torch.randint(100, (16,))))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
+    "GPT": (lambda: GPT(SIZES["small"]), on_bytes),
+    "LSTM": (new_lstm, on_bytes),
+    "convolutions": (new_convolutions, on_images),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on a network."""
+
+    model: str
+    hosts: int
+    rate: str
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.hosts} hosts, {self.rate}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Seconds a step by algorithm, and what was advised."""
+
+    predicted: dict[str, float]
+    measured: dict[str, float]
+    advised: str
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Relative."""
+        return {name: self.predicted[name] / seconds - 1 for name, seconds in self.measured.items()}
+
+    @property
+    def regret(self) -> float:
+        """How much slower the advised one is than the fastest measured."""
+        return self.measured[self.advised] / min(self.measured.values()) - 1
+
+
+def work(setting: Setting, out: Path) -> None:
+    """On each host: predict, then measure."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    build, one_step = MODELS[setting.model]
+    torch.manual_seed(0)
+    found = probe(budget_seconds=PROBE_SECONDS)
+    advice = thinwire.advise(build(), one_step, found, budget_seconds=ADVICE_SECONDS)
+    predicted = {each.name: each.step_seconds for each in advice.predictions if each.name in ALGORITHMS}
+    models = {}
+    for name, algorithm in ALGORITHMS.items():
+        models[name] = DistributedDataParallel(build())
+        thinwire.attach(models[name], algorithm)
+    seconds: dict[str, list[float]] = {name: [] for name in models}
+    for number in range(UNTIMED_ROUNDS + ROUNDS):
+        for name, model in models.items():
+            dist.barrier()
+            start = time.perf_counter()
+            model.zero_grad()
+            one_step(model)
+            if number >= UNTIMED_ROUNDS:
+                seconds[name].append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        measured = {name: median(each) for name, each in seconds.items()}
+        # LocalSGD is not among those measured: the best of the others is what its place would have been.
+        advised = next(each.name for each in (advice.best, *advice.predictions) if each.name in measured)
+        out.write_text(json.dumps(asdict(Comparison(predicted, measured, advised))))
+    dist.destroy_process_group()
+
+
+def compared(setting: Setting) -> Comparison:
+    """Run one setting in the lab."""
+    with TemporaryDirectory() as folder:
+        out = Path(folder, "comparison.json")
+        script = [__file__, f"--work={out}", f"--models={setting.model}"]
+        run_in_lab(
+            setting.hosts, setting.rate, [*script, f"--hosts={setting.hosts}", f"--rates={setting.rate}"]
+        )
+        return Comparison(**json.loads(out.read_text()))
+
+
+def table(comparisons: dict[Setting, Comparison]) -> str:
+    rows = []
+    for setting, each in comparisons.items():
+        errors = sorted(abs(error) for error in each.errors.values())
+        rows.append(
+            [
+                str(setting),
+                f"{100 * median(errors):.0f} %",
+                f"{100 * errors[-1]:.0f} %",
+                f"`{each.advised}`",
+                f"{100 * each.regret:.0f} %",
+                f"{each.measured[BASELINE] / each.measured[each.advised]:.2f}",
+            ]
+        )
+    header = ["", "median error", "largest", "advised", "slower than the best", "faster than 16 bits"]
+    return markdown_table(header, rows)
+
+
+def details(comparisons: dict[Setting, Comparison]) -> str:
+    rows = [
+        [
+            str(setting),
+            name,
+            f"{1e3 * each.measured[name]:.0f}",
+            f"{1e3 * each.predicted[name]:.0f}",
+            f"{100 * error:+.0f} %",
+        ]
+        for setting, each in comparisons.items()
+        for name, error in each.errors.items()
+    ]
+    return markdown_table(["", "algorithm", "measured, ms", "predicted, ms", "error"], rows)
+
+
+def parsed_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parsed_arguments()
+    settings = [
+        Setting(model, hosts, rate)
+        for model in arguments.models
+        for hosts in arguments.hosts
+        for rate in arguments.rates
+    ]
+    if arguments.work is not None:
+        work(settings[0], arguments.work)
+        return
+    comparisons = {}
+    for setting in settings:
+        comparisons[setting] = compared(setting)
+        print(f"{setting}\n{table({setting: comparisons[setting]})}", flush=True)
+    errors = [abs(error) for each in comparisons.values() for error in each.errors.values()]
+    accurate = sum(error <= ACCURATE for error in errors)
+    text = page(
+        "Predicted and measured steps",
+        f"{len(settings)} settings in `thinwire lab`; {PROBE_SECONDS:g} s of probing and "
+        f"{ADVICE_SECONDS:g} s of advice in each, then {ROUNDS} steps with each of {len(ALGORITHMS)} "
+        f"algorithms in turn. Over all {len(errors)} predictions the median error is "
+        f"{100 * median(errors):.0f} %, and {accurate} are within {ACCURATE:.0%}. The advised algorithm was at "
+        f"most {100 * max(each.regret for each in comparisons.values()):.0f} % slower than the fastest "
+        "measured one. The hosts share one machine's processors.",
+        table(comparisons),
+        details(comparisons),
+    )
+    print(text)
+    print(save(text, "advice"))
+
+
+if __name__ == "__main__":
+    main()
