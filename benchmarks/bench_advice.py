@@ -199,8 +199,8 @@ def main() -> None:
         f"{len(settings)} settings in `thinwire lab`; {PROBE_SECONDS:g} s of probing and "
         f"{ADVICE_SECONDS:g} s of advice in each, then {ROUNDS} steps with each of {len(ALGORITHMS)} "
         f"algorithms in turn. Over all {len(errors)} predictions the median error is "
-        f"{100 * median(errors):.0f} %, and {accurate} are within {ACCURATE:.0%}. The advised algorithm was at "
-        f"most {100 * max(each.regret for each in comparisons.values()):.0f} % slower than the fastest "
+        f"{100 * median(errors):.0f} %, and {accurate} are within {ACCURATE:.0%}. The advised algorithm was "
+        f"at most {100 * max(each.regret for each in comparisons.values()):.0f} % slower than the fastest "
         "measured one. The hosts share one machine's processors.",
         table(comparisons),
         details(comparisons),
