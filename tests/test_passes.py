@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -134,10 +133,16 @@ def test_they_serve_one_thread_and_small_matrix_ranks() -> None:
         torch.set_num_threads(1)
 
 
-def test_a_numba_that_does_not_work_is_told_and_products_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "thinwire.algorithms.compiled", None)
+@pytest.mark.parametrize("error", [ImportError("needs another NumPy"), RuntimeError("no locator available")])
+def test_a_numba_that_does_not_work_is_told_and_products_taken(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(passes, "import_module", failing)
     monkeypatch.setattr(passes, "_compiled", passes._compiled.__wrapped__)
-    with pytest.warns(UserWarning, match=r"Numba .* can't be used .* install thinwire\[numba\]"):
+    with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).* install thinwire\[numba\]"):
         assert passes._compiled_for(group_of((8, 8))) is None
 
 

@@ -196,7 +196,7 @@ def _compiled() -> ModuleType | None:
         return None
     try:
         return import_module("thinwire.algorithms.compiled")
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # Numba's own, and that it finds no place for its cache
         warnings.warn(
             f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
             "about half as fast on one thread; install thinwire[numba] to mend it",
