@@ -225,18 +225,19 @@ def table(by_rate: dict[str, list[Curve]]) -> str:
     names = list(ALGORITHMS)
     rows = []
     for index, name in enumerate(names):
-        cells, steps, loss = [], "not reached", ""
+        cells, steps, loss = [], [], ""
         for curves in by_rate.values():
             target = curves[0].losses[-1]
             reached, sixteen = curves[index].when(target), curves[1].when(target)
             loss = f"{curves[index].losses[-1]:.3f}"
-            if reached is None or sixteen is None:
+            if reached is None:
                 cells += [f"> {curves[index].seconds[-1]:.0f}", ""]
+                steps.append("not reached")
                 continue
-            steps = f"{reached.steps:.0f}"
-            cells += [f"{reached.seconds:.1f}", f"{sixteen.seconds / reached.seconds:.1f}"]
+            cells += [f"{reached.seconds:.1f}", f"{sixteen.seconds / reached.seconds:.1f}" if sixteen else ""]
+            steps.append(f"{reached.steps:.0f}")
         sent = curves[index].sent_bytes[-1] / curves[index].steps[-1] / 1e6
-        rows.append([name, *cells, steps, loss, f"{sent:.2f}"])
+        rows.append([name, *cells, " / ".join(steps), loss, f"{sent:.2f}"])
     header = ["", *[cell for rate in by_rate for cell in (f"s at {rate}", "faster than 16-bit")]]
     return markdown_table([*header, "steps", "last loss", "MB sent a step"], rows)
 

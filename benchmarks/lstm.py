@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LSTM"]
+__all__ = ["LSTM", "new_lstm"]
 
 
 class LSTM(nn.Module):

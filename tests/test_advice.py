@@ -61,7 +61,11 @@ def one_step(model: nn.Module) -> None:
 
 
 def test_on_slow_links_it_says_compress_and_on_fast_ones_not(pool2: Pool) -> None:
-    for slow, fast, unchanged in pool2.run(_advised):
+    first, second = pool2.run(_advised)
+    assert [each.step_seconds for each in first[0].predictions] == [
+        each.step_seconds for each in second[0].predictions
+    ]
+    for slow, fast, unchanged in (first, second):
         assert slow.compress
         assert slow.best.is_lossy
         assert slow.best.step_seconds < slow.baseline.step_seconds / 2
@@ -76,7 +80,7 @@ def test_on_slow_links_it_says_compress_and_on_fast_ones_not(pool2: Pool) -> Non
                 each.step_seconds for each in advice.predictions
             )
             assert len(advice.predictions) == 8
-            assert 1e6 < advice.break_even_bits_per_second < 1e11
+        assert slow.break_even_bits_per_second > 1e7  # the slow network's
         bytes_of = {each.name: each.message_bytes for each in slow.predictions}
         parameter_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
         assert bytes_of["AllReduce()"] == parameter_bytes

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients
 from pool import Pool
-from thinwire import BatchedPowerSGD, ConfigError, PowerSGD
+from thinwire import AgreementError, AllReduce, BatchedPowerSGD, Cast, ConfigError, PowerSGD
 from thinwire.algorithms import Algorithm, passes
 from thinwire.channel import InProcessChannel
 from thinwire.simulation import Simulation
@@ -76,6 +76,53 @@ def test_nothing_is_lost(algorithm: Algorithm) -> None:
     assert simulation.syncs[0].stats().compression_ratio > 5
 
 
+@pytest.mark.parametrize("bad_step", [False, True])
+@pytest.mark.parametrize(
+    "after", [AllReduce(), Cast("fp16"), PowerSGD(matrix_rank=2, error_feedback=False)], ids=str
+)
+def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step: bool) -> None:
+    """Switching pays the debt in one step, or, if that was not finite, in the next."""
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2, host_check=False)
+    for step in range(6):
+        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        if bad_step and step == 3:
+            gradients[1][0][5] = torch.nan
+            gradients[1][1][5] = torch.nan
+        if step == 3:
+            assert simulation.syncs[0]._memory.error
+            for sync in simulation.syncs:
+                sync.use(after)
+        before = simulation.syncs[0].stats().message_bytes
+        simulation.step(gradients)
+        sent_bytes = simulation.syncs[0].stats().message_bytes - before
+        if step >= 3:
+            assert bool(simulation.syncs[0]._memory.error) == (bad_step and step == 3)
+            assert gradients[0][0].isnan().all() == (bad_step and step == 3)
+    assert simulation.syncs[0].stats().skipped_steps == bad_step
+    if isinstance(after, PowerSGD):
+        assert sent_bytes < sum(4 * spec.numel for specs in buckets() for spec in specs) / 5
+
+
+def test_the_errors_of_a_family_stay_one_batch() -> None:
+    simulation, _ = run(PowerSGD(matrix_rank=2), {1}, host_check=False)
+    error = simulation.syncs[0]._memory.error
+    assert passes.stacked([error["head.weight"], error["body.weight"]]) is not None
+
+
+def test_processes_that_differ_in_it_are_told(pool2: Pool) -> None:
+    for message in pool2.run(_unlike):
+        assert "process 0 has host_check True, process 1 has host_check False" in message
+
+
+def _unlike() -> str:
+    model = DistributedDataParallel(torch.nn.Linear(48, 40))
+    thinwire.attach(model, PowerSGD(), host_check=torch.distributed.get_rank() == 0)
+    with pytest.raises(AgreementError) as caught:
+        torch.autograd.backward(model(torch.ones(2, 48)).sum())
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
 def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from pool import Pool
 from test_lab import real
-from thinwire.errors import ConfigError
+from thinwire.errors import AgreementError, ConfigError
+from thinwire.job import alone
 from thinwire.probe import PairTiming, Probe, Timing, probe
 from thinwire.probe.result import nodes_of
 
@@ -77,6 +78,16 @@ def test_a_budget_of_nothing_is_refused(budget: float) -> None:
         probe(budget_seconds=budget)
 
 
+def test_a_tiny_budget_still_tells_the_rate(pool2: Pool) -> None:
+    for found in pool2.run(_hardly_probed):
+        assert len(found.timings) >= 2
+        assert found.bytes_per_second > 0
+
+
+def _hardly_probed() -> Probe:
+    return probe(budget_seconds=1e-4)
+
+
 def test_outside_a_job_it_says_how_to_start_it() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     run = subprocess.run(
@@ -102,6 +113,22 @@ def test_between_sizes_it_is_linear() -> None:
     assert example().average_seconds(1) == 0.001
     assert example().average_seconds(2000) == pytest.approx(0.004)
     assert example().average_seconds(5000) == pytest.approx(0.007)
+
+
+def test_of_one_process_there_is_nothing_to_measure() -> None:
+    with alone(), pytest.raises(ConfigError, match="start at least 2, got 1"):
+        probe(budget_seconds=1)
+
+
+def test_processes_with_other_budgets_are_told(pool2: Pool) -> None:
+    for message in pool2.run(_other_budget):
+        assert "budget_seconds" in message
+
+
+def _other_budget() -> str:
+    with pytest.raises(AgreementError) as caught:
+        probe(budget_seconds=1.0 + dist.get_rank())
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 1}'])

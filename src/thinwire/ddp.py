@@ -55,10 +55,12 @@ def attach(
             function that returns what the loss of the step under way was multiplied by. Error memory is
             then kept in unscaled units, so that a change of scale changes no result.
         host_check: Whether the host learns in each step if all means were finite, for which it waits for
-            the device. If not, no step makes it wait (once all is agreed on): one that is not finite
-            leaves memory as it was and makes the gradients NaN just so, but counts in `steps`, a
-            warm-up and the turns of `alternating`. Not with `find_unused_parameters`. Cost: a copy of
-            what one bucket has in memory, while it is written.
+            the device. If not, steps don't make it wait, but for those that pay back what another
+            algorithm left owed, for `warm_start=False` and for a function as `grad_scaler`. A step that is
+            not finite leaves the error memory as it was and makes the gradients NaN just so, but counts
+            in `steps`, a warm-up and the turns of `alternating` (which then starts from random factors).
+            The same on all processes; not with `find_unused_parameters`. Cost: a copy of what one bucket
+            has in memory, while it is written.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -42,10 +42,11 @@ class Exchange:
 
     Args:
         channel: Where messages are averaged; may be replaced between steps.
-        host_check: Whether the host learns if all means of a step were finite. If not, it never waits for the
-            device: a step with others leaves memory as it was just so, but counts as committed.
+        host_check: Whether the host learns if all means of a step were finite. If not, it does not wait for
+            the device: a step with others leaves memory as it was just so, but counts as committed.
 
     Attributes:
+        host_check: As given.
         unseen_skips: Steps that the host did not see were skipped, a tensor of one element; None before
             the first that could be.
     """
@@ -53,7 +54,7 @@ class Exchange:
     def __init__(self, channel: Channel, *, host_check: bool = True) -> None:
         self.channel = channel
         self.unseen_skips: torch.Tensor | None = None
-        self._host_check = host_check
+        self.host_check = host_check
         self._tasks: list[_Task] = []
         self._pending: list[Pending] = []
         self._step = 0
@@ -93,7 +94,7 @@ class Exchange:
 
         Returns:
             Whether the step was committed. False if any mean was not finite: memory is as it was, and
-            every gradient with memory is filled with NaN.
+            every gradient with memory is filled with NaN. Without `host_check`, always True.
 
         Raises:
             CommunicationError: A collective failed; memory is as it was.
@@ -109,7 +110,7 @@ class Exchange:
             if not gated:
                 return True
             finite = _all_finite(all_means)
-            if not self._host_check:
+            if not self.host_check:
                 for task in gated:
                     _commit_where(finite, task)
                 skipped = (~finite).long()
@@ -189,27 +190,37 @@ def _commit(task: _Task) -> None:
 def _commit_where(finite: torch.Tensor, task: _Task) -> None:
     """Let a bucket's task write memory, then take that back on the device unless `finite`.
 
+    Where the task has dropped something, which only the host can take back, the host asks.
+
     Cost: a copy of what the bucket has in memory, for the moment.
     """
     if task.bucket is None or task.memory is None:
         raise AssertionError("whether parameters are used is the host's to decide")
     kept = (task.memory.error, task.memory.factor, task.memory.sent)
-    names = {spec.name for spec in task.bucket.specs}
-    before = [{label: each.clone() for label, each in _of(names, memory).items()} for memory in kept]
+    labels = _labels(task.bucket)
+    before = [{label: memory[label].clone() for label in labels if label in memory} for memory in kept]
     _commit(task)
     for memory, old in zip(kept, before, strict=True):
-        for label, new in (old | _of(names, memory)).items():
-            written = memory.get(label, torch.zeros_like(new))
-            was = old.get(label)
-            if was is None or was.shape != written.shape:
-                was = torch.zeros_like(written)
-            memory[label] = torch.where(finite, written, was)
-    task.bucket.flat.mul_(torch.where(finite, 1.0, torch.nan))
+        dropped = old.keys() - memory.keys()
+        if dropped and not finite:
+            memory.update({label: old[label] for label in dropped})
+        for label in labels:
+            if label in memory and label not in dropped:
+                _keep_where(finite, memory[label], old.get(label))
+    task.bucket.flat.mul_(torch.where(finite, 1.0, torch.nan).to(task.bucket.flat.device))
 
 
-def _of(names: set[str], memory: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What memory holds of some parameters, single ones or a bucket's."""
-    return {label: each for label, each in memory.items() if names.issuperset(label.split(BUCKET_SEPARATOR))}
+def _keep_where(finite: torch.Tensor, written: torch.Tensor, was: torch.Tensor | None) -> None:
+    """Put back, in place, what was there before; zeros where there was nothing of that shape."""
+    if was is None or was.shape != written.shape:
+        was = torch.zeros_like(written)
+    written.copy_(torch.where(finite.to(written.device), written, was))
+
+
+def _labels(bucket: Bucket) -> list[str]:
+    """What memory may call the bucket's parameters, and the bucket as a whole."""
+    names = [spec.name for spec in bucket.specs]
+    return [*names, f"{names[0]}{BUCKET_SEPARATOR}{names[-1]}"]
 
 
 def _all_finite(means: Sequence[torch.Tensor]) -> torch.Tensor:

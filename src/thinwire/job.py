@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,15 +17,18 @@ __all__ = ["alone", "joined_job"]
 
 
 @contextmanager
-def joined_job(command: str, backend: str | None) -> Iterator[torch.device]:
+def joined_job(
+    command: str, backend: str | None, *, timeout_seconds: float = 600.0
+) -> Iterator[torch.device]:
     """The process's device, inside the job's default process group.
 
     Args:
         command: Its name, for the error.
         backend: None for NCCL where there is a GPU, else Gloo.
+        timeout_seconds: Of every collective.
 
     Raises:
-        ConfigError: This is no process of a job.
+        ConfigError: This is no process of a job, or the job can't be joined.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ConfigError(
@@ -32,10 +36,14 @@ def joined_job(command: str, backend: str | None) -> Iterator[torch.device]:
             f"torchrun --nproc-per-node 2 --no-python thinwire {command}"
         )
     device = torch.device("cpu")
-    if backend != "gloo" and torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend or ("nccl" if device.type == "cuda" else "gloo"))
+    try:
+        if backend != "gloo" and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"the process group of the job can't be joined: {error}") from error
     try:
         yield device
     finally:

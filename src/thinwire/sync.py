@@ -243,6 +243,7 @@ class GradientSync:
             error_is_mean=self._error_is_mean,
             knows_loss_scale=self._loss_scale is not None,
             may_be_unused=self._may_be_unused,
+            host_check=self._exchange.host_check,
         )
 
     def finish(self) -> bool:
@@ -392,8 +393,8 @@ class GradientSync:
             message = torch.zeros(spec.numel, device=self._device) if own is None else own.clone()
             pending[spec.name] = self.channel.average(message, f"{purpose}, {spec.name}", is_gradient=False)
         yield
-        for name, each in pending.items():
-            mean = each.wait()
+        means = {name: each.wait() for name, each in pending.items()}
+        for name, mean in means.items():
             error[name] = error[name].copy_(mean) if name in error else mean
 
     def _check_between_steps(self, call: str) -> None:

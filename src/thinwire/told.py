@@ -24,6 +24,7 @@ def told_of(
     error_is_mean: bool,
     knows_loss_scale: bool,
     may_be_unused: bool,
+    host_check: bool,
 ) -> dict[str, str]:
     """All that must be the same on every process, by subject: version, algorithm, plan, and where it stands.
 
@@ -39,6 +40,7 @@ def told_of(
         error_is_mean: Whether nothing has changed the error since it was averaged.
         knows_loss_scale: Whether error is in unscaled units.
         may_be_unused: Whether flags of used parameters travel as well.
+        host_check: Whether skipped steps are counted apart.
     """
     told = {
         CALL: call,
@@ -47,6 +49,7 @@ def told_of(
         **{name: repr(value) for name, value in _settings_of(algorithm).items()},
         "loss scale": "known" if knows_loss_scale else "not known",
         "find_unused_parameters": str(may_be_unused),
+        "host_check": str(host_check),
         "committed steps": str(step),
         "skipped steps": str(skipped_steps),
         "loaded state": "none" if loaded is None else loaded,

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -52,8 +51,6 @@ def advise(
         built = _called(build, model)
         if not isinstance(built, nn.Module):
             raise ConfigError(f"{model} must return a torch.nn.Module, got {built!r}")
-        if torch.cuda.is_available() and found.device == "cuda":
-            built.cuda()
         console = Console(stderr=True, quiet=as_json)
         with console.status("measuring …") as status:
             advice = measure(
@@ -124,7 +121,7 @@ def _verdict(advice: Advice) -> str:
             f"Compress: {best.name} makes a step {gain:.2f} times faster than 16 bits. Compare losses, too."
         )
     else:
-        first = f"Do not compress: nothing wins more than {advice.least_gain:.0%} over {best.name}."
+        first = f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name}."
     bits, gained = advice.break_even_bits_per_second, f"{advice.least_gain:.0%} over 16 bits"
     where = (
         f"links below {bits / 1e6:,.0f} Mbit/s"

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median, quantiles
 
 import torch
@@ -19,6 +20,7 @@ from thinwire.advice.result import Advice, Prediction
 from thinwire.advice.timeline import RecordingChannel, Timeline
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
 from thinwire.algorithms.lowrank import LowRank
+from thinwire.channel import ProcessGroupChannel
 from thinwire.ddp import front_of, register, thinwire_hook
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
@@ -39,6 +41,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "PowerSGD(matrix_rank=4, alternating=True)": PowerSGD(matrix_rank=4, alternating=True),
 }
 LOCAL_EVERY_STEPS = 10
+LOCAL_SGD = f"LocalSGD(every_steps={LOCAL_EVERY_STEPS})"
 UNTIMED_ROUNDS = 3
 LEAST_ROUNDS = 5
 DRAWS = 400
@@ -58,9 +61,10 @@ def advise(
 ) -> Advice:
     """Predict the step time of each algorithm for a model, on the network that was probed.
 
-    The model is copied; a step of the copy is timed with every algorithm on this process, without any
-    network, noting which message would have been sent when. The probe tells how long each would have
-    been under way, and as many steps as there are processes are drawn at a time: the slowest sets the pace.
+    The model is copied (a DDP model's options are not); a step of the copy is timed with every algorithm
+    on this process, without any network, noting which message would have been sent when. The probe tells
+    how long each would have been under way, and as many steps as there are processes are drawn at a time:
+    the slowest sets the pace.
 
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken.
@@ -68,26 +72,35 @@ def advise(
             it does (an optimizer's step) counts in every prediction.
         probe: Of the network; None to probe the default process group now, which is collective.
         budget_seconds: About how long the measuring may take.
-        least_gain: What an approximation must win over 16 bits to be advised, as a share of the step.
+        least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
+            advised, as a share of the step.
         progress: Is told what is being measured.
 
-    To be called on every process of the default process group, or in a group of one.
+    To be called on every process of the default process group, or in a group of one; the result is the
+    same on all. A module that communicates by itself (SyncBatchNorm) must do so in every process alike.
 
     Cost: a copy of the model, its gradients and its error memory, while it runs.
 
     Raises:
-        ConfigError: `one_step` does not run a backward pass, or an argument is out of range.
+        ConfigError: `one_step` does not run a backward pass, the model is on a GPU, or an argument is out of
+            range.
         AttachError: There is no process group, or the model can't be wrapped.
     """
     if not budget_seconds > 0 or not least_gain >= 0:
         raise ConfigError(
             f"budget_seconds must be above 0 and least_gain at least 0, got {budget_seconds} and {least_gain}"
         )
+    channel = ProcessGroupChannel()
+    given = getattr(model, "_orig_mod", model)
+    module = copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given)
+    if any(parameter.is_cuda for parameter in module.parameters()):
+        raise ConfigError(
+            "advise times the host, which is not when a GPU works: give it the model on the CPU"
+        )
     probe = measure_network() if probe is None else probe
-    module = copy.deepcopy(model.module if isinstance(model, DistributedDataParallel) else model)
     with _alone(module) as ddp:
         bench = _Bench(ddp, one_step)
-        bench.run(budget_seconds, progress)
+        bench.run(budget_seconds, channel, progress)
         measured = {
             name: (timelines, _memory_bytes(bench.syncs[name])) for name, timelines in bench.timelines.items()
         }
@@ -100,24 +113,31 @@ def advise(
             _predicted(name, timelines, memory_bytes, network, probe.world_size)
             for name, (timelines, memory_bytes) in measured.items()
         ]
-        return [*found, _local(alone, gradient_bytes, network, probe.world_size)]
+        return _agreed([*found, _local(alone, gradient_bytes, network, probe.world_size)], channel)
 
     ranked = sorted(predictions(probe.average_seconds), key=lambda each: each.step_seconds)
     baseline = next(each for each in ranked if each.name == BASELINE)
-    fastest = ranked[0]
-    enough = fastest.step_seconds < (1 - least_gain) * baseline.step_seconds
+    fastest, careful = ranked[0], next(each for each in ranked if not each.is_lossy)
+    enough = fastest.step_seconds < (1 - least_gain) * careful.step_seconds
     return Advice(
         predictions=tuple(ranked),
         baseline=baseline,
-        best=fastest if enough or not fastest.is_lossy else _best_without_loss(ranked),
+        best=fastest if enough else careful,
         break_even_bits_per_second=_break_even(predictions, probe, least_gain),
         compute_seconds=compute_seconds,
         least_gain=least_gain,
     )
 
 
-def _best_without_loss(ranked: Sequence[Prediction]) -> Prediction:
-    return next(each for each in ranked if not each.is_lossy)
+def _agreed(predictions: Sequence[Prediction], channel: ProcessGroupChannel) -> list[Prediction]:
+    """The mean of what the processes predict: the same on all, so that all choose alike."""
+    names = ("step_seconds", "low_seconds", "high_seconds")
+    own = torch.tensor([[getattr(each, name) for name in names] for each in predictions], dtype=torch.float64)
+    means = channel.average(own.view(-1), "advise", is_gradient=False).wait().view_as(own).tolist()
+    return [
+        replace(each, **dict(zip(names, seconds, strict=True)))
+        for each, seconds in zip(predictions, means, strict=True)
+    ]
 
 
 @contextmanager
@@ -145,39 +165,41 @@ class _Bench:
         self.timelines: dict[str, list[Timeline]] = {name: [] for name in ALGORITHMS}
         self.without_averaging: list[Timeline] = []
 
-    def run(self, budget_seconds: float, progress: Callable[[str], None]) -> None:
-        """As many rounds as the time allows; the first are not counted."""
-        end = time.perf_counter() + budget_seconds
-        number = 0
-        while number < UNTIMED_ROUNDS + LEAST_ROUNDS or time.perf_counter() < end:
-            progress(f"round {number + 1} of steps with every algorithm")
-            number += 1
-            if number == UNTIMED_ROUNDS + 1:
-                for each in (self.without_averaging, *self.timelines.values()):
-                    each.clear()
-            with self.ddp.no_sync():
-                self.without_averaging.append(self._step())
-            for name, sync in self.syncs.items():
-                self.front.sync = sync
-                timeline = self._step()
-                if not timeline.sent:
-                    raise ConfigError(
-                        "one_step(model) must run a backward pass on the model that it is given"
-                    )
-                self.timelines[name].append(timeline)
+    def run(
+        self, budget_seconds: float, channel: ProcessGroupChannel, progress: Callable[[str], None]
+    ) -> None:
+        """As many rounds as the time allows, equally many on all processes; the first are not counted."""
+        start = time.perf_counter()
+        for _ in range(UNTIMED_ROUNDS):
+            progress("untimed steps")
+            self._round()
+        for each in (self.without_averaging, *self.timelines.values()):
+            each.clear()
+        round_seconds = torch.tensor([(time.perf_counter() - start) / UNTIMED_ROUNDS], dtype=torch.float64)
+        round_seconds = channel.average(round_seconds, "advise", is_gradient=False).wait()
+        num_rounds = max(LEAST_ROUNDS, int(budget_seconds / round_seconds.item()) - UNTIMED_ROUNDS)
+        for number in range(num_rounds):
+            progress(f"round {number + 1} of {num_rounds}, a step with every algorithm")
+            self._round()
+
+    def _round(self) -> None:
+        with self.ddp.no_sync():
+            self.without_averaging.append(self._step())
+        for name, sync in self.syncs.items():
+            self.front.sync = sync
+            timeline = self._step()
+            if not timeline.sent:
+                raise ConfigError(
+                    "one_step(model) must run a backward pass on the model that it is given, through all of "
+                    "its parameters"
+                )
+            self.timelines[name].append(timeline)
 
     def _step(self) -> Timeline:
         self.ddp.zero_grad()
         self.channel.start()
         self.one_step(self.ddp)
-        _synchronize(self.ddp)
         return self.channel.timeline()
-
-
-def _synchronize(ddp: DistributedDataParallel) -> None:
-    device = next(ddp.parameters()).device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _memory_bytes(sync: GradientSync) -> int:
@@ -204,7 +226,7 @@ def _local(alone: Sequence[Timeline], num_bytes: int, network: Network, world_si
     """Each process on its own, and whole models averaged now and then: nothing of that overlaps."""
     averaging_seconds = network(num_bytes) / LOCAL_EVERY_STEPS
     return Prediction(
-        f"LocalSGD(every_steps={LOCAL_EVERY_STEPS})",
+        LOCAL_SGD,
         f"with thinwire.LocalSGD(model, optimizer, every_steps={LOCAL_EVERY_STEPS}):",
         *_slowest_of([each.seconds + averaging_seconds for each in alone], world_size),
         message_bytes=num_bytes / LOCAL_EVERY_STEPS,

@@ -39,7 +39,8 @@ class Advice:
     Attributes:
         predictions: Of everything that was considered.
         baseline: Averaging in 16 bits, to compare with.
-        best: What is advised: the baseline unless something is faster by more than `least_gain`.
+        best: What is advised: the fastest, but an approximation only if it wins more than `least_gain`
+            over the fastest of the others.
         break_even_bits_per_second: The link rate below which the fastest low-rank approximation wins so much
             over the baseline; 0 if never, infinite if always.
         compute_seconds: A step without any averaging.

@@ -29,7 +29,8 @@ class BatchedPowerSGD(LowRank):
     and starts anew when DDP rebuilds its buckets after the first step.
 
     Cost a step: two rounds of r · √elements each; an fp32 error of the size of the gradients and, during
-    the step, an fp32 copy of the bucket; one host synchronisation, for the finite check.
+    the step, an fp32 copy of the bucket; one host synchronisation, for the finite check (none
+    without `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.

@@ -99,7 +99,8 @@ def settle(
     if compiled is not None and errors is not None and len(terms) == 1:
         compiled.settle(group, errors, sent, pairs[0], _number(loss_scale))
         return
-    batch, of_errors = _batch_for(group), None if errors is None else stacked(errors)
+    batch = _batch_for(group)
+    of_errors = None if batch is None or errors is None else stacked(errors)
     if batch is not None and (errors is None or of_errors is not None):
         _settle_batch(batch, of_errors, sent, pairs, loss_scale)
         return

@@ -55,7 +55,8 @@ class PowerSGD(LowRank):
 
     Cost a step: two rounds, the second of all buckets together, of r · (rows + columns) elements a
     matrix; an fp32 error of the size of the gradients and, of gradients in another type, an fp32 copy
-    until the step's end; one host synchronisation, for the finite check.
+    until the step's end; one host synchronisation, for the finite check (none
+    without `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.

@@ -49,13 +49,18 @@ def probe(
         The same on every process.
 
     Raises:
-        ConfigError: The budget is not positive.
+        ConfigError: The budget is not positive, or there is one process only.
         AttachError: There is no process group.
+        AgreementError: The processes have been given different arguments.
         CommunicationError: The backend failed.
     """
     if not budget_seconds > 0:
         raise ConfigError(f"budget_seconds must be above 0, got {budget_seconds}")
     channel = ProcessGroupChannel(group, device)
+    if channel.size < 2:
+        raise ConfigError("probe measures between processes: start at least 2, got 1")
+    told = {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}
+    channel.agree(told, "a probe")
     if device is None:
         device = torch.device("cuda" if dist.get_backend(channel.group) == "nccl" else "cpu")
     meter = _Meter(channel, device, progress)
@@ -93,7 +98,8 @@ class _Meter:
             wanted = self.agreed(min(MOST_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
             repetitions = max(LEAST_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
-            if self.agreed(4 * (LEAST_REPETITIONS + 1) * first_seconds - (end - time.perf_counter())) > 0:
+            missing_seconds = 4 * (LEAST_REPETITIONS + 1) * first_seconds - (end - time.perf_counter())
+            if self.agreed(missing_seconds) > 0 and index > 0:
                 return
 
     def once(self, message: torch.Tensor) -> float:

@@ -12,9 +12,12 @@ import torch.distributed as dist
 import typer
 
 from thinwire.job import joined_job
-from thinwire.selftest.checks import CHECKS, Bench, Check, CheckError
+from thinwire.selftest.checks import CHECKS, Bench, Check
 
 __all__ = ["check"]
+
+# A collective that some process does not make ends the check.
+TIMEOUT_SECONDS = 60.0
 
 
 def check(
@@ -31,16 +34,13 @@ def check(
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire check`
     """
-    with joined_job("check", backend) as device:
+    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as device:
         bench = Bench(device)
         start = time.perf_counter()
-        own = {name: _outcome(run, bench) for name, run in CHECKS.items()}
+        own = {name: _outcome(name, run, bench) for name, run in CHECKS.items()}
         title = f"{bench.channel.size} processes, {dist.get_backend()}, {device.type}"
         title += f", {time.perf_counter() - start:.1f} s"
-        failures = bench.sum(torch.tensor([float(found is not None) for found in own.values()])).tolist()
-        for name, found in own.items():
-            if found is not None:
-                print(f"thinwire: process {bench.channel.process_rank}: {name}: {found}", file=sys.stderr)
+        failures = bench.sum(torch.tensor([float(not works) for works in own.values()])).tolist()
         if bench.channel.process_rank == 0:
             outcomes = dict(zip(own, map(round, failures), strict=True))
             print(_json(outcomes, title) if as_json else _printed(outcomes, title))
@@ -49,15 +49,16 @@ def check(
         raise typer.Exit(1)
 
 
-def _outcome(run: Check, bench: Bench) -> str | None:
-    """None if a check holds, else what was found; an error of any kind is the check's."""
+def _outcome(name: str, run: Check, bench: Bench) -> bool:
+    """Whether a check holds on this process; what it finds, errors of any kind too, is told at once."""
+    bench.findings.clear()
     try:
         run(bench)
-    except CheckError as error:
-        return str(error)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+        bench.findings.append(f"{type(error).__name__}: {error}")
+    for found in bench.findings:
+        print(f"thinwire: process {bench.channel.process_rank}: {name}: {found}", file=sys.stderr, flush=True)
+    return not bench.findings
 
 
 def _json(outcomes: dict[str, int], title: str) -> str:
