@@ -8,7 +8,8 @@ demo: .venv/.demo
 	$(BIN)/thinwire demo
 
 test: lint types
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone'
+	$(BIN)/python -m pytest -m alone
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -136,6 +136,7 @@ SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 
 @real
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("options", "sender", "megabytes", "mbit"),
     [

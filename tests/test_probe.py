@@ -32,6 +32,7 @@ def probed(options: list[str], path: Path, budget_seconds: float) -> tuple[Probe
 
 
 @real
+@pytest.mark.alone
 @pytest.mark.parametrize(("rate", "bits"), [("100mbit", 100e6), ("1gbit", 1e9)])
 def test_the_bandwidth_of_links_of_a_known_rate(rate: str, bits: float, tmp_path: Path) -> None:
     found, printed = probed(["--hosts=2", f"--rate={rate}"], tmp_path / "probe.json", 6)
@@ -43,6 +44,7 @@ def test_the_bandwidth_of_links_of_a_known_rate(rate: str, bits: float, tmp_path
 
 
 @real
+@pytest.mark.alone
 def test_hosts_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
     options = ["--hosts=4", "--hosts-per-node=2", "--rate=100mbit"]
     found, printed = probed(options, tmp_path / "probe.json", 10)

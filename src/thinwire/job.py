@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,9 @@ def joined_job(
     try:
         yield device
     finally:
+        # A DDP model that is still there, in a cycle, keeps the backend's threads running into the
+        # interpreter's end, where they now and then abort.
+        gc.collect()
         dist.destroy_process_group()
 
 
