@@ -29,6 +29,7 @@ from thinwire.demo.text import (
     split_files,
 )
 from thinwire.errors import ConfigError
+from thinwire.watch import JSONLWriter
 
 
 def make_record(**changes: object) -> StepRecord:
@@ -167,17 +168,38 @@ def test_a_width_that_heads_cannot_share_is_refused() -> None:
 
 
 def test_a_growing_file_is_read_line_by_complete_line(tmp_path: Path) -> None:
-    path = tmp_path / "steps.jsonl"
-    file = RecordFile(path)
+    counted = {
+        "messages": 2,
+        "message_bytes": 1_000_000,
+        "gradient_bytes": 2_000_000,
+        "waiting_seconds": 0.05,
+    }
+    times = {"seconds": 1.0, "step_seconds": 0.2, "arithmetic_seconds": 0.0, "exposed_seconds": 0.1}
+    whole, growing = tmp_path / "whole.jsonl", tmp_path / "growing.jsonl"
+    writer = JSONLWriter(whole)
+    run = {
+        "format": 1,
+        "name": "fp16",
+        "thinwire": "0",
+        "unix_seconds": 0.0,
+        "processes": 2,
+        "process_rank": 0,
+    }
+    writer.write("run", 0, run)
+    for step in (1, 2):
+        writer.write("step", step, {**counted, **times, "steps": 1, "skipped_steps": 0})
+        writer.write("log", step, {"seconds": 1.0, "loss": 5.5})
+    writer.close()
+    text = whole.read_text()
+    file = RecordFile(growing)
     assert file.new_records() == []
-    line = make_record().to_json()
-    path.write_text(line + "\n" + line[:10])
+    growing.write_text(text[:-10])
     assert file.new_records() == [make_record()]
     assert file.new_records() == []
-    with path.open("a") as more:
-        more.write(line[10:] + "\n")
-    assert file.new_records() == [make_record()]
-    assert len(read_records(path)) == 2
+    with growing.open("a") as more:
+        more.write(text[-10:])
+    assert file.new_records() == [make_record(step=2)]
+    assert len(read_records(growing)) == 2
 
 
 def test_summary_of_hand_made_records() -> None:
@@ -354,4 +376,4 @@ def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
     assert stderr == "thinwire: stopped by SIGINT; every process has ended\n"
     assert processes_with(str(tmp_path)) == []
     for line in (tmp_path / "fp16.jsonl").read_text().splitlines()[:-1]:
-        assert json.loads(line)["algorithm"] == "fp16"
+        assert json.loads(line)["kind"] in ("run", "plan", "step", "norms", "log")

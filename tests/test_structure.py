@@ -36,7 +36,7 @@ FLOORS = [
     {"sync"},
     {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join", "testing"},
     {"hooks", "powersgd"},
-    {"integrations"},
+    {"integrations", "watch"},
     {"job"},
     {"probe"},
     {"advice"},
@@ -113,6 +113,7 @@ def test_the_public_names() -> None:
         "ConfigError",
         "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "Plan", "PowerSGD", "StateError",
         "Stats", "StepError", "ThinwireError", "__version__", "attach", "hooks", "join",
+        "JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Watch", "read_run",
     }  # fmt: skip
 
 

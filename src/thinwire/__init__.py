@@ -26,6 +26,7 @@ from thinwire.plan import Plan
 from thinwire.stats import Stats
 from thinwire.sync import GradientSync
 from thinwire.version import __version__
+from thinwire.watch import JSONLWriter, MetricsWriter, TensorBoardWriter, Watch, read_run
 
 __all__ = [
     "Advice",
@@ -39,18 +40,23 @@ __all__ = [
     "ConfigError",
     "GradientError",
     "GradientSync",
+    "JSONLWriter",
     "LocalSGD",
+    "MetricsWriter",
     "MissingExtraError",
     "Plan",
     "PowerSGD",
     "StateError",
     "Stats",
     "StepError",
+    "TensorBoardWriter",
     "ThinwireError",
+    "Watch",
     "__version__",
     "advise",
     "all_gather_grad",
     "attach",
     "hooks",
     "join",
+    "read_run",
 ]

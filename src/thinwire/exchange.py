@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+from torch.profiler import record_function
 
 from thinwire.algorithms import Algorithm, Bucket, Memory, Rounds
 from thinwire.channel import Channel, Pending
@@ -72,7 +73,8 @@ class Exchange:
             CommunicationError: The message could not be sent.
         """
         rounds = algorithm.exchange(bucket, memory)
-        message = next(rounds)
+        with record_function("thinwire: round 1"):
+            message = next(rounds)
         if message is None:
             raise AssertionError(f"{algorithm} reached its gate without a message")
         self._step = step
@@ -104,29 +106,34 @@ class Exchange:
         last = [] if closing is None else [_Task(None, None, closing, next(closing))]
         try:
             yield
-            means = [each.wait() for each in pending]
+            with record_function("thinwire: wait for round 1"):
+                means = [each.wait() for each in pending]
             all_means = yield from self._later_rounds(tasks, means, last)
             gated = [task for task in [*tasks, *last] if task.at_gate]
             if not gated:
                 return True
-            finite = _all_finite(all_means)
-            if not self.host_check:
-                for task in gated:
-                    _commit_where(finite, task)
-                skipped = (~finite).long()
-                self.unseen_skips = skipped if self.unseen_skips is None else self.unseen_skips.add_(skipped)
-            elif finite:
-                for task in gated:
-                    _commit(task)
-            else:
-                for task in gated:
-                    if task.bucket is not None:
-                        task.bucket.flat.fill_(torch.nan)
-                return False
-            return True
+            with record_function("thinwire: commit"):
+                return self._close(gated, _all_finite(all_means))
         finally:
             for task in [*tasks, *last]:
                 task.rounds.close()
+
+    def _close(self, gated: Sequence[_Task], finite: torch.Tensor) -> bool:
+        """Let all tasks commit, or none; whether they did, as far as the host knows."""
+        if not self.host_check:
+            for task in gated:
+                _commit_where(finite, task)
+            skipped = (~finite).long()
+            self.unseen_skips = skipped if self.unseen_skips is None else self.unseen_skips.add_(skipped)
+            return True
+        if not finite:
+            for task in gated:
+                if task.bucket is not None:
+                    task.bucket.flat.fill_(torch.nan)
+            return False
+        for task in gated:
+            _commit(task)
+        return True
 
     def _later_rounds(
         self, tasks: Sequence[_Task], means: list[torch.Tensor], joining: list[_Task]
@@ -137,8 +144,9 @@ class Exchange:
         while tasks:
             number += 1
             purpose = f"step {self._step}, round {number} of all buckets"
-            for task, mean in zip(tasks, means, strict=True):
-                task.advance(mean)
+            with record_function(f"thinwire: round {number}"):
+                for task, mean in zip(tasks, means, strict=True):
+                    task.advance(mean)
             waiting = [task for task in tasks if task.message is not None]
             tasks = sorted([*waiting, *_in_the_type_of(waiting, joining)], key=_kind)
             joining = []
@@ -146,7 +154,8 @@ class Exchange:
             shared = [self.channel.average(flat, purpose) for flat in _coalesced(messages)]
             if shared:
                 yield
-            flats = [each.wait() for each in shared]
+            with record_function(f"thinwire: wait for round {number}"):
+                flats = [each.wait() for each in shared]
             all_means += flats
             means = _parted(flats, messages)
         return all_means

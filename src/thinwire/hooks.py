@@ -156,7 +156,7 @@ class PowerSGDState:
 
     def stats(self) -> Stats:
         """What has been done so far; see `thinwire.Stats`."""
-        return Stats(0, 0, 0, 0, 0, 0.0, {}) if self._front is None else self._front.sync.stats()
+        return Stats() if self._front is None else self._front.sync.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""

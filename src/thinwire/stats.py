@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Stats"]
 
@@ -20,17 +20,25 @@ class Stats:
         message_bytes: Bytes contributed to them.
         gradient_bytes: Bytes that would have been contributed without compression.
         waiting_seconds: Time the host was blocked until the means had come back.
+        arithmetic_seconds: Time the host spent in Thinwire without being blocked. With an accelerator, that
+            of issuing the work.
+        exposed_seconds: Time from each step's last gradients being ready until all means were there: what
+            did not overlap the backward pass.
         relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient plus
             error. Only with error feedback.
+        error_norm: By route, ‖M − P̂P̂ᵀM‖: what this process owes after the last step, unscaled.
     """
 
-    steps: int
-    skipped_steps: int
-    messages: int
-    message_bytes: int
-    gradient_bytes: int
-    waiting_seconds: float
-    relative_error: Mapping[str, float]
+    steps: int = 0
+    skipped_steps: int = 0
+    messages: int = 0
+    message_bytes: int = 0
+    gradient_bytes: int = 0
+    waiting_seconds: float = 0.0
+    arithmetic_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    relative_error: Mapping[str, float] = field(default_factory=dict)
+    error_norm: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def compression_ratio(self) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
-from typing import Any, TypeVar, cast
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -31,6 +33,13 @@ from thinwire.unused import keep_owed, used_flags
 __all__ = ["GradientSync", "drained"]
 
 Result = TypeVar("Result")
+
+
+class Errors(NamedTuple):
+    """By route."""
+
+    relative_error: dict[str, float]
+    error_norm: dict[str, float]
 
 
 class GradientSync:
@@ -80,7 +89,9 @@ class GradientSync:
         self._loaded_checksum: str | None = None
         self._error_is_mean = True  # nothing is owed yet
         self._device = torch.device("cpu")
-        self._told_error: dict[str, float] = {}
+        self._told_errors: Errors | None = None
+        self._observers: list[Callable[[bool], None]] = []
+        self._inside_seconds = self._exposed_seconds = self._last_ready = 0.0
         self._started: list[Bucket] = []
         self._used: list[torch.Tensor] = []
         self._agreed: set[tuple[ParameterSpec, ...]] = set()
@@ -140,6 +151,11 @@ class GradientSync:
         return Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
 
     @property
+    def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
+        """Those of the last step; none before the first."""
+        return tuple(self._last_buckets)
+
+    @property
     def specs(self) -> tuple[ParameterSpec, ...]:
         """All parameters that are known, in the order of the model."""
         return tuple(self._specs.values())
@@ -151,34 +167,57 @@ class GradientSync:
 
     def stats(self) -> Stats:
         """What has been done so far. Cost: one norm a compressed parameter and one host synchronisation."""
+        relative_error, error_norm = self._errors()
+        return replace(
+            self.counts(),
+            skipped_steps=self._skipped_steps + self._unseen_skips(),
+            relative_error=relative_error,
+            error_norm=error_norm,
+        )
+
+    def counts(self) -> Stats:
+        """`stats()` without what must be computed: no errors, nor the skips that the host has not seen.
+
+        Cost: none.
+        """
         traffic = self.channel.traffic
         return Stats(
             steps=self.steps,
-            skipped_steps=self._skipped_steps + self._unseen_skips(),
+            skipped_steps=self._skipped_steps,
             messages=traffic.messages,
             message_bytes=traffic.message_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
-            relative_error=self._relative_error(),
+            arithmetic_seconds=self._inside_seconds - traffic.waiting_seconds,
+            exposed_seconds=self._exposed_seconds,
         )
+
+    def observe(self, observer: Callable[[bool], None]) -> None:
+        """Call `observer` after every step, with whether it was committed; see `thinwire.Watch`."""
+        self._observers.append(observer)
+
+    def ignore(self, observer: Callable[[bool], None]) -> None:
+        """Call it no more."""
+        self._observers.remove(observer)
 
     def _unseen_skips(self) -> int:
         unseen = self._exchange.unseen_skips
         return 0 if unseen is None else int(unseen)
 
-    def _relative_error(self) -> dict[str, float]:
+    def _errors(self) -> Errors:
         """P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the error and what was sent tell it."""
         memory = self._memory
         routes = [
             r for r in self.plan.routes if r.label in memory.sent and memory.error.keys() >= set(r.names)
         ]
         if not routes:
-            return dict(self._told_error)
+            return self._told_errors or Errors({}, {})
         device = memory.sent[routes[0].label].device
         owed = torch.stack([_norm(memory.error[name] for name in route.names).to(device) for route in routes])
         sent = torch.stack([_norm([memory.sent[route.label]]).to(device) for route in routes])
         relative = torch.where(owed > 0, owed / torch.hypot(owed, sent), 0.0)
-        return {route.label: value for route, value in zip(routes, relative.tolist(), strict=True)}
+        both = torch.stack([relative, owed]).tolist()
+        return Errors(*[dict(zip([route.label for route in routes], each, strict=True)) for each in both])
 
     def start(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor, *, is_agreed: bool = False) -> None:
         """For fronts: a bucket's gradients are ready. Sends the first message and returns.
@@ -194,6 +233,7 @@ class GradientSync:
             AgreementError: The processes have other algorithms, parameters, buckets or loaded states.
             CommunicationError: The message could not be sent.
         """
+        self._last_ready = time.perf_counter()
         if any(bucket.specs == specs for bucket in self._started):
             self.abandon()
             raise StepError(
@@ -213,6 +253,7 @@ class GradientSync:
         self._used += used
         self._started.append(bucket)
         self._gradient_bytes += flat.numel() * flat.element_size()
+        self._inside_seconds += time.perf_counter() - self._last_ready
 
     def agree(self, bucket: tuple[ParameterSpec, ...] = ()) -> None:
         """For fronts: collective, where this bucket is new since the start, `use` or `load_state_dict`.
@@ -267,18 +308,24 @@ class GradientSync:
         """`finish` for simulated workers: yields whenever messages are under way; see `lockstep`."""
         if not self._started:
             raise StepError("finish() was called without start(): there are no gradients to average")
+        start = time.perf_counter()
         buckets, used = self._started, self._used
         self._started, self._used = [], []
         self._check_loaded()
         closing = keep_owed(buckets, used, self._memory) if used else None
         committed = yield from self._exchange.finish(closing)
-        self._told_error = {}
+        self._told_errors = None
         if committed:
             self._memory.step += 1
             self._error_is_mean = False
         else:
             self._skipped_steps += 1
         self._note_layout([bucket.specs for bucket in buckets])
+        end = time.perf_counter()
+        self._inside_seconds += end - start
+        self._exposed_seconds += end - self._last_ready
+        for observer in tuple(self._observers):
+            observer(committed)
         return committed
 
     def _check_loaded(self) -> None:
@@ -365,7 +412,7 @@ class GradientSync:
         self._check_between_steps("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         self.channel.agree(self._told("state_dict()"), purpose)
-        self._told_error = self._relative_error()
+        self._told_errors = self._errors()
         self._memory.sent.clear()
         if not self._error_is_mean:
             yield from self._average_error(purpose)
@@ -431,7 +478,7 @@ class GradientSync:
         self._agreed.clear()
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
-        self._told_error = {}
+        self._told_errors = None
         self._exchange.unseen_skips = None
 
     def check_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:

@@ -63,6 +63,11 @@ class Memory:
 class Algorithm(ABC):
     """How gradients become their mean over the group: a frozen config and pure tensor code."""
 
+    def __str__(self) -> str:
+        """As it is written in code, without what has its default."""
+        told = [f"{k}={value!r}" for k, value in vars(self).items() if value != getattr(type(self), k, None)]
+        return f"{type(self).__name__}({', '.join(told)})"
+
     @abstractmethod
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """How each of a bucket's parameters travels. Cost: arithmetic on shapes only."""

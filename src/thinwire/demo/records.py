@@ -1,10 +1,11 @@
-"""One JSON line a training step: written by a training process, read by whoever watches."""
+"""A training process's watch, read as it grows."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from thinwire.watch.reading import Record, record_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class StepRecord:
         processes: how many processes trained together.
         step: counted from 1.
         loss: of process 0's batch, before the step.
-        step_seconds: from drawing the batch to the updated parameters.
+        step_seconds: from the end of the last averaging to the end of this one.
         waiting_seconds: of those, spent waiting for messages.
         messages: messages process 0 sent.
         message_bytes: bytes of those messages.
@@ -35,27 +36,46 @@ class StepRecord:
     gradient_bytes: int
     heldout_loss: float | None = None
 
-    def to_json(self) -> str:
-        """One line, without its newline."""
-        return json.dumps(asdict(self))
-
 
 class RecordFile:
-    """A file of records that may still be growing."""
+    """The file of a watch that may still be going on."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._position = 0
+        self._run: Record = {}
+        self._step: Record = {}
 
     def new_records(self) -> list[StepRecord]:
-        """The records whose lines were completed since the last call."""
+        """The steps whose loss was logged since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
             file.seek(self._position)
             complete, newline, _ = file.read().rpartition(b"\n")
         self._position += len(complete) + len(newline)
-        return [StepRecord(**json.loads(line)) for line in complete.splitlines()]
+        lines = complete.decode().splitlines()
+        return [step for line in lines if (step := self._joined(line)) is not None]
+
+    def _joined(self, line: str) -> StepRecord | None:
+        record = record_of(line)
+        if record is None:
+            return None
+        if record["kind"] == "run":
+            self._run = record
+        elif record["kind"] == "step":
+            self._step = record
+        if record["kind"] != "log":
+            return None
+        counted = ("step_seconds", "waiting_seconds", "messages", "message_bytes", "gradient_bytes")
+        return StepRecord(
+            algorithm=self._run["name"],
+            processes=self._run["processes"],
+            step=record["step"],
+            loss=record["loss"],
+            heldout_loss=record.get("heldout_loss"),
+            **{name: self._step[name] for name in counted},
+        )
 
 
 def read_records(path: Path) -> list[StepRecord]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import os
 import sys
-import time
-from dataclasses import replace
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,7 +17,6 @@ from thinwire.demo.evaluate import heldout_loss
 from thinwire.demo.lifeline import follow_launcher
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.options import DemoOptions
-from thinwire.demo.records import StepRecord
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 
 BATCH_SIZE = 8
@@ -45,33 +41,14 @@ class Trainer:
 
     def __init__(self, options: DemoOptions, algorithm: str, train: Tensor) -> None:
         torch.manual_seed(options.seed)
-        self._options, self._algorithm, self._train = options, algorithm, train
+        self._options, self._train = options, train
         self.model = GPT(SIZES[options.model_size])
         self._ddp_model = DistributedDataParallel(self.model)
-        self._sync = thinwire.attach(self._ddp_model, options.algorithm(algorithm))
-        self._stats = self._sync.stats()
+        self.sync = thinwire.attach(self._ddp_model, options.algorithm(algorithm))
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
 
-    def step(self, step: int) -> StepRecord:
-        """Train on this process's batch of `step`, counted from 0."""
-        started = time.perf_counter()
-        loss = self._update(step)
-        seconds = time.perf_counter() - started
-        before, after = self._stats, self._sync.stats()
-        self._stats = after
-        return StepRecord(
-            algorithm=self._algorithm,
-            processes=dist.get_world_size(),
-            step=step + 1,
-            loss=loss,
-            step_seconds=seconds,
-            waiting_seconds=after.waiting_seconds - before.waiting_seconds,
-            messages=after.messages - before.messages,
-            message_bytes=after.message_bytes - before.message_bytes,
-            gradient_bytes=after.gradient_bytes - before.gradient_bytes,
-        )
-
-    def _update(self, step: int) -> float:
+    def step(self, step: int) -> float:
+        """Train on this process's batch of `step`, counted from 0; its loss."""
         inputs, targets = sample_batch(
             self._train,
             batch_size=BATCH_SIZE,
@@ -88,16 +65,19 @@ class Trainer:
         return loss.item()
 
 
-def train(options: DemoOptions, algorithm: str, text: Text, records: TextIO) -> None:
-    """Train one fresh model; the last record tells the held-out loss."""
+def train(options: DemoOptions, algorithm: str, text: Text) -> None:
+    """Train one fresh model; process 0 records every step, and at the last one the held-out loss."""
     trainer = Trainer(options, algorithm, text.train)
+    path, is_first = options.record_path(algorithm), dist.get_rank() == 0
+    watch = thinwire.Watch(trainer.sync, path, name=algorithm) if is_first else None
     for step in range(options.steps):
-        step_record = trainer.step(step)
-        if dist.get_rank() > 0:
-            continue
-        if step == options.steps - 1:
-            step_record = replace(step_record, heldout_loss=heldout_loss(trainer.model, text.heldout))
-        records.write(step_record.to_json() + "\n")
+        told = {"loss": trainer.step(step)}
+        if watch is not None:
+            if step == options.steps - 1:
+                told["heldout_loss"] = heldout_loss(trainer.model, text.heldout)
+            watch.log(**told)
+    if watch is not None:
+        watch.close()
 
 
 @record
@@ -109,10 +89,7 @@ def main() -> None:
     text = load_text()
     dist.init_process_group("gloo")
     for algorithm in options.algorithms:
-        # Line-buffered, so that whoever watches the file sees each step when it is done.
-        path = options.record_path(algorithm) if dist.get_rank() == 0 else os.devnull
-        with open(path, "w", buffering=1) as records:
-            train(options, algorithm, text, records)
+        train(options, algorithm, text)
     dist.destroy_process_group()
 
 

@@ -184,17 +184,11 @@ def models_stay_the_same(bench: Bench) -> None:
     bench.expect(sync.stats().compression_ratio > 2, "nothing was compressed")
 
 
-def _short(algorithm: Algorithm) -> str:
-    default = type(algorithm)()
-    told = [f"{name}={value!r}" for name, value in vars(algorithm).items() if value != getattr(default, name)]
-    return f"{type(algorithm).__name__}({', '.join(told)})"
-
-
 CHECKS: dict[str, Check] = {
     "AllReduce() gives the mean": partial(means, algorithm=AllReduce(), most=1e-5),
     'Cast("fp16") gives the mean in 16 bits': partial(means, algorithm=Cast("fp16"), most=3e-3),
     'Cast("bf16") gives the mean in 16 bits': partial(means, algorithm=Cast("bf16"), most=2e-2),
-    **{f"{_short(each)} loses nothing": partial(nothing_is_lost, algorithm=each) for each in LOW_RANK},
+    **{f"{each} loses nothing": partial(nothing_is_lost, algorithm=each) for each in LOW_RANK},
     "an overflow is skipped by all": partial(overflow_is_skipped, host_check=True),
     "the same with host_check=False": partial(overflow_is_skipped, host_check=False),
     "a saved state resumes to the bit": state_resumes,

@@ -1,0 +1,150 @@
+"""Where records go."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from thinwire.errors import ConfigError, MissingExtraError
+
+__all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer"]
+
+Metrics = dict[str, float]
+
+
+class Writer(Protocol):
+    """Takes records."""
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Take one.
+
+        Args:
+            kind: "run" at the start; "plan" when it changes; "step"; "norms" now and then, after the step's;
+                "log" of what the user adds.
+            step: After which step.
+            values: Numbers, strings, and mappings and lists of them.
+        """
+
+    def close(self) -> None:
+        """No more will come."""
+
+
+class JSONLWriter:
+    """One line of JSON a record, for `thinwire report`; see docs/watching.md for the fields.
+
+    Each line is handed to the operating system at once. A file that is there already is continued, as when
+    training resumes; a last line that was cut off is removed.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It can't be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        _cut_half_line(self.path)
+        self._file = self.path.open("a", buffering=1, encoding="utf-8")
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write one line. What is not finite is written as null."""
+        line = json.dumps(_finite({"kind": kind, "step": step, **values}), allow_nan=False)
+        self._file.write(line + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class MetricsWriter:
+    """Passes records on as named numbers, to any logger: "thinwire/message_bytes" and so on.
+
+    Lightning: `MetricsWriter(trainer.logger.log_metrics)`. Accelerate: `MetricsWriter(accelerator.log)`.
+
+    Args:
+        log: Is called with the numbers and the step.
+
+    Raises:
+        ConfigError: `log` can't be called.
+    """
+
+    def __init__(self, log: Callable[[Any, int], object]) -> None:
+        if not callable(log):
+            raise ConfigError(
+                f"log must be a function such as trainer.logger.log_metrics or accelerator.log, got {log!r}"
+            )
+        self._log = log
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Pass on steps and norms. What the user logs, the logger has anyway."""
+        if kind in ("step", "norms"):
+            self._log(dict(_named("thinwire", values)), step)
+
+    def close(self) -> None:
+        """The logger is the caller's."""
+
+
+class TensorBoardWriter:
+    """Writes the numbers for TensorBoard; `pip install 'thinwire[tensorboard]'`.
+
+    Args:
+        log_dir: As for `torch.utils.tensorboard.SummaryWriter`.
+
+    Raises:
+        MissingExtraError: The package tensorboard is not installed.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional package
+        except ImportError as error:
+            raise MissingExtraError(
+                "TensorBoardWriter needs tensorboard: pip install 'thinwire[tensorboard]'"
+            ) from error
+        self._summary: Any = SummaryWriter(os.fspath(log_dir))
+        self._metrics = MetricsWriter(self._add)
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write one scalar a number."""
+        self._metrics.write(kind, step, values)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._summary.close()
+
+    def _add(self, metrics: Metrics, step: int) -> None:
+        for name, value in metrics.items():
+            self._summary.add_scalar(name, value, step)
+
+
+def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            found += _named(f"{prefix}/{key}", value)
+        elif isinstance(value, int | float):
+            found.append((f"{prefix}/{key}", float(value)))
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
+
+
+def _cut_half_line(path: Path) -> None:
+    """Remove what follows the last newline."""
+    if path.is_file():
+        with path.open("r+b") as file:
+            data = file.read()
+            file.truncate(data.rfind(b"\n") + 1)
