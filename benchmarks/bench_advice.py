@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from in_lab import run_in_lab
+from in_lab import leave_job, run_in_lab
 from lstm import new_lstm
 from report import markdown_table, page, save
 from thinwire.advice.measure import ALGORITHMS, BASELINE, LOCAL_EVERY_STEPS, LOCAL_SGD
@@ -108,7 +108,7 @@ def work(setting: Setting, out: Path) -> None:
     measured = averaging_seconds(build, one_step) | {LOCAL_SGD: local_seconds(build(), one_step)}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(asdict(Comparison(predicted, measured, advice.best.name))))
-    dist.destroy_process_group()
+    leave_job()
 
 
 def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep) -> dict[str, float]:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import peers
 import plots
 import thinwire
-from in_lab import UNSHAPED, interface_sent_bytes, run_in_lab
+from in_lab import UNSHAPED, interface_sent_bytes, leave_job, run_in_lab
 from report import markdown_table, page, save, save_json
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
@@ -172,7 +172,7 @@ def work(rounds: int, steps: int, size: str, out: Path) -> None:
             name: {"step_ms": ms, "sent_bytes": sent_bytes[name] / len(ms)} for name, ms in step_ms.items()
         }
         out.write_text(json.dumps(told))
-    dist.destroy_process_group()
+    leave_job()
 
 
 def measured(setting: Setting, arguments: argparse.Namespace, packages: str) -> dict[str, Result]:

@@ -25,7 +25,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import plots
 import thinwire
-from in_lab import interface_sent_bytes, run_in_lab
+from in_lab import interface_sent_bytes, leave_job, run_in_lab
 from lstm import new_lstm
 from report import markdown_table, page, save, save_json
 from thinwire.algorithms import Algorithm
@@ -201,7 +201,7 @@ def work(setting: Setting, arguments: argparse.Namespace) -> None:
     curves = Work(setting, arguments.target_steps, arguments.most_steps).curves()
     if dist.get_rank() == 0:
         arguments.work.write_text(json.dumps([asdict(curve) for curve in curves]))
-    dist.destroy_process_group()
+    leave_job()
 
 
 def measured(setting: Setting, arguments: argparse.Namespace) -> list[Curve]:

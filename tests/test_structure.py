@@ -41,7 +41,8 @@ FLOORS = [
     {"probe"},
     {"advice"},
     {"__init__"},
-    {"demo", "lab", "selftest"},
+    {"lab", "report", "selftest"},
+    {"demo"},
     {"cli"},
     {"__main__"},
 ]

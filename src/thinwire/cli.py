@@ -3,35 +3,48 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from thinwire.errors import ConfigError, ThinwireError
+from thinwire.version import __version__
 
 if TYPE_CHECKING:
     import typer
 
-CLI_PACKAGES = ("typer", "rich")
+CLI_PACKAGES = ("jinja2", "matplotlib", "numpy", "rich", "typer")
+
+
+@dataclass
+class Settings:
+    """What was asked for before the command's name."""
+
+    debug: bool = False
 
 
 def main() -> None:
-    """Run one command. A user's mistake is one line on stderr, never a traceback."""
+    """Run one command. A user's mistake is one line on stderr, a traceback only with --debug."""
+    settings = Settings()
     try:
-        build_app()()
+        build_app(settings)()
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in CLI_PACKAGES:
             raise
         _fail(f"the command line needs {package}: pip install 'thinwire[cli]'", code=2)
-    except ConfigError as error:
-        _fail(str(error), code=2)
     except (ThinwireError, OSError) as error:
-        _fail(str(error), code=1)
+        if settings.debug:
+            raise
+        _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def build_app() -> typer.Typer:
+def build_app(settings: Settings) -> typer.Typer:
     """The command and its subcommands.
+
+    Args:
+        settings: Is told what is asked for before the command's name.
 
     Raises:
         ModuleNotFoundError: the packages of `thinwire[cli]` are not installed.
@@ -42,25 +55,29 @@ def build_app() -> typer.Typer:
     from thinwire.demo.command import demo  # noqa: PLC0415 - the same
     from thinwire.lab.command import lab  # noqa: PLC0415 - the same
     from thinwire.probe.command import probe  # noqa: PLC0415 - the same
+    from thinwire.report.command import report  # noqa: PLC0415 - the same
     from thinwire.selftest.command import check  # noqa: PLC0415 - the same
 
-    app = typer.Typer(
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="markdown",
-    )
-    app.callback()(describe)
-    app.command()(demo)
-    app.command()(lab)
-    app.command()(probe)
-    app.command()(advise)
-    app.command()(check)
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+    @app.callback(invoke_without_command=True)
+    def describe(
+        *,
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+        version: bool = typer.Option(False, "--version", help="Print the version."),
+    ) -> None:
+        """Thinwire trains PyTorch models data-parallel over slow networks: small messages, same model.
+
+        Example: `thinwire demo`
+        """
+        settings.debug = debug
+        if version:
+            typer.echo(f"thinwire {__version__}")
+            raise typer.Exit
+
+    for command in (check, probe, advise, lab, demo, report):
+        app.command()(command)
     return app
-
-
-def describe() -> None:
-    """Thinwire trains PyTorch models data-parallel over slow networks: small messages, same model."""
 
 
 def _fail(message: str, *, code: int) -> NoReturn:

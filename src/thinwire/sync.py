@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
@@ -31,6 +32,8 @@ from thinwire.told import told_of
 from thinwire.unused import keep_owed, used_flags
 
 __all__ = ["GradientSync", "drained"]
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -135,7 +138,8 @@ class GradientSync:
             raise ConfigError(
                 f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
             )
-        algorithm.plan(tuple(self._specs.values()))
+        if self._specs:
+            algorithm.check_model(tuple(self._specs.values()))
         return algorithm
 
     @property
@@ -321,12 +325,30 @@ class GradientSync:
         else:
             self._skipped_steps += 1
         self._note_layout([bucket.specs for bucket in buckets])
+        if committed:
+            yield from self._replan()
         end = time.perf_counter()
         self._inside_seconds += end - start
         self._exposed_seconds += end - self._last_ready
         for observer in tuple(self._observers):
             observer(committed)
         return committed
+
+    def _replan(self) -> Generator[None, None, None]:
+        """Let the algorithm change its settings by what it measured, on all processes alike."""
+        if not self._algorithm.replans_after(self._memory.step):
+            return
+        plan = self.plan
+        rounds = self._algorithm.replanning(plan, self._specs, self._memory)
+        pending = self.channel.average(next(rounds), f"step {self.steps}, what the plan is made by")
+        yield
+        try:
+            rounds.send(pending.wait())
+        except StopIteration as end:
+            self._algorithm = end.value
+        if self.plan != plan:
+            self._agreed.clear()
+            logger.info("step %d: a new plan\n%s", self.steps, self.plan)
 
     def _check_loaded(self) -> None:
         """At the first step after a load, once all parameters are known."""
@@ -472,6 +494,8 @@ class GradientSync:
         loaded = self.check_state_dict(state, strict=strict)
         if self._all_specs_known:
             loaded = fitting(loaded, self._specs)
+        self._algorithm = self._algorithm.resumed(loaded.factor)
+        if self._all_specs_known:
             warn_of_cuts(loaded, self.plan)
         self._unchecked = None if self._all_specs_known else loaded
         self._loaded_checksum, self._error_is_mean = loaded.checksum, True

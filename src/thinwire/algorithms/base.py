@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -11,10 +11,16 @@ import torch
 
 from thinwire.plan import ParameterSpec, Plan
 
-__all__ = ["Algorithm", "Bucket", "Memory", "Rounds"]
+__all__ = ["Algorithm", "Bucket", "Memory", "Replanning", "Rounds"]
+
+LONGEST_SETTING = 60
 
 Rounds: TypeAlias = Generator["torch.Tensor | None", torch.Tensor, None]
 """Yields a message and receives its mean; `yield None` is the gate before memory is written."""
+
+
+Replanning: TypeAlias = Generator["torch.Tensor", torch.Tensor, "Algorithm"]
+"""Yields one message, receives its mean, and returns an algorithm."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,36 @@ class Algorithm(ABC):
 
     def __str__(self) -> str:
         """As it is written in code, without what has its default."""
-        told = [f"{k}={value!r}" for k, value in vars(self).items() if value != getattr(type(self), k, None)]
+        told = [f"{k}={_short(v)}" for k, v in vars(self).items() if v != getattr(type(self), k, None)]
         return f"{type(self).__name__}({', '.join(told)})"
 
     @abstractmethod
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """How each of a bucket's parameters travels. Cost: arithmetic on shapes only."""
+
+    def check_model(self, specs: Sequence[ParameterSpec]) -> None:
+        """Refuse a model that can't be averaged as asked for.
+
+        Raises:
+            GradientError: A parameter's gradient can't be averaged.
+            ConfigError: A setting does not fit the model.
+        """
+        self.plan(specs)
+
+    def replans_after(self, step: int) -> bool:
+        """Whether `replanning` is due after so many committed steps."""
+        return False
+
+    def replanning(self, plan: Plan, specs: Mapping[str, ParameterSpec], memory: Memory) -> Replanning:
+        """How to go on, by what was measured: a generator of one message, which returns an algorithm.
+
+        It may cut the factors in `memory`, or extend them.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has nothing to plan anew")
+
+    def resumed(self, factors: Mapping[str, torch.Tensor]) -> Algorithm:
+        """The algorithm that goes on with loaded factors, by parameter: itself, if all settings are given."""
+        return self
 
     @abstractmethod
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
@@ -81,3 +111,8 @@ class Algorithm(ABC):
         resumed only when every mean of the step, in all buckets, is known and finite, and closed
         otherwise. Until then it only reads `memory`, and may use `bucket.flat` as it likes.
         """
+
+
+def _short(value: object) -> str:
+    told = repr(value)
+    return told if len(told) <= LONGEST_SETTING else "…"

@@ -56,10 +56,18 @@ class LowRank(Algorithm):
         """How many left and right factors of a matrix a step sends, on average."""
         return self.power_iterations
 
-    def matrix_rank_of(self, shape: tuple[int, int], dtype: torch.dtype) -> int | None:
-        """The matrix rank at which a matrix is compressed; None if that saves too few bytes."""
+    def matrix_rank_of(
+        self, shape: tuple[int, int], dtype: torch.dtype, wanted: int | None = None
+    ) -> int | None:
+        """The matrix rank at which a matrix is compressed; None if that saves too few bytes.
+
+        Args:
+            shape: (rows, columns).
+            dtype: Of the gradient.
+            wanted: The matrix rank; None for `matrix_rank`.
+        """
         rows, columns = shape
-        matrix_rank = min(self.matrix_rank, rows, columns)
+        matrix_rank = min(wanted or self.matrix_rank, rows, columns)
         factor_bytes = (rows + columns) * matrix_rank * self.factor_pairs * self.message_dtype(dtype).itemsize
         whole_bytes = rows * columns * self.whole_dtype(dtype).itemsize
         return matrix_rank if factor_bytes * self.min_compression_ratio < whole_bytes else None

@@ -23,6 +23,7 @@ __all__ = [
     "MatrixGroup",
     "Terms",
     "add_scaled",
+    "fitted",
     "remember",
     "round_into",
     "starting_bases",
@@ -134,7 +135,7 @@ def _starting_rows(config: LowRank, memory: Memory, group: MatrixGroup, *, left:
         drawn = _first_rows(config.seed, shape, matrix.device)
     else:
         drawn = _random_rows(config.seed + SEED_STRIDE * memory.step, shape, matrix.device)
-    rows = torch.stack([_fitted(memory.factor.get(label), drawn) for label in group.labels])
+    rows = torch.stack([fitted(memory.factor.get(label), drawn) for label in group.labels])
     return torch.where((rows == 0).all(dim=2, keepdim=True), drawn, rows)
 
 
@@ -150,7 +151,7 @@ def remember(
         memory.sent[label] = sent if loss_scale is None else sent / loss_scale
 
 
-def _fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """`factor` with the rows of `like`: cut, or zeros appended; all zeros if it has other columns."""
     if factor is not None and factor.shape == like.shape:
         return factor.to(like.device)

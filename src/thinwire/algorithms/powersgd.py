@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from thinwire.algorithms.alternating import alternate
-from thinwire.algorithms.base import Bucket, Memory, Rounds
+from thinwire.algorithms.base import Bucket, Memory, Replanning, Rounds
+from thinwire.algorithms.budget import measured, within_bytes, within_error
 from thinwire.algorithms.exact import keep_unpaid, with_owed
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.matrices import MatrixGroup, remember, round_into
+from thinwire.algorithms.matrices import MatrixGroup, fitted, remember, round_into
 from thinwire.algorithms.passes import settle, stacked
 from thinwire.algorithms.rounds import approximate
-from thinwire.checks import true_or_false
-from thinwire.plan import ParameterSpec, Plan, Route
+from thinwire.checks import number, true_or_false, whole_number
+from thinwire.errors import ConfigError
+from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 
 __all__ = ["PowerSGD"]
 
@@ -50,6 +53,13 @@ class PowerSGD(LowRank):
             6e-8 vanishes (both stay owed); gradients that ride along overflow as with `Cast`.
         power_iterations: How often the two rounds are repeated in a step. With `alternating`, how
             many single rounds a step takes; their results add up.
+        matrix_ranks: Of single parameters, by name, where it is another than `matrix_rank`.
+        bytes_per_step: Choose the matrix ranks by what the run itself measures, so that a step sends at
+            most so many bytes and leaves out the least energy. Until the first choice, `matrix_rank` holds.
+        relative_error: The same, with the smallest matrix ranks that leave out at most this share of each
+            matrix's norm (gradient and error), above 0 and below 1.
+        replan_every_steps: Committed steps from one choice to the next. Each costs one small message, one
+            norm a matrix and a host synchronisation, and compares the processes' settings anew.
         alternating: One round instead of two: project on the left factor in one step, on the right in
             the next. Half the bytes and messages at the same matrix rank, and a rougher approximation.
 
@@ -70,6 +80,10 @@ class PowerSGD(LowRank):
 
     matrix_rank: int = 4
     alternating: bool = False
+    matrix_ranks: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
+    bytes_per_step: int | None = None
+    relative_error: float | None = None
+    replan_every_steps: int = 100
 
     @property
     def factor_pairs(self) -> float:
@@ -85,21 +99,89 @@ class PowerSGD(LowRank):
     def __post_init__(self) -> None:
         super().__post_init__()
         true_or_false("alternating", self.alternating)
+        ranks = dict(self.matrix_ranks)
+        for name, matrix_rank in ranks.items():
+            whole_number(f"the matrix rank of {name}", matrix_rank, least=1)
+        object.__setattr__(self, "matrix_ranks", tuple(sorted(ranks.items())))
+        whole_number("replan_every_steps", self.replan_every_steps, least=1)
+        if self.bytes_per_step is not None:
+            whole_number("bytes_per_step", self.bytes_per_step, least=1)
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        error = self.relative_error
+        if error is not None and not 0 < number("relative_error", error, least=0) < 1:
+            raise ConfigError(f"relative_error must be above 0 and below 1, got {error!r}")
+        if self.bytes_per_step is not None and error is not None:
+            raise ConfigError("got bytes_per_step and relative_error, expected one of them")
+        if self._has_budget and not (self.error_feedback and self.warm_start):
+            raise ConfigError(
+                "bytes_per_step and relative_error choose by what error_feedback and warm_start keep; "
+                "leave both on"
+            )
+
+    @property
+    def _has_budget(self) -> bool:
+        return self.bytes_per_step is not None or self.relative_error is not None
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """How each parameter of a bucket travels once past the warm-up."""
-        plan, whole = Plan(tuple(self._route(spec) for spec in specs)), self.whole_plan(specs)
+        ranks = dict(self.matrix_ranks)
+        plan = Plan(tuple(self._route(spec, ranks.get(spec.name)) for spec in specs))
+        whole = self.whole_plan(specs)
         compresses = any(route.matrix_rank is not None for route in plan.routes)
         shrinks = plan.message_bytes * min(1.0, self.min_compression_ratio) < whole.message_bytes
         return plan if compresses and shrinks else whole
 
-    def _route(self, spec: ParameterSpec) -> Route:
+    def _route(self, spec: ParameterSpec, wanted: int | None) -> Route:
         shape = spec.matrix_shape
-        matrix_rank = self.matrix_rank_of(shape, spec.dtype) if shape else None
+        matrix_rank = self.matrix_rank_of(shape, spec.dtype, wanted) if shape else None
         if shape is None or matrix_rank is None:
             return self.rider(spec)
         sent = self.factor_bytes(shape, matrix_rank, spec.dtype)
         return Route((spec.name,), spec.gradient_bytes, sent, shape, matrix_rank)
+
+    def check_model(self, specs: Sequence[ParameterSpec]) -> None:
+        """Refuse matrix ranks of parameters that the model does not have, and too few bytes."""
+        super().check_model(specs)
+        unknown = sorted(dict(self.matrix_ranks).keys() - {spec.name for spec in specs})
+        if specs and unknown:
+            raise ConfigError(f"matrix_ranks has {unknown[0]!r}, which is no parameter of the model")
+        least = replace(self, matrix_rank=1, matrix_ranks=()).plan(specs).message_bytes
+        if self.bytes_per_step is not None and least > self.bytes_per_step:
+            raise ConfigError(
+                f"bytes_per_step is {self.bytes_per_step}, but this model sends {least} at matrix rank 1"
+            )
+
+    def replans_after(self, step: int) -> bool:
+        """With a budget, every `replan_every_steps`, once past the warm-up."""
+        return self._has_budget and step > self.warmup_steps and step % self.replan_every_steps == 0
+
+    def replanning(self, plan: Plan, specs: Mapping[str, ParameterSpec], memory: Memory) -> Replanning:
+        """Choose the matrix ranks by the last step's factors and what is owed."""
+        compressed = [route for route in plan.routes if route.matrix_rank is not None]
+        most_ranks = {route.label: self._most_rank(specs[route.label]) for route in compressed}
+        spectra = yield from measured(compressed, most_ranks, memory)
+        if self.bytes_per_step is None:
+            ranks = within_error(spectra, self.relative_error or 1.0)
+        else:
+            others = sum(route.message_bytes for route in plan.routes if route.label not in spectra)
+            ranks = within_bytes(spectra, self.bytes_per_step - others)
+        for name, matrix_rank in ranks.items():
+            factor = memory.factor[name]
+            memory.factor[name] = fitted(factor, factor.new_empty(matrix_rank, factor.shape[1]))
+        return replace(self, matrix_ranks=dict(self.matrix_ranks) | ranks)
+
+    def _most_rank(self, spec: ParameterSpec) -> int:
+        """The largest matrix rank at which a matrix is worth compressing."""
+        shape = spec.matrix_shape or (1, 1)
+        ranks = range(1, min(shape) + 1)
+        return bisect_left(ranks, True, key=lambda r: self.matrix_rank_of(shape, spec.dtype, r) is None) or 1
+
+    def resumed(self, factors: Mapping[str, torch.Tensor]) -> PowerSGD:
+        """With a budget, the matrix ranks chosen last are those of the factors."""
+        ranks = {name: len(factor) for name, factor in factors.items() if BUCKET_SEPARATOR not in name}
+        return replace(self, matrix_ranks=ranks) if self._has_budget else self
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
         """One or two rounds an iteration; one in the warm-up, and where there is nothing to compress."""

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.errors import ConfigError
 from thinwire.job import joined_job
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, ring_share
@@ -17,6 +18,7 @@ from thinwire.probe.result import Probe, ring_share
 __all__ = ["probe"]
 
 BAR_WIDTH = 20
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def probe(
@@ -35,6 +37,10 @@ def probe(
         ),
     ] = None,
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was found, as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw time against message size: .png, .svg, .pdf.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
 
@@ -44,6 +50,8 @@ def probe(
 
     Example: `thinwire lab --hosts 2 --rate 100mbit -- thinwire probe`
     """
+    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
         console = Console(stderr=True, quiet=not is_first)
@@ -52,9 +60,34 @@ def probe(
                 budget_seconds=budget_seconds, device=device, all_pairs=all_pairs, progress=status.update
             )
         if is_first:
-            show(found, Console())
+            print(found.to_json()) if as_json else show(found, Console())
             if save is not None:
                 found.save(save)
+            if plot is not None:
+                save_plot(found, plot)
+
+
+def save_plot(found: Probe, path: Path) -> None:
+    """Draw the time of an averaging against its message's size, with the spread."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, needed here alone
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    sizes = [each.message_bytes for each in found.timings]
+    medians = [1e3 * each.median_seconds for each in found.timings]
+    spreads = [1e3 * each.spread_seconds / 2 for each in found.timings]
+    lowest = [max(middle - spread, middle / 10) for middle, spread in zip(medians, spreads, strict=True)]
+    highest = [middle + spread for middle, spread in zip(medians, spreads, strict=True)]
+    axes.fill_between(sizes, lowest, highest, alpha=0.25)
+    axes.plot(sizes, medians, "o-")
+    axes.set(
+        xscale="log", yscale="log", xlabel="bytes a message", ylabel="ms an averaging, median and spread"
+    )
+    axes.set_title(
+        f"{found.world_size} processes, {found.backend}: {8e-6 * found.bytes_per_second:,.0f} Mbit/s"
+    )
+    axes.grid(which="both", alpha=0.25)
+    figure.savefig(path)
 
 
 def show(found: Probe, console: Console) -> None:

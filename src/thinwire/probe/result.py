@@ -107,9 +107,13 @@ class Probe:
         beyond = ring_share(self.world_size) * (message_bytes - last.message_bytes)
         return last.median_seconds + beyond / self.bytes_per_second
 
+    def to_json(self) -> str:
+        """As `load` reads it."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        path.write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> Probe:

@@ -1,0 +1,1 @@
+"""One HTML page that compares runs, from the files of their `Watch`."""

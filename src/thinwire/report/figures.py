@@ -1,0 +1,188 @@
+"""Figures of runs as SVG for a page: their colours are the page's, light or dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from thinwire.watch.reading import Point, Run
+
+__all__ = ["SERIES", "bytes_against_steps", "error_map", "logged", "time_bars"]
+
+# Matplotlib writes these; the page's style sheet says what they are.
+INK, RULE = "#010203", "#040506"
+SERIES = 8
+COLORS = [f"#07{number:02x}09" for number in range(SERIES)]
+PARTS = ("#0a0b00", "#0a0b01", "#0a0b02")
+VARIABLES = {
+    INK: "--ink",
+    RULE: "--rule",
+    **{color: f"--series-{number}" for number, color in enumerate(COLORS)},
+    **{color: f"--part-{number}" for number, color in enumerate(PARTS)},
+}
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.parse_math": False,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": RULE,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": RULE,
+    "xtick.color": RULE,
+    "ytick.color": RULE,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "figure.facecolor": "none",
+}
+SIZE_INCHES = (5.2, 3.1)
+SMOOTHED_PARTS = 40
+MAP_COLUMNS = 80
+
+
+def logged(runs: Sequence[Run], name: str, across: str) -> str:
+    """What was logged under a name; many points are smoothed, and shown faintly as they are.
+
+    Args:
+        runs: One line each.
+        name: Of the number.
+        across: "step" or "seconds".
+    """
+
+    def draw(axes: Axes) -> None:
+        for number, run in enumerate(runs):
+            points = run.points(name)
+            at, values = [getattr(point, across) for point in points], [point.value for point in points]
+            color = COLORS[number % SERIES]
+            if len(points) > 2 * SMOOTHED_PARTS:
+                axes.plot(at, values, color=color, alpha=0.2, linewidth=0.8)
+                axes.plot(at, _smoothed(points), color=color, linewidth=1.8)
+            else:
+                axes.plot(at, values, "o-", color=color, markersize=4, linewidth=1.8)
+        axes.set(xlabel="steps" if across == "step" else "seconds", ylabel=name.replace("_", " "))
+
+    return _svg(draw)
+
+
+def bytes_against_steps(runs: Sequence[Run]) -> str:
+    """What a process has sent so far."""
+
+    def draw(axes: Axes) -> None:
+        for number, run in enumerate(runs):
+            total, totals = 0.0, []
+            for each in run.steps:
+                total += each["message_bytes"]
+                totals.append(total / 1e6)
+            steps = [each["step"] for each in run.steps]
+            axes.plot(steps, totals, color=COLORS[number % SERIES], linewidth=1.8)
+        axes.set(xlabel="steps", ylabel="MB sent", yscale="log")
+
+    return _svg(draw)
+
+
+def time_bars(runs: Sequence[Run]) -> str:
+    """Where a step's time goes, medians: waiting for messages, Thinwire's arithmetic, everything else."""
+
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(runs)
+        for color, name in zip(PARTS, ("waiting", "arithmetic", "all else"), strict=True):
+            widths = [_median_ms(run, _part(name)) for run in runs]
+            axes.barh([run.name for run in runs], widths, left=left, color=color, height=0.6, label=name)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        axes.set(xlabel="ms a step, median")
+
+    return _svg(draw, height_inches=1.4 + 0.4 * len(runs))
+
+
+def error_map(run: Run) -> str:
+    """The relative error of each compressed parameter, steps from left to right."""
+    labels = list(dict.fromkeys(label for each in run.norms for label in each["relative_error"]))
+    columns = list(_binned(run.norms, MAP_COLUMNS))
+    values = [[_mean_error(column, label) for column in columns] for label in labels]
+
+    def draw(axes: Axes) -> None:
+        axes.grid(visible=False)
+        first, last = run.norms[0]["step"], run.norms[-1]["step"]
+        image = axes.imshow(
+            values,
+            aspect="auto",
+            interpolation="nearest",
+            vmin=0,
+            vmax=1,
+            extent=(first, max(last, first + 1), len(labels), 0),
+        )
+        axes.set_yticks([0.5 + row for row in range(len(labels))], labels, fontsize=8)
+        axes.set(xlabel="steps")
+        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
+        bar.outline.set_visible(False)
+
+    return _svg(draw, height_inches=1.0 + 0.2 * len(labels))
+
+
+def _svg(draw: Callable[[Axes], None], height_inches: float = SIZE_INCHES[1]) -> str:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(SIZE_INCHES[0], height_inches), layout="constrained")
+        draw(figure.add_subplot())
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return _for_a_page(text.getvalue())
+
+
+def _for_a_page(svg: str) -> str:
+    """Without a size and names of its own, in the page's colours and letters."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = svg.replace("'DejaVu Sans', ", "")
+    for color, variable in VARIABLES.items():
+        svg = svg.replace(color, f"var({variable})")
+    return svg
+
+
+def _smoothed(points: Sequence[Point]) -> list[float]:
+    """Means over the last points."""
+    width = max(1, len(points) // SMOOTHED_PARTS)
+    values = [point.value for point in points]
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+
+
+def _part(name: str) -> Callable[[Mapping[str, float]], float]:
+    def seconds(step: Mapping[str, float]) -> float:
+        waiting, arithmetic = (step[f"{part}_seconds"] / step["steps"] for part in ("waiting", "arithmetic"))
+        told = {"waiting": waiting, "arithmetic": arithmetic}
+        return told.get(name, step["step_seconds"] - waiting - arithmetic)
+
+    return seconds
+
+
+def _median_ms(run: Run, seconds: Callable[[Mapping[str, float]], float]) -> float:
+    return max(0.0, 1e3 * median(map(seconds, run.steps))) if run.steps else 0.0
+
+
+def _binned(records: Sequence[Mapping[str, object]], most: int) -> Iterable[Sequence[Mapping[str, object]]]:
+    """At most so many runs of records, of about equal length."""
+    count = min(most, len(records))
+    for number in range(count):
+        yield records[number * len(records) // count : (number + 1) * len(records) // count]
+
+
+def _mean_error(column: Sequence[Mapping[str, object]], label: str) -> float:
+    errors = [each["relative_error"] for each in column]
+    values = [error[label] for error in errors if isinstance(error, Mapping) and error.get(label) is not None]
+    return fmean(values) if values else float("nan")

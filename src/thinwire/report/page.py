@@ -1,0 +1,143 @@
+"""The page: a summary, figures and plans, filled into a template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from statistics import fmean, median
+from typing import Any
+
+import jinja2
+
+from thinwire.errors import ConfigError
+from thinwire.report import figures
+from thinwire.version import __version__
+from thinwire.watch.reading import Record, Run
+
+__all__ = ["report_page"]
+
+
+@dataclass(frozen=True)
+class _Figure:
+    title: str
+    caption: str
+    svg: str
+
+
+def report_page(runs: Sequence[Run]) -> str:
+    """One page of HTML that needs nothing else: no script, no network.
+
+    Args:
+        runs: As read by `thinwire.read_run`.
+
+    Raises:
+        ConfigError: There are no runs, or one has no steps.
+    """
+    if not runs:
+        raise ConfigError("there are no runs to report on; give at least one file of a thinwire.Watch")
+    for run in runs:
+        if not run.steps:
+            raise ConfigError(f"{run.path} has no step{f': {run.damage}' if run.damage else ''}")
+    runs = _with_names_of_their_own(runs)
+    template = files("thinwire.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    return environment.from_string(template).render(
+        runs=[_summary(run, number) for number, run in enumerate(runs)],
+        names=_logged_names(runs),
+        figures=list(_figures(runs)),
+        maps=[_map(run) for run in runs if run.norms],
+        plans=[
+            (run.name, plan["step"], plan["algorithm"], _routes(plan)) for run in runs for plan in run.plans
+        ],
+        series=figures.SERIES,
+        version=__version__,
+    )
+
+
+def _with_names_of_their_own(runs: Sequence[Run]) -> list[Run]:
+    """Runs of one name are told apart by their files."""
+    names = [run.name for run in runs]
+    return [
+        replace(run, name=f"{run.name} ({run.path})") if names.count(run.name) > 1 else run for run in runs
+    ]
+
+
+def _logged_names(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.logged if run.points(name)))
+
+
+def _summary(run: Run, number: int) -> dict[str, Any]:
+    steps = sum(each["steps"] for each in run.steps)
+    sent = sum(each["message_bytes"] for each in run.steps)
+    whole = sum(each["gradient_bytes"] for each in run.steps)
+    return {
+        "color": number % figures.SERIES,
+        "name": run.name,
+        "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
+        "processes": run.processes,
+        "steps": run.steps[-1]["step"],
+        "skipped": sum(each["skipped_steps"] for each in run.steps),
+        "resumed": run.resumed,
+        "damage": run.damage,
+        "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
+        "exposed_ms": 1e3 * median(each["exposed_seconds"] / each["steps"] for each in run.steps),
+        "step_megabytes": sent / steps / 1e6,
+        "compression_ratio": whole / sent if sent else 1.0,
+        "last": {name: _last(run, name) for name in run.logged},
+    }
+
+
+def _last(run: Run, name: str) -> float | None:
+    """The mean of the last twentieth."""
+    values = [point.value for point in run.points(name)]
+    return fmean(values[-max(1, len(values) // 20) :]) if values else None
+
+
+def _figures(runs: Sequence[Run]) -> list[_Figure]:
+    found = []
+    for name in _logged_names(runs):
+        told = name.replace("_", " ")
+        for across, words in (("step", "steps"), ("seconds", "wall-clock")):
+            found.append(
+                _Figure(
+                    f"{told} against {words}".capitalize(),
+                    "Lower and further left is better.",
+                    figures.logged(runs, name, across),
+                )
+            )
+    found.append(
+        _Figure("Bytes", "Sent by the process that was watched, so far.", figures.bytes_against_steps(runs))
+    )
+    found.append(
+        _Figure(
+            "Where time goes",
+            "Waiting: the host is blocked until means are there. Arithmetic: what Thinwire computes.",
+            figures.time_bars(runs),
+        )
+    )
+    return found
+
+
+def _map(run: Run) -> _Figure:
+    return _Figure(
+        f"Relative error by layer: {run.name}",
+        "What a step's low-rank approximation misses of gradient and error, on the process that was watched: "
+        "0 nothing, 1 all. What is missed is not lost: it is sent later.",
+        figures.error_map(run),
+    )
+
+
+def _routes(plan: Record) -> list[dict[str, Any]]:
+    routes = [
+        {
+            "label": each["label"],
+            "shape": " × ".join(map(str, each["matrix_shape"])) if each["matrix_shape"] else "",
+            "matrix_rank": each["matrix_rank"] or "",
+            "gradient_bytes": each["gradient_bytes"],
+            "message_bytes": each["message_bytes"],
+        }
+        for each in plan["routes"]
+    ]
+    totals = {name: sum(each[name] for each in routes) for name in ("gradient_bytes", "message_bytes")}
+    return [*routes, {"label": "total", "shape": "", "matrix_rank": "", **totals}]

@@ -1,0 +1,106 @@
+"""The command line as a whole: its surface, its help, its errors, its pipes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from thinwire.cli import Settings, build_app
+from thinwire.version import __version__
+
+THINWIRE = [sys.executable, "-m", "thinwire"]
+
+# What people type. Adding is free; what is here stays.
+SURFACE = {
+    "": ["--debug", "--version", "--install-completion", "--show-completion"],
+    "check": ["--backend", "--json"],
+    "probe": ["--budget-seconds", "--backend", "--all-pairs", "--save", "--plot", "--json"],
+    "advise": ["--probe", "--model", "--step", "--budget-seconds", "--json"],
+    "lab": ["COMMAND", "--hosts", "--rate", "--hosts-per-node", "--grace-seconds", "--report"],
+    "demo": [
+        "--processes",
+        "--steps",
+        "--algorithm",
+        "--matrix-rank",
+        "--model-size",
+        "--seed",
+        "--output",
+    ],
+    "report": ["RUNS", "--output"],
+}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*THINWIRE, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | environment,
+    )
+
+
+def commands() -> dict[str, Any]:
+    """By name; "" is what they all have in common."""
+    group: Any = typer.main.get_command(build_app(Settings()))
+    return {"": group, **group.commands}
+
+
+def name_of(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    return str(parameter.opts[0] if is_option else parameter.name.upper())
+
+
+def test_the_surface() -> None:
+    told = {name: [name_of(each) for each in command.params] for name, command in commands().items()}
+    assert told == SURFACE
+
+
+@pytest.mark.parametrize("name", list(SURFACE))
+def test_every_help_has_an_example(name: str) -> None:
+    told = commands()[name].help
+    assert "Example: `t" in told
+    assert f"thinwire {name}" in told.partition("Example:")[2]
+
+
+def test_help_and_version_in_a_pipe() -> None:
+    told = run("--help", NO_COLOR="", TERM="xterm-256color")
+    assert told.returncode == 0
+    assert "\x1b" not in told.stdout
+    assert all(name in told.stdout for name in SURFACE)
+    assert run("--version").stdout == f"thinwire {__version__}\n"
+
+
+def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing.jsonl")
+    told = run("report", missing)
+    assert told.returncode == 2
+    assert told.stderr == f"thinwire: {missing} can't be read: No such file or directory\n"
+    debugged = run("--debug", "report", missing)
+    assert debugged.returncode != 0
+    assert "Traceback (most recent call last)" in debugged.stderr
+    assert "ConfigError" in debugged.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(shell: str) -> None:
+    variable = {"bash": {"COMP_WORDS": "thinwire re", "COMP_CWORD": "1"}, "zsh": {}, "fish": {}}[shell]
+    variable |= {"_TYPER_COMPLETE_ARGS": "thinwire re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    code = "import sys; sys.argv = ['thinwire']; from thinwire.cli import main; main()"
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=os.environ | variable | {"_THINWIRE_COMPLETE": f"complete_{shell}"},
+    )
+    assert "report" in told.stdout, told
+    assert "probe" not in told.stdout
