@@ -90,8 +90,20 @@ def algorithms(steps: int) -> dict[str, Algorithm]:
         "powersgd-4-late": late,
         # Of the bytes of powersgd-4.
         "powersgd-8-alternating": PowerSGD(matrix_rank=8, alternating=True),
+        # Of the bytes of powersgd-2 and powersgd-4, with matrix ranks chosen on the way.
+        **{f"powersgd-{matrix_rank}-budget": with_budget(matrix_rank) for matrix_rank in (2, 4)},
         "batched-powersgd-1": BatchedPowerSGD(matrix_rank=1),
     }
+
+
+def with_budget(matrix_rank: int) -> PowerSGD:
+    """As many bytes as the same matrix rank everywhere sends."""
+    specs = [ParameterSpec.of(name, each) for name, each in GPT(MODEL).named_parameters()]
+    return PowerSGD(
+        matrix_rank=matrix_rank,
+        bytes_per_step=PowerSGD(matrix_rank=matrix_rank).plan(specs).message_bytes,
+        replan_every_steps=20,
+    )
 
 
 class Workers:

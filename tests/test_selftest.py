@@ -86,7 +86,7 @@ BREAKING = [
     (doubled, "AllReduce() gives the mean"),
     (doubled, 'Cast("fp16") gives the mean in 16 bits'),
     (doubled, "PowerSGD(matrix_rank=2) loses nothing"),
-    (doubled, "BatchedPowerSGD() loses nothing"),
+    (doubled, "BatchedPowerSGD(matrix_rank=1) loses nothing"),
     (poisoned, "an overflow is skipped by all"),
     (poisoned, "the same with host_check=False"),
     (forgetful, "a saved state resumes to the bit"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 
@@ -69,9 +69,16 @@ class Memory:
 class Algorithm(ABC):
     """How gradients become their mean over the group: a frozen config and pure tensor code."""
 
+    # Settings that are told even where they have their default.
+    always_told: ClassVar[tuple[str, ...]] = ()
+
     def __str__(self) -> str:
-        """As it is written in code, without what has its default."""
-        told = [f"{k}={_short(v)}" for k, v in vars(self).items() if v != getattr(type(self), k, None)]
+        """As it is written in code, mostly without what has its default."""
+        told = [
+            f"{name}={_short(value)}"
+            for name, value in vars(self).items()
+            if name in self.always_told or value != getattr(type(self), name, None)
+        ]
         return f"{type(self).__name__}({', '.join(told)})"
 
     @abstractmethod

@@ -21,6 +21,8 @@ __all__ = ["LowRank"]
 class LowRank(Algorithm):
     """The settings; `PowerSGD` says what each means."""
 
+    always_told = ("matrix_rank",)
+
     matrix_rank: int
     min_compression_ratio: float = 2
     warmup_steps: int = 0

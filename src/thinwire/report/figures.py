@@ -49,6 +49,7 @@ STYLE: dict[Any, Any] = {
 SIZE_INCHES = (5.2, 3.1)
 SMOOTHED_PARTS = 40
 MAP_COLUMNS = 80
+LONGEST_NAME = 36
 
 
 def logged(runs: Sequence[Run], name: str, across: str) -> str:
@@ -87,6 +88,7 @@ def bytes_against_steps(runs: Sequence[Run]) -> str:
             steps = [each["step"] for each in run.steps]
             axes.plot(steps, totals, color=COLORS[number % SERIES], linewidth=1.8)
         axes.set(xlabel="steps", ylabel="MB sent", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
 
     return _svg(draw)
 
@@ -98,8 +100,9 @@ def time_bars(runs: Sequence[Run]) -> str:
         left = [0.0] * len(runs)
         for color, name in zip(PARTS, ("waiting", "arithmetic", "all else"), strict=True):
             widths = [_median_ms(run, _part(name)) for run in runs]
-            axes.barh([run.name for run in runs], widths, left=left, color=color, height=0.6, label=name)
+            axes.barh(range(len(runs)), widths, left=left, color=color, height=0.6, label=name)
             left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.set_yticks(range(len(runs)), [_shortened(run.name) for run in runs])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -125,7 +128,7 @@ def error_map(run: Run) -> str:
             vmax=1,
             extent=(first, max(last, first + 1), len(labels), 0),
         )
-        axes.set_yticks([0.5 + row for row in range(len(labels))], labels, fontsize=8)
+        axes.set_yticks([0.5 + row for row in range(len(labels))], map(_shortened, labels), fontsize=8)
         axes.set(xlabel="steps")
         bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
         bar.outline.set_visible(False)
@@ -153,6 +156,10 @@ def _for_a_page(svg: str) -> str:
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     return svg
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
 
 
 def _smoothed(points: Sequence[Point]) -> list[float]:

@@ -96,7 +96,8 @@ def _last(run: Run, name: str) -> float | None:
 
 def _figures(runs: Sequence[Run]) -> list[_Figure]:
     found = []
-    for name in _logged_names(runs):
+    curves = [name for name in _logged_names(runs) if any(len(run.points(name)) > 1 for run in runs)]
+    for name in curves:
         told = name.replace("_", " ")
         for across, words in (("step", "steps"), ("seconds", "wall-clock")):
             found.append(
