@@ -2,12 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types bench soak clean
+.PHONY: demo test lint types docs bench soak clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
-test: lint types
+test: lint types docs
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -m alone
 
@@ -17,6 +17,11 @@ lint: .venv/.installed
 
 types: .venv/.installed
 	$(BIN)/mypy
+
+docs: .venv/.installed
+	rm -rf build/pages && mkdir -p build/pages
+	cp -r README.md docs benchmarks examples build/pages
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import plots
 import thinwire
 from in_lab import leave_job, run_in_lab
 from lstm import new_lstm
-from report import markdown_table, page, save
+from report import markdown_table, page, save, save_json
 from thinwire.advice.measure import ALGORITHMS, BASELINE, LOCAL_EVERY_STEPS, LOCAL_SGD
 from thinwire.demo.model import GPT, SIZES
 from thinwire.probe import probe
@@ -216,6 +217,11 @@ def main() -> None:
         print(f"{setting}\n{table({setting: comparisons[setting]})}", flush=True)
     errors = [abs(error) for each in comparisons.values() for error in each.errors.values()]
     accurate = sum(error <= ACCURATE for error in errors)
+    points = {
+        str(setting): [(1e3 * each.measured[name], 1e3 * each.predicted[name]) for name in each.measured]
+        for setting, each in comparisons.items()
+    }
+    figure = plots.predicted_against_measured(points)[0]
     text = page(
         "Predicted and measured steps",
         f"{len(settings)} settings in `thinwire lab`; {PROBE_SECONDS:g} s of probing and "
@@ -228,8 +234,8 @@ def main() -> None:
         table(comparisons),
         details(comparisons),
     )
-    print(text)
-    print(save(text, "advice"))
+    save_json([asdict(setting) | asdict(each) for setting, each in comparisons.items()], "advice")
+    print(save(f"{text}\n![predicted against measured]({figure})\n", "advice"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from report import result_path
 
-__all__ = ["loss_against_time", "save_figure", "step_time"]
+__all__ = ["loss_against_time", "predicted_against_measured", "save_figure", "step_time"]
 
 plt.rcParams |= {
     "svg.fonttype": "none",
@@ -47,6 +47,27 @@ def step_time(medians_ms: Mapping[str, Mapping[str, float]], title: str, *, base
     axes.grid(axis="y", which="both", alpha=0.25)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     return save_figure(figure, "network", title.replace(" ", "-"))
+
+
+def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, float]]]) -> list[str]:
+    """One point a prediction, one colour a setting, and a band of 15 % around the diagonal.
+
+    Args:
+        steps_ms: By setting, (measured, predicted).
+    """
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    every = [value for points in steps_ms.values() for point in points for value in point]
+    ends = [0.8 * min(every), 1.2 * max(every)]
+    axes.fill_between(ends, [0.85 * end for end in ends], [1.15 * end for end in ends], color="0.92")
+    axes.plot(ends, ends, "k:", linewidth=1)
+    for number, (setting, points) in enumerate(steps_ms.items()):
+        marker = "os^Dv*"[number // 4 % 6]
+        axes.plot(*zip(*points, strict=True), marker, label=setting, markersize=5, alpha=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
+    return save_figure(figure, "advice")
 
 
 class Curve(Protocol):

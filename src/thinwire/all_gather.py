@@ -54,11 +54,12 @@ def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
         AttachError: No process group, or one this process is not in.
         CommunicationError: The processes brought different shapes or types; told on all of them.
 
-    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)  # in a process group of one
-    >>> stacked = all_gather_grad(x)
-    >>> stacked.square().sum().backward()
-    >>> stacked.shape, x.grad
-    (torch.Size([1, 2]), tensor([2., 4.]))
+    Examples:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)  # in a process group of one
+        >>> stacked = all_gather_grad(x)
+        >>> stacked.square().sum().backward()
+        >>> stacked.shape, x.grad
+        (torch.Size([1, 2]), tensor([2., 4.]))
     """
     stacked: torch.Tensor = AllGatherGrad.apply(tensor, group)  # type: ignore[no-untyped-call]
     return stacked

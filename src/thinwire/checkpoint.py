@@ -3,16 +3,17 @@
 `torch.save`, `torch.distributed.checkpoint` and every trainer's own checkpoints take a state as well. These
 two functions are for loops that write their own files, and for safetensors.
 
->>> import pathlib, tempfile
->>> from thinwire import PowerSGD
->>> from thinwire.plan import ParameterSpec
->>> from thinwire.simulation import Simulation
->>> weight = ParameterSpec("weight", (64, 32), (32, 1), torch.float32)
->>> state = Simulation(PowerSGD(matrix_rank=2), [(weight,)], num_workers=2).state_dicts()[0]
->>> path = pathlib.Path(tempfile.mkdtemp(), "sync.pt")
->>> save(state, path)
->>> load(path)["parameters"]
-(('weight', (64, 32)),)
+Examples:
+    >>> import pathlib, tempfile
+    >>> from thinwire import PowerSGD
+    >>> from thinwire.plan import ParameterSpec
+    >>> from thinwire.simulation import Simulation
+    >>> weight = ParameterSpec("weight", (64, 32), (32, 1), torch.float32)
+    >>> state = Simulation(PowerSGD(matrix_rank=2), [(weight,)], num_workers=2).state_dicts()[0]
+    >>> path = pathlib.Path(tempfile.mkdtemp(), "sync.pt")
+    >>> save(state, path)
+    >>> load(path)["parameters"]
+    (('weight', (64, 32)),)
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
 
     Cost: one read of the tensors, and a copy of those that are not on the CPU.
 
-    >>> with_checksum({"step": 3, "error": (("weight", torch.zeros(2)),)})["checksum"]
-    'crc32:7022cc1c'
+    Examples:
+        >>> with_checksum({"step": 3, "error": (("weight", torch.zeros(2)),)})["checksum"]
+        'crc32:7022cc1c'
     """
     return {**state, "checksum": _checksum(state)}
 

@@ -75,12 +75,13 @@ def attach(
         ConfigError: `algorithm` or `grad_scaler` is not one.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
-    >>> import thinwire
-    >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
-    >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
-    >>> ddp_model(torch.ones(1, 64)).sum().backward()
-    >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
-    (1, 9.3)
+    Examples:
+        >>> import thinwire
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+        >>> ddp_model(torch.ones(1, 64)).sum().backward()
+        >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
+        (1, 9.3)
     """
     model = _checked_model(ddp_model)
     channel = ProcessGroupChannel(model.process_group, next(model.parameters()).device)

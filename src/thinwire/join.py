@@ -53,14 +53,15 @@ def join(
             `throw_on_early_termination` is False.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.
 
-    >>> import thinwire
-    >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
-    >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD())
-    >>> with thinwire.join(ddp_model):
-    ...     for batch in torch.ones(3, 1, 8):  # or more, or fewer, on another process
-    ...         ddp_model(batch).sum().backward()
-    >>> sync.stats().steps
-    3
+    Examples:
+        >>> import thinwire
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD())
+        >>> with thinwire.join(ddp_model):
+        ...     for batch in torch.ones(3, 1, 8):  # or more, or fewer, on another process
+        ...         ddp_model(batch).sum().backward()
+        >>> sync.stats().steps
+        3
     """
     joinable = _joinable(joined)
     _refuse_other_collectives(joinable, enable and not throw_on_early_termination)

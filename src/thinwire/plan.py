@@ -36,8 +36,9 @@ class ParameterSpec(NamedTuple):
         A tensor whose memory has gaps or overlaps is described as contiguous, and a complex one as real
         numbers with a last dimension of two: DDP lays out the gradients of such parameters that way.
 
-        >>> ParameterSpec.of("weight", torch.zeros(3, 2).t()).stride
-        (1, 2)
+        Examples:
+            >>> ParameterSpec.of("weight", torch.zeros(3, 2).t()).stride
+            (1, 2)
         """
         tensor = tensor.detach()
         if tensor.is_complex():

@@ -155,13 +155,14 @@ class PowerSGD(StepFront, _Synchronised):
 
     Cost a step: `num_iters_per_step` rounds of r · (rows or columns) elements a matrix, and see `StepFront`.
 
-    >>> layer = torch.nn.Linear(64, 32)  # in a process group
-    >>> powersgd = PowerSGD(layer.parameters(), Config(rank=2, start_compressing_after_num_steps=0))
-    >>> layer(torch.ones(1, 64)).sum().backward()
-    >>> optimizer_step(torch.optim.SGD(layer.parameters(), lr=0.1), powersgd)
-    True
-    >>> round(powersgd.stats().compression_ratio, 1)
-    12.8
+    Examples:
+        >>> layer = torch.nn.Linear(64, 32)  # in a process group
+        >>> powersgd = PowerSGD(layer.parameters(), Config(rank=2, start_compressing_after_num_steps=0))
+        >>> layer(torch.ones(1, 64)).sum().backward()
+        >>> optimizer_step(torch.optim.SGD(layer.parameters(), lr=0.1), powersgd)
+        True
+        >>> round(powersgd.stats().compression_ratio, 1)
+        12.8
     """
 
     def __init__(

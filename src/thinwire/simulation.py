@@ -34,12 +34,13 @@ class Simulation:
     Attributes:
         syncs: The `GradientSync` of each worker.
 
-    >>> from thinwire import AllReduce
-    >>> weight = ParameterSpec("weight", (2,), (1,), torch.float32)
-    >>> simulation = Simulation(AllReduce(), [(weight,)], num_workers=2)
-    >>> gradients = [[torch.tensor([0.0, 2.0])], [torch.tensor([4.0, 0.0])]]
-    >>> simulation.step(gradients), gradients[0]
-    (True, [tensor([2., 1.])])
+    Examples:
+        >>> from thinwire import AllReduce
+        >>> weight = ParameterSpec("weight", (2,), (1,), torch.float32)
+        >>> simulation = Simulation(AllReduce(), [(weight,)], num_workers=2)
+        >>> gradients = [[torch.tensor([0.0, 2.0])], [torch.tensor([4.0, 0.0])]]
+        >>> simulation.step(gradients), gradients[0]
+        (True, [tensor([2., 1.])])
     """
 
     def __init__(

@@ -76,8 +76,9 @@ def fail_at(
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
 
-    >>> fail_at(process=1, step=3, kind="kill")
-    Fault(process=1, step=3, kind='kill', after_messages=0, seconds=None, restart=0)
+    Examples:
+        >>> fail_at(process=1, step=3, kind="kill")
+        Fault(process=1, step=3, kind='kill', after_messages=0, seconds=None, restart=0)
     """
     given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart or 0}
     for name, value in given.items():

@@ -35,9 +35,10 @@ class BatchedPowerSGD(LowRank):
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
 
-    >>> specs = [ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]
-    >>> BatchedPowerSGD().plan(specs).routes[0].matrix_shape
-    (46, 46)
+    Examples:
+        >>> specs = [ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]
+        >>> BatchedPowerSGD().plan(specs).routes[0].matrix_shape
+        (46, 46)
     """
 
     matrix_rank: int = 1

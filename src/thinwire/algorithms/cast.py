@@ -47,8 +47,9 @@ class Cast(Algorithm):
     Raises:
         ConfigError: Any other type.
 
-    >>> Cast("bf16").plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
-    64
+    Examples:
+        >>> Cast("bf16").plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
+        64
     """
 
     dtype: WireDtype

@@ -24,8 +24,9 @@ class AllReduce(Algorithm):
 
     Cost: one round of the gradient's own bytes; no memory.
 
-    >>> AllReduce().plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
-    128
+    Examples:
+        >>> AllReduce().plan([ParameterSpec("weight", (8, 4), (4, 1), torch.float32)]).message_bytes
+        128
     """
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:

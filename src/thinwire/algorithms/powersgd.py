@@ -71,11 +71,12 @@ class PowerSGD(LowRank):
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
 
-    >>> print(PowerSGD(matrix_rank=2).plan([ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]))
-    parameter  matrix shape  matrix rank  bytes before  bytes after
-    weight            64×32            2         8,192          768
-    total                                        8,192          768
-    compression ratio 10.7
+    Examples:
+        >>> print(PowerSGD(matrix_rank=2).plan([ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]))
+        parameter  matrix shape  matrix rank  bytes before  bytes after
+        weight            64×32            2         8,192          768
+        total                                        8,192          768
+        compression ratio 10.7
     """
 
     matrix_rank: int = 4

@@ -44,9 +44,10 @@ def check_same(everyone: Sequence[Told], purpose: str) -> None:
     Raises:
         AgreementError: Some subject differs; the message names it and the processes.
 
-    >>> check_same([{"matrix_rank": "2"}, {"matrix_rank": "4"}], "step 0")
-    Traceback (most recent call last):
-    thinwire.errors.AgreementError: step 0: process 0 has matrix_rank 2, process 1 has matrix_rank 4. Give ...
+    Examples:
+        >>> check_same([{"matrix_rank": "2"}, {"matrix_rank": "4"}], "step 0")
+        Traceback (most recent call last):
+        thinwire.errors.AgreementError: step 0: process 0 has matrix_rank 2, process 1 has matrix_rank 4. ...
     """
     subjects = list(dict.fromkeys(subject for told in everyone for subject in told))
     differing = [s for s in subjects if len({told.get(s) for told in everyone}) > 1]

@@ -30,11 +30,12 @@ class InProcessChannel(Channel):
     def group(cls, size: int) -> list[InProcessChannel]:
         """The channels of `size` simulated workers.
 
-        >>> channels = InProcessChannel.group(2)
-        >>> messages = [torch.tensor([1.0]), torch.tensor([3.0])]
-        >>> pending = [c.average(m, "an example") for c, m in zip(channels, messages)]
-        >>> [p.wait().item() for p in pending]
-        [2.0, 2.0]
+        Examples:
+            >>> channels = InProcessChannel.group(2)
+            >>> messages = [torch.tensor([1.0]), torch.tensor([3.0])]
+            >>> pending = [c.average(m, "an example") for c, m in zip(channels, messages)]
+            >>> [p.wait().item() for p in pending]
+            [2.0, 2.0]
         """
         room = _Room(size)
         return [cls(room, worker) for worker in range(size)]

@@ -82,11 +82,13 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
     Raises:
         ConfigError: An unknown hook, wrapper or setting, or one that would have no effect.
 
-    >>> handler = DistributedDataParallelKwargs(
-    ...     comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option={"matrix_approximation_rank": 2}
-    ... )
-    >>> handler.syncs  # none yet; accelerator.prepare(model) attaches
-    ()
+    Examples:
+        >>> handler = DistributedDataParallelKwargs(
+        ...     comm_hook=DDPCommunicationHookType.POWER_SGD,
+        ...     comm_state_option={"matrix_approximation_rank": 2},
+        ... )
+        >>> handler.syncs  # none yet; accelerator.prepare(model) attaches
+        ()
     """
 
     # By the user's own module, which the Accelerator holds until it is told to free it.

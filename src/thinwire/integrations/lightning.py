@@ -83,10 +83,11 @@ class ThinwireStrategy(DDPStrategy):
     Raises:
         ConfigError: Both an algorithm and a hook, or a combination that `register_ddp_comm_hook` refuses.
 
-    >>> import thinwire
-    >>> strategy = ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4), find_unused_parameters=False)
-    >>> strategy.algorithm.matrix_rank
-    4
+    Examples:
+        >>> import thinwire
+        >>> strategy = ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4), find_unused_parameters=False)
+        >>> strategy.algorithm.matrix_rank
+        4
     """
 
     def __init__(

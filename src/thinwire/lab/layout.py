@@ -26,8 +26,9 @@ def bits_per_second(rate: str) -> float:
     Raises:
         ConfigError: It is none, or below 100kbit.
 
-    >>> bits_per_second("1.5gbit")
-    1500000000.0
+    Examples:
+        >>> bits_per_second("1.5gbit")
+        1500000000.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
     if match is None or float(match[1]) * UNITS[match[2]] < LEAST_BITS_PER_SECOND:
@@ -48,8 +49,9 @@ class Layout:
     Raises:
         ConfigError: A number is out of range, the hosts can't be grouped like that, or the rate is none.
 
-    >>> Layout(hosts=4, hosts_per_node=2).environment(3)["LOCAL_RANK"]
-    '1'
+    Examples:
+        >>> Layout(hosts=4, hosts_per_node=2).environment(3)["LOCAL_RANK"]
+        '1'
     """
 
     hosts: int

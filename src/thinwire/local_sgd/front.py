@@ -104,16 +104,17 @@ class LocalSGD(Joinable):
         AttachError: No process group, or one this process is not in, or a DDP model that can't be driven.
         GradientError: A parameter can't be averaged by the algorithm.
 
-    >>> import thinwire
-    >>> model = nn.Linear(8, 4)  # in a process group
-    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
-    ...     for _ in range(10):
-    ...         optimizer.zero_grad()
-    ...         model(torch.ones(1, 8)).sum().backward()
-    ...         optimizer.step()
-    >>> local.stats().steps, local.stats().messages, local.stats().compression_ratio
-    (10, 2, 5.0)
+    Examples:
+        >>> import thinwire
+        >>> model = nn.Linear(8, 4)  # in a process group
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
+        ...     for _ in range(10):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 8)).sum().backward()
+        ...         optimizer.step()
+        >>> local.stats().steps, local.stats().messages, local.stats().compression_ratio
+        (10, 2, 5.0)
     """
 
     def __init__(

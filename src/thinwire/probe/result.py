@@ -163,9 +163,10 @@ def ring_share(world_size: int) -> float:
 def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
     """Processes that are joined by pairs that are much faster than the slowest one.
 
-    >>> near, far = PairTiming((0, 1), 1000, 0.001), PairTiming((1, 2), 1000, 0.1)
-    >>> nodes_of(3, [near, far])
-    [[0, 1], [2]]
+    Examples:
+        >>> near, far = PairTiming((0, 1), 1000, 0.001), PairTiming((1, 2), 1000, 0.1)
+        >>> nodes_of(3, [near, far])
+        [[0, 1], [2]]
     """
     slowest = max((pair.seconds for pair in pairs), default=0.0)
     node_of = list(range(world_size))

@@ -159,7 +159,10 @@ def _for_a_page(svg: str) -> str:
 
 
 def _shortened(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"…{name[1 - LONGEST_NAME :]}"
+    if len(name) <= LONGEST_NAME:
+        return name
+    half = LONGEST_NAME // 2
+    return f"{name[:half]}…{name[-half:]}"
 
 
 def _smoothed(points: Sequence[Point]) -> list[float]:

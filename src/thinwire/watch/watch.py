@@ -47,18 +47,19 @@ class Watch:
         ConfigError: `sync` is not a handle, or an argument is out of range.
         OSError: The file can't be written.
 
-    >>> import tempfile, thinwire, torch
-    >>> from torch.nn.parallel import DistributedDataParallel
-    >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
-    >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
-    >>> path = tempfile.mkdtemp() + "/run.jsonl"
-    >>> with thinwire.Watch(sync, path) as watch:
-    ...     for _ in range(3):
-    ...         loss = ddp_model(torch.ones(1, 64)).square().sum()
-    ...         loss.backward()
-    ...         watch.log(loss=loss.item())
-    >>> [record["message_bytes"] for record in thinwire.read_run(path).steps]
-    [896, 896, 896]
+    Examples:
+        >>> import tempfile, thinwire, torch
+        >>> from torch.nn.parallel import DistributedDataParallel
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+        >>> path = tempfile.mkdtemp() + "/run.jsonl"
+        >>> with thinwire.Watch(sync, path) as watch:
+        ...     for _ in range(3):
+        ...         loss = ddp_model(torch.ones(1, 64)).square().sum()
+        ...         loss.backward()
+        ...         watch.log(loss=loss.item())
+        >>> [record["message_bytes"] for record in thinwire.read_run(path).steps]
+        [896, 896, 896]
     """
 
     def __init__(
