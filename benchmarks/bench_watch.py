@@ -1,0 +1,99 @@
+"""What does watching a run cost? The time inside `thinwire.Watch`, as a share of the steps.
+
+One process trains a byte GPT on the standard library with DDP and PowerSGD; every step is watched. With more
+processes a step takes longer, and watching does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from in_lab import leave_job
+from report import markdown_table, page, save
+from thinwire.demo.model import GPT, SIZES, next_byte_loss
+from thinwire.demo.text import batch_generator, load_text, sample_batch
+from thinwire.watch import Writer
+
+UNTIMED_STEPS = 20
+BATCH_SIZE = 8
+WRITERS: dict[str, Callable[[Path], Writer]] = {
+    "JSONLWriter": lambda folder: thinwire.JSONLWriter(folder / "run.jsonl"),
+    "TensorBoardWriter": thinwire.TensorBoardWriter,
+}
+
+
+class TimedWatch(thinwire.Watch):
+    """Tells how long each step was watched."""
+
+    def __init__(self, sync: thinwire.GradientSync, writer: Writer) -> None:
+        self.seconds: list[float] = []
+        super().__init__(sync, writer)
+
+    def _after_step(self, committed: bool) -> None:
+        start = time.perf_counter()
+        super()._after_step(committed)
+        self.seconds.append(time.perf_counter() - start)
+
+
+def watched(size: str, writer: Writer, steps: int) -> tuple[float, float, float]:
+    """Of a step, in seconds: its median, and the mean and the largest time of watching."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(GPT(SIZES[size]), gradient_as_bucket_view=True)
+    sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    text, step_seconds = load_text().train, []
+    watch = TimedWatch(sync, writer)
+    with watch:
+        for step in range(UNTIMED_STEPS + steps):
+            draws = batch_generator(seed=0, step=step, process_rank=0)
+            length = SIZES[size].context_length
+            batch = sample_batch(text, batch_size=BATCH_SIZE, context_length=length, generator=draws)
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = next_byte_loss(model, *batch)
+            torch.autograd.backward(loss)
+            optimizer.step()
+            step_seconds.append(time.perf_counter() - start)
+        assert sync.stats().compression_ratio > 10
+    timed = watch.seconds[UNTIMED_STEPS:]
+    return median(step_seconds[UNTIMED_STEPS:]), sum(timed) / len(timed), max(timed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--steps", type=int, default=100)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        rows = []
+        for size in arguments.sizes:
+            for name, new_writer in WRITERS.items():
+                step, mean, most = watched(size, new_writer(Path(folder)), arguments.steps)
+                milliseconds = [f"{1e3 * each:.3f}" for each in (step, mean, most)]
+                rows.append([f"{size}, {name}", *milliseconds, f"{100 * mean / step:.2f} %"])
+    header = ["model, writer", "ms a step, median", "ms watching, mean", "largest", "share"]
+    text = page(
+        "What watching costs",
+        f"One process and thread, PowerSGD(matrix_rank=4), a batch of {BATCH_SIZE}, {arguments.steps} steps. "
+        "A record every step, and a look at the norms every 20.",
+        markdown_table(header, rows),
+    )
+    print(text)
+    print(save(text, "watch"), flush=True)
+    leave_job()
+
+
+if __name__ == "__main__":
+    main()
