@@ -31,6 +31,7 @@ FLOORS = [
         "unused",
         "contributors",
         "arithmetic",
+        "clock",
         "all_gather",
     },
     {"sync"},

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,16 @@ from torch.profiler import ProfilerActivity, profile
 import thinwire
 from catalog import buckets, random_gradients
 from pool import Pool
-from thinwire import ConfigError, JSONLWriter, MetricsWriter, MissingExtraError, PowerSGD, Watch, read_run
+from thinwire import (
+    ConfigError,
+    JSONLWriter,
+    MetricsWriter,
+    MissingExtraError,
+    PowerSGD,
+    Watch,
+    powersgd,
+    read_run,
+)
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.simulation import Simulation
 from thinwire.watch.growth import GrowthAlarm
@@ -99,12 +110,12 @@ def test_a_record_of_several_steps_and_another_plan() -> None:
 
 def test_watching_changes_nothing() -> None:
     plain, watched = simulation(), simulation()
-    gradients = random_gradients(buckets(), num_workers=2, seed=1)
-    others = [[flat.clone() for flat in worker] for worker in gradients]
-    plain.step(gradients)
     with Watch(watched.syncs[0], Kept(), norms_every_steps=1):
-        watched.step(others)
-    assert all(torch.equal(a, b) for a, b in zip(gradients[0], others[0], strict=True))
+        for step in range(STEPS):
+            gradients, others = (random_gradients(buckets(), num_workers=2, seed=step) for _ in range(2))
+            plain.step(gradients)
+            watched.step(others)
+            assert all(torch.equal(a, b) for a, b in zip(gradients[0], others[0], strict=True))
 
 
 def test_a_file_is_read_again(tmp_path: Path) -> None:
@@ -161,8 +172,13 @@ def test_a_resumed_run_is_one(tmp_path: Path) -> None:
         (lambda text: text.replace('"step": 4,', '"step": "four",'), 8, "line 9 is damaged"),
         (lambda text: text + "\x00\x00\n", 13, "line 14 is damaged"),
         (lambda text: text + "[]\n", 13, "line 14 is damaged"),
+        (lambda text: text + 200_000 * "[" + "\n", 13, "line 14 is damaged"),
+        (lambda text: text.replace('"steps": 1', '"steps": 0'), 2, "line 3 is damaged"),
+        (lambda text: re.sub('"messages": .', '"messages": null', text), 2, "line 3 is damaged"),
+        (lambda text: text.replace('"loss": 1.0', '"loss": "low"'), 3, "line 4 is damaged"),
+        (lambda text: text.replace('"routes": [', '"routes": [5, '), 1, "line 2 is damaged"),
     ],
-    ids=["cut off", "another type", "zeros", "no object"],
+    ids=["cut off", "another type", "zeros", "no object", "nested", "no steps", "null", "text", "route"],
 )
 def test_a_damaged_file_is_read_up_to_the_damage(damage: Any, lines: int, told: str, tmp_path: Path) -> None:
     simulated, path = simulation(), tmp_path / "run.jsonl"
@@ -177,7 +193,7 @@ def test_a_damaged_file_is_read_up_to_the_damage(damage: Any, lines: int, told: 
     run = read_run(path)
     assert run.damage is not None
     assert run.damage.startswith(told)
-    assert 2 + len(run.steps) + len(run.logs) == lines
+    assert 1 + len(run.plans) + len(run.steps) + len(run.logs) == lines
 
 
 @pytest.mark.parametrize(
@@ -215,19 +231,31 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
         Watch(sync, tmp_path / "nowhere" / "run.jsonl")
     with Watch(sync, Kept()) as watch, pytest.raises(ConfigError, match=r"give value.item\(\)"):
         watch.log(loss=torch.ones(1))  # type: ignore[arg-type]
+    with Watch(sync, Kept()) as watch, pytest.raises(ConfigError, match="log can't take step="):
+        watch.log(loss=1.0, step=3)
+    with pytest.raises(ConfigError, match=r"make a thinwire.MetricsWriter"):
+        Watch(sync, print)  # type: ignore[arg-type]
+    (tmp_path / "mine.txt").write_text("important\n")
+    with pytest.raises(ConfigError, match=r"is no file of a thinwire\.Watch; give another path"):
+        Watch(sync, tmp_path / "mine.txt")
+    assert (tmp_path / "mine.txt").read_text() == "important\n"
+    assert not sync._observers
 
 
-def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), RuntimeError("no network")])
+def test_a_full_disk_ends_the_watching_and_not_the_training(
+    failure: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     class Full(Kept):
         def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
             if step == 2:
-                raise OSError(28, "No space left on device")
+                raise failure
             super().write(kind, step, values)
 
     simulated, full = simulation(), Full()
     with Watch(simulated.syncs[0], full), caplog.at_level(logging.WARNING, "thinwire"):
         train(simulated, range(4))
-    assert "step 2: watching ends, training goes on: [Errno 28]" in caplog.text
+    assert f"step 2: watching ends, training goes on: {failure!r}" in caplog.text
     assert len(full.of("step")) == 1
     assert simulated.syncs[0].steps == 4
 
@@ -266,6 +294,37 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         thinwire.TensorBoardWriter(tmp_path)
 
 
+def test_going_back_within_a_run(tmp_path: Path) -> None:
+    simulated, path = simulation(), tmp_path / "run.jsonl"
+    with Watch(simulated.syncs[0], path) as watch:
+        train(simulated, range(3))
+        states = simulated.state_dicts()
+        train(simulated, range(3, 5))
+        watch.log(loss=7.0)
+        for sync, state in zip(simulated.syncs, states, strict=True):
+            sync.load_state_dict(state)
+        train(simulated, range(3, STEPS))
+    run = read_run(path)
+    assert [each["step"] for each in run.steps] == [1, 2, 3, 4, 5, 6]
+    assert run.points("loss") == []
+
+
+def test_two_processes_in_one_file_are_told(tmp_path: Path) -> None:
+    simulated, path = simulation(), tmp_path / "run.jsonl"
+    with Watch(simulated.syncs[0], path), Watch(simulated.syncs[1], path):
+        train(simulated, range(2))
+    run = read_run(path)
+    assert run.damage is not None
+    assert "line 2 is of process 1, the first of process 0" in run.damage
+
+
+def test_skips_that_the_host_does_not_see_are_not_known(tmp_path: Path) -> None:
+    simulated = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2, host_check=False)
+    with Watch(simulated.syncs[0], tmp_path / "run.jsonl"):
+        train(simulated, range(STEPS), bad_steps=(2,))
+    assert [each["skipped_steps"] for each in read_run(tmp_path / "run.jsonl").steps] == [None] * STEPS
+
+
 # Growth
 
 
@@ -287,17 +346,23 @@ class Hoard(Algorithm):
 
 def test_error_that_grows_without_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
     simulated = simulation(Hoard())
-    with Watch(simulated.syncs[0], Kept(), norms_every_steps=1), caplog.at_level(logging.WARNING, "thinwire"):
-        train(simulated, range(70))
-    assert "the error memory grows without bound" in caplog.text
+    with (
+        Watch(simulated.syncs[0], Kept(), norms_every_steps=16),
+        caplog.at_level(logging.WARNING, "thinwire"),
+    ):
+        train(simulated, range(1100))
+    assert "the error memory goes on growing" in caplog.text
     assert len(caplog.records) == 1
-    assert caplog.records[0].getMessage().startswith("step 64:")
+    assert caplog.records[0].getMessage().startswith("step 1024:")
 
 
 def test_error_that_is_paid_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     simulated = simulation(PowerSGD(matrix_rank=1))
     with Watch(simulated.syncs[0], Kept(), norms_every_steps=1), caplog.at_level(logging.WARNING, "thinwire"):
-        train(simulated, range(130))
+        train(simulated, range(1100))
+        for sync in simulated.syncs:
+            sync.use(PowerSGD(matrix_rank=2))
+        train(simulated, range(1100))
     assert simulated.syncs[0].stats().compression_ratio > 5
     assert not caplog.records
 
@@ -316,7 +381,7 @@ def test_error_that_is_paid_is_not_told(caplog: pytest.LogCaptureFixture) -> Non
 )
 def test_growth(series: Any, alarms: bool) -> None:
     alarm = GrowthAlarm()
-    told = [alarm.told(float(series(step))) for step in range(1, 600)]
+    told = [alarm.told(float(series(step)), 5 * step) for step in range(1, 600)]
     assert any(each is not None for each in told) == alarms
 
 
@@ -346,6 +411,76 @@ def _trained(folder: str) -> int:
             generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
             torch.autograd.backward(model(torch.randn(8, 96, generator=generator)).square().sum())
     return dist.get_world_size()
+
+
+SLOW_SECONDS = 0.2
+
+
+def test_waiting_for_a_slow_process_is_waiting_on_every_front(pool2: Pool) -> None:
+    """And what is exposed has all of it, and the messages that a front sends before."""
+    for records in pool2.run(_slow_peer)[:1]:
+        for name, steps in records.items():
+            for each in steps:
+                assert each["waiting_seconds"] > 0.8 * SLOW_SECONDS, name
+                assert 0 < each["arithmetic_seconds"] < 0.5 * SLOW_SECONDS, name
+                assert each["exposed_seconds"] >= 0.8 * SLOW_SECONDS, name
+
+
+def _slow_peer() -> dict[str, list[Mapping[str, Any]]]:
+    assert dist.get_world_size() == 2
+    told = {}
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(96, 64))
+    own = torch.nn.Linear(96, 64)
+    front = powersgd.PowerSGD(list(own.parameters()), powersgd.Config(rank=2))
+    for name, sync in (("ddp", thinwire.attach(model, PowerSGD(matrix_rank=2))), ("step", front.sync)):
+        kept = Kept()
+        with Watch(sync, kept):
+            for _ in range(3):
+                loss = (model if name == "ddp" else own)(torch.ones(8, 96)).square().sum()
+                dist.barrier()
+                time.sleep(SLOW_SECONDS * dist.get_rank())
+                torch.autograd.backward(loss)
+                if name == "step":
+                    front.aggregate([p.grad for p in own.parameters() if p.grad is not None])
+        told[name] = kept.of("step")[1:]
+    return told
+
+
+def test_local_steps_are_counted_as_steps(pool2: Pool) -> None:
+    for steps, plan in pool2.run(_local):
+        assert [each["messages"] > 0 for each in steps] == [
+            True,
+            True,
+            False,
+            False,
+            True,
+            False,
+            False,
+            True,
+        ]
+        assert all(each["arithmetic_seconds"] >= 0 for each in steps)
+        whole, sent = (sum(each[f"{name}_bytes"] for each in steps) for name in ("gradient", "message"))
+        assert whole == 8 * 4 * (96 * 64 + 64)
+        assert sent < whole
+        assert plan["algorithm"] == "LocalSGD(every_steps=3), PowerSGD(matrix_rank=2)"
+
+
+def _local() -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
+    assert dist.get_world_size() == 2
+    model, kept = torch.nn.Linear(96, 64), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        thinwire.LocalSGD(
+            model, optimizer, every_steps=3, warmup_steps=2, algorithm=PowerSGD(matrix_rank=2)
+        ) as local,
+        Watch(local, kept),
+    ):
+        for _ in range(8):
+            optimizer.zero_grad()
+            torch.autograd.backward(model(torch.ones(8, 96)).square().sum())
+            optimizer.step()
+    return kept.of("step"), kept.of("plan")[0]
 
 
 def test_the_profiler_shows_the_rounds() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -126,7 +127,10 @@ class Exchange:
             skipped = (~finite).long()
             self.unseen_skips = skipped if self.unseen_skips is None else self.unseen_skips.add_(skipped)
             return True
-        if not finite:
+        start = time.perf_counter()
+        is_finite = bool(finite)  # waits for an accelerator
+        self.channel.traffic.waiting_seconds += time.perf_counter() - start
+        if not is_finite:
             for task in gated:
                 if task.bucket is not None:
                     task.bucket.flat.fill_(torch.nan)

@@ -19,7 +19,8 @@ class Stats:
         messages: Averaging collectives of gradients; saving a state adds none.
         message_bytes: Bytes contributed to them.
         gradient_bytes: Bytes that would have been contributed without compression.
-        waiting_seconds: Time the host was blocked until the means had come back.
+        waiting_seconds: Time the host was blocked: until means had come back, processes had agreed, or an
+            accelerator had made known whether all is finite.
         arithmetic_seconds: Time the host spent in Thinwire without being blocked. With an accelerator, that
             of issuing the work.
         exposed_seconds: Time from each step's last gradients being ready until all means were there: what

@@ -75,6 +75,10 @@ class StepFront(Joinable):
             CommunicationError: A collective failed; memory is as it was.
         """
         self._check(gradients)
+        with self.sync.clock.inside(self._channel.traffic):
+            return self._average(gradients)
+
+    def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         share = members_over_contributors(self)
         self.sync.agree()
         means: list[torch.Tensor | None] = [None] * len(gradients)

@@ -14,6 +14,7 @@ from thinwire.algorithms import Algorithm, Bucket, Memory
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import Channel
 from thinwire.checks import true_or_false
+from thinwire.clock import StepClock
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
 from thinwire.loss_scale import LossScale
@@ -94,7 +95,7 @@ class GradientSync:
         self._device = torch.device("cpu")
         self._told_errors: Errors | None = None
         self._observers: list[Callable[[bool], None]] = []
-        self._inside_seconds = self._exposed_seconds = self._last_ready = 0.0
+        self.clock = StepClock()
         self._started: list[Bucket] = []
         self._used: list[torch.Tensor] = []
         self._agreed: set[tuple[ParameterSpec, ...]] = set()
@@ -192,8 +193,8 @@ class GradientSync:
             message_bytes=traffic.message_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
-            arithmetic_seconds=self._inside_seconds - traffic.waiting_seconds,
-            exposed_seconds=self._exposed_seconds,
+            arithmetic_seconds=self.clock.arithmetic_seconds,
+            exposed_seconds=self.clock.exposed_seconds,
         )
 
     def observe(self, observer: Callable[[bool], None]) -> None:
@@ -237,7 +238,10 @@ class GradientSync:
             AgreementError: The processes have other algorithms, parameters, buckets or loaded states.
             CommunicationError: The message could not be sent.
         """
-        self._last_ready = time.perf_counter()
+        with self.clock.inside(self.channel.traffic):
+            self._start(specs, flat, is_agreed=is_agreed)
+
+    def _start(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor, *, is_agreed: bool) -> None:
         if any(bucket.specs == specs for bucket in self._started):
             self.abandon()
             raise StepError(
@@ -257,7 +261,6 @@ class GradientSync:
         self._used += used
         self._started.append(bucket)
         self._gradient_bytes += flat.numel() * flat.element_size()
-        self._inside_seconds += time.perf_counter() - self._last_ready
 
     def agree(self, bucket: tuple[ParameterSpec, ...] = ()) -> None:
         """For fronts: collective, where this bucket is new since the start, `use` or `load_state_dict`.
@@ -274,7 +277,9 @@ class GradientSync:
         if bucket in self._agreed:
             return
         told = self._told("a step") | {"bucket": ", ".join(spec.name for spec in bucket)}
+        start = time.perf_counter()
         self.channel.agree(told, f"step {self.steps}")
+        self.channel.traffic.waiting_seconds += time.perf_counter() - start
         self._agreed.add(bucket)
 
     def _told(self, call: str) -> dict[str, str]:
@@ -312,7 +317,14 @@ class GradientSync:
         """`finish` for simulated workers: yields whenever messages are under way; see `lockstep`."""
         if not self._started:
             raise StepError("finish() was called without start(): there are no gradients to average")
-        start = time.perf_counter()
+        with self.clock.inside(self.channel.traffic, are_ready=False):
+            committed = yield from self._finishing()
+        self.clock.end_step()
+        for observer in tuple(self._observers):
+            observer(committed)
+        return committed
+
+    def _finishing(self) -> Generator[None, None, bool]:
         buckets, used = self._started, self._used
         self._started, self._used = [], []
         self._check_loaded()
@@ -327,11 +339,6 @@ class GradientSync:
         self._note_layout([bucket.specs for bucket in buckets])
         if committed:
             yield from self._replan()
-        end = time.perf_counter()
-        self._inside_seconds += end - start
-        self._exposed_seconds += end - self._last_ready
-        for observer in tuple(self._observers):
-            observer(committed)
         return committed
 
     def _replan(self) -> Generator[None, None, None]:
@@ -374,6 +381,11 @@ class GradientSync:
             for label in kept.keys() - labels:
                 if here.issuperset(label.split(BUCKET_SEPARATOR)):  # else of a parameter not used just now
                     del kept[label]
+
+    @property
+    def tells_skips(self) -> bool:
+        """Whether the host learns in each step if it was skipped."""
+        return self._exchange.host_check
 
     def abandon(self) -> None:
         """For fronts: forget a step that can't be finished. Memory is as it was before the step."""

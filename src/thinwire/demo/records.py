@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.watch.reading import Record, record_of
+from thinwire.watch.fields import Record, record_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class RecordFile:
             algorithm=self._run["name"],
             processes=self._run["processes"],
             step=record["step"],
-            loss=record["loss"],
+            loss=math.nan if record["loss"] is None else record["loss"],
             heldout_loss=record.get("heldout_loss"),
             **{name: self._step[name] for name in counted},
         )

@@ -54,6 +54,7 @@ class Averager:
         self.channel = ProcessGroupChannel(group, device)
         self.sync = GradientSync(algorithm, self.channel, specs)
         self.exact = GradientSync(EXACT, self.channel, specs)
+        self.exact.clock = self.sync.clock  # as they share the channel and its counts
         inner_channel = None if subgroup is None else ProcessGroupChannel(subgroup, device)
         self.inner = None if inner_channel is None else GradientSync(EXACT, inner_channel, specs)
         self._asked_channel = inner_channel if asks_subgroup else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain
@@ -159,6 +159,7 @@ class LocalSGD(Joinable):
         self._attached = ExitStack()
         self._is_inside = self._divides_by_contributors = False
         self._step = self._steps_here = self._pending_steps = self._own_pending_steps = 0
+        self._observers: list[Callable[[bool], None]] = []
 
     @property
     def sync(self) -> GradientSync:
@@ -177,9 +178,30 @@ class LocalSGD(Joinable):
         them would have sent, so `compression_ratio` compares with plain data-parallel training. What is
         sent within the subgroup is not in it, nor the time spent waiting for processes that are slower.
         """
-        return replace(
-            self.sync.stats(), steps=self._step, gradient_bytes=self._steps_here * self._gradient_bytes
-        )
+        return self._compared(self.sync.stats())
+
+    def counts(self) -> Stats:
+        """`stats()` without errors; see `GradientSync.counts`."""
+        return self._compared(self.sync.counts())
+
+    def _compared(self, stats: Stats) -> Stats:
+        return replace(stats, steps=self._step, gradient_bytes=self._steps_here * self._gradient_bytes)
+
+    @property
+    def steps(self) -> int:
+        """Attempted steps."""
+        return self._step
+
+    def observe(self, observer: Callable[[bool], None]) -> None:
+        """Call `observer` after every attempted step; see `thinwire.Watch`."""
+        self._observers.append(observer)
+
+    def ignore(self, observer: Callable[[bool], None]) -> None:
+        """Call it no more."""
+        self._observers.remove(observer)
+
+    def __str__(self) -> str:
+        return f"LocalSGD(every_steps={self._every_steps}), {self.sync.algorithm}"
 
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective.
@@ -283,6 +305,8 @@ class LocalSGD(Joinable):
             self._average()
         elif self._ddp is None and self._averager.inner is not None:
             self._averager.in_subgroup(self._checked_replica(), self._step)
+        for observer in tuple(self._observers):
+            observer(True)
 
     def _is_due(self) -> bool:
         """Whether the parameters are averaged over the group after this step."""

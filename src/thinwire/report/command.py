@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.errors import ConfigError
 from thinwire.watch import read_run
 
 __all__ = ["report", "write_report"]
@@ -36,6 +37,8 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
         ConfigError: A file can't be read, or has no step.
         OSError: The page can't be written.
     """
+    if output.resolve() in [path.resolve() for path in paths]:
+        raise ConfigError(f"{output} is one of the files to read; give another --output")
     from thinwire.report.page import report_page  # noqa: PLC0415 - slow to import, needed here alone
 
     runs = [read_run(path) for path in paths]

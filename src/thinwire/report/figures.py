@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
 
@@ -87,7 +89,8 @@ def bytes_against_steps(runs: Sequence[Run]) -> str:
                 totals.append(total / 1e6)
             steps = [each["step"] for each in run.steps]
             axes.plot(steps, totals, color=COLORS[number % SERIES], linewidth=1.8)
-        axes.set(xlabel="steps", ylabel="MB sent", yscale="log")
+        is_sent = all(each["message_bytes"] > 0 for run in runs for each in run.steps[:1])
+        axes.set(xlabel="steps", ylabel="MB sent", yscale="log" if is_sent else "linear")
         axes.yaxis.set_major_formatter("{x:g}")
 
     return _svg(draw)
@@ -137,7 +140,8 @@ def error_map(run: Run) -> str:
 
 
 def _svg(draw: Callable[[Axes], None], height_inches: float = SIZE_INCHES[1]) -> str:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the letters are the browser's
         figure = Figure(figsize=(SIZE_INCHES[0], height_inches), layout="constrained")
         draw(figure.add_subplot())
         text = io.StringIO()
@@ -168,8 +172,9 @@ def _shortened(name: str) -> str:
 def _smoothed(points: Sequence[Point]) -> list[float]:
     """Means over the last points."""
     width = max(1, len(points) // SMOOTHED_PARTS)
-    values = [point.value for point in points]
-    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
+    sums = [0.0, *accumulate(point.value for point in points)]
+    starts = [max(0, end - width) for end in range(1, len(sums))]
+    return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
 
 
 def _part(name: str) -> Callable[[Mapping[str, float]], float]:

@@ -13,7 +13,8 @@ import jinja2
 from thinwire.errors import ConfigError
 from thinwire.report import figures
 from thinwire.version import __version__
-from thinwire.watch.reading import Record, Run
+from thinwire.watch.fields import Record
+from thinwire.watch.reading import Run
 
 __all__ = ["report_page"]
 
@@ -77,7 +78,7 @@ def _summary(run: Run, number: int) -> dict[str, Any]:
         "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
         "processes": run.processes,
         "steps": run.steps[-1]["step"],
-        "skipped": sum(each["skipped_steps"] for each in run.steps),
+        "skipped": _skipped(run),
         "resumed": run.resumed,
         "damage": run.damage,
         "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
@@ -86,6 +87,11 @@ def _summary(run: Run, number: int) -> dict[str, Any]:
         "compression_ratio": whole / sent if sent else 1.0,
         "last": {name: _last(run, name) for name in run.logged},
     }
+
+
+def _skipped(run: Run) -> int | str:
+    skipped = [each["skipped_steps"] for each in run.steps]
+    return "not known" if None in skipped else sum(skipped)
 
 
 def _last(run: Run, name: str) -> float | None:
@@ -103,7 +109,7 @@ def _figures(runs: Sequence[Run]) -> list[_Figure]:
             found.append(
                 _Figure(
                     f"{told} against {words}".capitalize(),
-                    "Lower and further left is better.",
+                    "Many points are smoothed; faint, as they are.",
                     figures.logged(runs, name, across),
                 )
             )

@@ -1,4 +1,4 @@
-"""Does the error memory grow without bound?"""
+"""Does the error memory go on growing?"""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from statistics import fmean
 __all__ = ["GrowthAlarm"]
 
 LEAST_SAMPLES = 32
+LEAST_STEPS = 1000
 MOST_GROWTH = 1.3
+STILL_GROWING = 1.1
 
 
 class GrowthAlarm:
@@ -16,21 +18,32 @@ class GrowthAlarm:
     Error feedback keeps what is owed within a multiple of the gradients: it grows at first, then stays. So
     what is owed, as a multiple of what a step sends, is averaged over the second half of all samples and over
     the quarter before, whenever their number has doubled. Growth with the number of steps doubles it, growth
-    with its root is 1.4 times; more than 1.3, twice in succession, is an alarm.
+    with its root is 1.4 times. It is an alarm if it is more than 1.3 times twice in succession, the last
+    quarter is still 1.1 times the one before, and there were 1 000 steps.
     """
 
     def __init__(self) -> None:
         self._samples: list[float] = []
         self._grew = False
 
-    def told(self, relative_norm: float) -> float | None:
+    def start_anew(self) -> None:
+        """The algorithm or the plan is another one."""
+        self._samples, self._grew = [], False
+
+    def told(self, relative_norm: float, step: int) -> float | None:
         """Take a sample; by how much it grew while the number of samples doubled, if that is an alarm."""
         samples = self._samples
         samples.append(relative_norm)
         count = len(samples)
         if count < LEAST_SAMPLES or count & (count - 1):
             return None
-        before = fmean(samples[count // 4 : count // 2])
-        growth = fmean(samples[count // 2 :]) / before if before > 0 else 1.0
+        growth = _ratio(samples[count // 2 :], samples[count // 4 : count // 2])
+        lately = _ratio(samples[-count // 4 :], samples[count // 2 : -count // 4])
         grew_before, self._grew = self._grew, growth > MOST_GROWTH
-        return growth if self._grew and grew_before else None
+        alarms = self._grew and grew_before and lately > STILL_GROWING and step >= LEAST_STEPS
+        return growth if alarms else None
+
+
+def _ratio(later: list[float], earlier: list[float]) -> float:
+    before = fmean(earlier)
+    return fmean(later) / before if before > 0 else 1.0

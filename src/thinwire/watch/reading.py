@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.watch.fields import FIELDS, FORMAT
+from thinwire.watch.fields import FORMAT, RESERVED, Record, record_of
 
-__all__ = ["Point", "Record", "Run", "read_run", "record_of"]
-
-Record = dict[str, Any]
+__all__ = ["Point", "Run", "read_run"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Point:
 
 @dataclass
 class Run:
-    """A run's records, by kind and in order. Where training was resumed, steps made twice are here once.
+    """A run's records, by kind and in order. Where training went back, steps made twice are here once.
 
     Attributes:
         path: The file.
@@ -70,21 +66,26 @@ class Run:
     def logged(self) -> list[str]:
         """The names that something was logged under."""
         named = dict.fromkeys(name for each in self.logs for name in each)
-        return [name for name in named if name not in ("kind", "step", "seconds")]
+        return [name for name in named if name not in RESERVED]
+
+    def go_back_to(self, step: int) -> None:
+        """Forget what came after a step."""
+        for kept in (self.plans, self.steps, self.norms, self.logs):
+            kept[:] = [each for each in kept if each["step"] <= step]
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
     """Read the file of a `Watch`, up to the first line that is damaged.
 
     Raises:
-        ConfigError: It can't be read, not even its first line is a `Watch`'s, or it is of a later version.
+        ConfigError: It can't be read, or not even its first line is a `Watch`'s, or it is of a later version.
     """
     path = Path(path)
-    run = Run(path, path.stem)
+    run = Run(path, _printable(path.stem))
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     except OSError as error:
-        raise ConfigError(f"{path} can't be read: {error.strerror}") from error
+        raise ConfigError(f"{_printable(str(path))} can't be read: {error.strerror}") from error
     segments = list(_segments(_undamaged(lines, run)))
     if not segments:
         raise ConfigError(f"{path} is no file of a thinwire.Watch: {run.damage or 'it is empty'}")
@@ -99,24 +100,21 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def record_of(line: str) -> Record | None:
-    """A line's record; None if it is not one."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-        return None
-    fields = FIELDS.get(str(record.get("kind")))
-    return record if fields is not None and record.keys() >= set(fields) else None
-
-
 def _undamaged(lines: Iterable[str], run: Run) -> Iterator[Record]:
+    process_rank = None
     for number, line in enumerate(lines, start=1):
         record = record_of(line) if line.endswith("\n") else None
         if record is None or (number == 1 and record["kind"] != "run"):
             run.damage = f"line {number} is damaged; read up to there"
             return
+        if record["kind"] == "run":
+            process_rank = record["process_rank"] if process_rank is None else process_rank
+            if record["process_rank"] != process_rank:
+                run.damage = (
+                    f"line {number} is of process {record['process_rank']}, the first of process "
+                    f"{process_rank}: read up to there; give each process a file of its own"
+                )
+                return
         yield record
 
 
@@ -135,18 +133,23 @@ def _segments(records: Iterable[Record]) -> Iterator[list[Record]]:
 def _append(run: Run, segment: list[Record]) -> None:
     first = next((each["step"] - each["steps"] for each in segment if each["kind"] == "step"), None)
     if first is not None:
-        for kept in (run.plans, run.steps, run.norms, run.logs):
-            kept[:] = [each for each in kept if each["step"] <= first]
+        run.go_back_to(first)
     before_seconds = run.steps[-1]["seconds"] if run.steps else 0.0
-    lists = {"plan": run.plans, "step": run.steps, "norms": run.norms, "log": run.logs}
+    lists = {"step": run.steps, "norms": run.norms, "log": run.logs}
     for record in segment:
         if "seconds" in record:
             record["seconds"] += before_seconds
         if record["kind"] == "run":
             run.name, run.processes = record["name"] or run.name, record["processes"]
-        elif record["kind"] != "plan" or not _is_same(record, run.plans):
+        elif record["kind"] == "plan":
+            if not run.plans or any(run.plans[-1][name] != record[name] for name in ("algorithm", "routes")):
+                run.plans.append(record)
+        else:
+            if record["kind"] == "step" and run.steps and record["step"] <= run.steps[-1]["step"]:
+                run.go_back_to(record["step"] - record["steps"])
             lists[record["kind"]].append(record)
 
 
-def _is_same(plan: Record, plans: list[Record]) -> bool:
-    return bool(plans) and all(plan[name] == plans[-1][name] for name in FIELDS["plan"])
+def _printable(name: str) -> str:
+    """A file's name may have bytes that are no text."""
+    return name.encode("utf-8", "replace").decode()

@@ -12,10 +12,11 @@ from typing import Any
 
 from thinwire.checks import whole_number
 from thinwire.errors import ConfigError
+from thinwire.local_sgd import LocalSGD
 from thinwire.stats import Stats
 from thinwire.sync import GradientSync
 from thinwire.version import __version__
-from thinwire.watch.fields import COUNTED, FORMAT
+from thinwire.watch.fields import COUNTED, FORMAT, RESERVED
 from thinwire.watch.growth import GrowthAlarm
 from thinwire.watch.writers import JSONLWriter, Writer
 
@@ -27,24 +28,25 @@ logger = logging.getLogger(__name__)
 class Watch:
     """Records what every step does, on this process; a context manager around the training loop.
 
-    Local: nothing is sent to other processes, so watching one of them is usual, and on several each needs a
+    Nothing is sent to other processes, so watching one of them is usual, and on several each needs a
     file of its own. What a step sends is the same on all; times and errors are this process's own.
 
     Args:
-        sync: The handle: what `attach` returned, or the `sync` of another front or integration.
+        sync: The handle: what `attach` returned, a `LocalSGD`, or the `sync` of another front or integration.
         writer: A path, for lines of JSON that `thinwire report` reads; or any `Writer`.
         name: What the run is called in a report; None for the file's name.
         every_steps: Steps from one record to the next; a record tells what they did together.
         norms_every_steps: Steps from one look at errors and their norms to the next. Warns, with logger
-            "thinwire", if the error memory grows without bound.
+            "thinwire", if the error memory goes on growing.
 
-    Cost: a step, under 0.1 ms; a look at the norms, one norm a compressed parameter (a pass over the error
+    Cost: a step, about 0.1 ms; a look at the norms, one norm a compressed parameter (a pass over the error
     memory) and one host synchronisation.
 
-    A disk that is full, or another OSError of the writer, ends the watching with a warning, not the training.
+    A disk that is full, or another error of the writer, ends the watching with a warning, not the training.
+    Where the host does not learn which steps were skipped (`host_check=False`), nor do the records.
 
     Raises:
-        ConfigError: `sync` is not a handle, or an argument is out of range.
+        ConfigError: `sync` is not a handle, `writer` not a writer, or an argument is out of range.
         OSError: The file can't be written.
 
     Examples:
@@ -64,30 +66,30 @@ class Watch:
 
     def __init__(
         self,
-        sync: GradientSync,
+        sync: GradientSync | LocalSGD,
         writer: Writer | str | os.PathLike[str],
         *,
         name: str | None = None,
         every_steps: int = 1,
         norms_every_steps: int = 20,
     ) -> None:
-        if not isinstance(sync, GradientSync):
+        if not isinstance(sync, GradientSync | LocalSGD):
             raise ConfigError(
                 f"Watch needs what attach() returned, or the sync of another front, got {type(sync).__name__}"
             )
         self._every_steps = whole_number("every_steps", every_steps, least=1)
         self._norms_every_steps = whole_number("norms_every_steps", norms_every_steps, least=1)
-        self.sync = sync
-        self._writer: Writer | None = JSONLWriter(writer) if isinstance(writer, str | os.PathLike) else writer
+        self._handle, self._sync = sync, sync.sync if isinstance(sync, LocalSGD) else sync
+        self._writer: Writer | None = _checked(writer)
         self._alarm = GrowthAlarm()
         self._planned: tuple[object, ...] = ()
         self._start = self._last_end = time.perf_counter()
         self._last = sync.counts()
         self._steps = self._skipped_steps = 0  # since the last record
-        sync.observe(self._after_step)
         told = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
-        told |= {"processes": sync.channel.size, "process_rank": sync.channel.process_rank}
-        self._write("run", told)
+        channel = self._sync.channel
+        self._write("run", told | {"processes": channel.size, "process_rank": channel.process_rank})
+        sync.observe(self._after_step)
 
     def __enter__(self) -> Watch:
         """Watching has begun already."""
@@ -105,7 +107,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching; may be called twice."""
         if self._writer is not None:
-            self.sync.ignore(self._after_step)
+            self._handle.ignore(self._after_step)
             self._writer.close()
             self._writer = None
 
@@ -113,15 +115,17 @@ class Watch:
         """Record numbers of the last finished step, such as `loss=` and `heldout_loss=`: after `backward()`.
 
         Raises:
-            ConfigError: A value is not a number.
+            ConfigError: A value is not a number, or its name is "kind", "step" or "seconds".
         """
         for name, value in values.items():
+            if name in RESERVED:
+                raise ConfigError(f"log can't take {name}=, which every record has; give it another name")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
         self._write("log", {"seconds": time.perf_counter() - self._start, **values})
 
     def _after_step(self, committed: bool) -> None:
-        step = self.sync.steps
+        step = self._handle.steps
         self._steps += 1
         self._skipped_steps += not committed
         if step % self._every_steps == 0:
@@ -131,40 +135,42 @@ class Watch:
             self._write_norms()
 
     def _write_step(self) -> None:
-        now, counts = time.perf_counter(), self.sync.counts()
+        now, counts = time.perf_counter(), self._handle.counts()
         self._write(
             "step",
             {
                 "seconds": now - self._start,
                 "step_seconds": (now - self._last_end) / self._steps,
                 "steps": self._steps,
-                "skipped_steps": self._skipped_steps,
-                **_difference(counts, self._last),
+                "skipped_steps": self._skipped_steps if self._sync.tells_skips else None,
+                **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
             },
         )
         self._last, self._last_end = counts, now
         self._steps = self._skipped_steps = 0
 
     def _write_plan(self) -> None:
-        planned = (self.sync.algorithm, self.sync.buckets)
+        planned = (self._sync.algorithm, self._sync.buckets)
         if planned != self._planned:
             self._planned = planned
-            routes = [{"label": route.label, **asdict(route)} for route in self.sync.plan.routes]
-            self._write("plan", {"algorithm": str(self.sync.algorithm), "routes": routes})
+            self._alarm.start_anew()
+            routes = [{"label": route.label, **asdict(route)} for route in self._sync.plan.routes]
+            algorithm = self._sync.algorithm if self._handle is self._sync else self._handle
+            self._write("plan", {"algorithm": str(algorithm), "routes": routes})
 
     def _write_norms(self) -> None:
-        stats = self.sync.stats()
+        stats = self._sync.stats()
         if not stats.error_norm:
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
-        growth = self._alarm.told(_owed_in_steps(stats))
+        growth = self._alarm.told(_owed_in_steps(stats), self._handle.steps)
         if growth is not None:
             worst = max(stats.relative_error, key=lambda label: stats.relative_error[label])
             logger.warning(
                 "step %d: what is owed has grown %.1f-fold against what a step sends while the number of "
-                "steps doubled, twice in succession: the error memory grows without bound, most that of %s. "
+                "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
                 "Raise the matrix rank, or lower the learning rate",
-                stats.steps,
+                self._handle.steps,
                 growth,
                 worst,
             )
@@ -173,15 +179,24 @@ class Watch:
         if self._writer is None:
             return
         try:
-            self._writer.write(kind, self.sync.steps, values)
-        except OSError as error:
-            logger.warning("step %d: watching ends, training goes on: %s", self.sync.steps, error)
-            self.sync.ignore(self._after_step)
+            self._writer.write(kind, self._handle.steps, values)
+        except Exception as error:
+            if kind == "run":
+                raise
+            logger.warning("step %d: watching ends, training goes on: %r", self._handle.steps, error)
+            self._handle.ignore(self._after_step)
             self._writer = None
 
 
-def _difference(now: Stats, before: Stats) -> dict[str, float]:
-    return {name: getattr(now, name) - getattr(before, name) for name in COUNTED}
+def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
+    if isinstance(writer, str | os.PathLike):
+        return JSONLWriter(writer)
+    if not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
+        raise ConfigError(
+            f"writer must be a path, or have write and close, got {writer!r}; of a logger's function, make a "
+            "thinwire.MetricsWriter"
+        )
+    return writer
 
 
 def _owed_in_steps(stats: Stats) -> float:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
+from thinwire.watch.fields import record_of
 
 __all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer"]
 
 Metrics = dict[str, float]
+LONGEST_LINE_BYTES = 1 << 24
 
 
 class Writer(Protocol):
@@ -43,17 +45,23 @@ class JSONLWriter:
         path: The file.
 
     Raises:
+        ConfigError: The file is there, and is not a `Watch`'s.
         OSError: It can't be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        _check_is_ours(self.path)
         _cut_half_line(self.path)
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one line. What is not finite is written as null."""
-        line = json.dumps(_finite({"kind": kind, "step": step, **values}), allow_nan=False)
+        record = {"kind": kind, "step": step, **values}
+        try:
+            line = json.dumps(record, allow_nan=False)
+        except ValueError:
+            line = json.dumps(_finite(record), allow_nan=False)
         self._file.write(line + "\n")
 
     def close(self) -> None:
@@ -142,9 +150,19 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def _check_is_ours(path: Path) -> None:
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with path.open("rb") as file:
+        first = record_of(file.readline(LONGEST_LINE_BYTES).decode("utf-8", "replace"))
+    if first is None or first["kind"] != "run":
+        raise ConfigError(f"{path} is there, and is no file of a thinwire.Watch; give another path")
+
+
 def _cut_half_line(path: Path) -> None:
     """Remove what follows the last newline."""
     if path.is_file():
         with path.open("r+b") as file:
-            data = file.read()
-            file.truncate(data.rfind(b"\n") + 1)
+            start = max(0, path.stat().st_size - LONGEST_LINE_BYTES)
+            file.seek(start)
+            file.truncate(start + file.read().rfind(b"\n") + 1)
