@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from thinwire.algorithms import Algorithm, Bucket, Memory
+from thinwire.algorithms.matrices import fitted
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import Channel
 from thinwire.checks import true_or_false
@@ -133,6 +134,7 @@ class GradientSync:
         self._agreed.clear()
         if self._last_buckets:  # before the first step it is not known what is stale
             self._forget_stale_factors()
+            self._fit_factors()
 
     def _checked(self, algorithm: Algorithm) -> Algorithm:
         if not isinstance(algorithm, Algorithm):
@@ -345,17 +347,25 @@ class GradientSync:
         """Let the algorithm change its settings by what it measured, on all processes alike."""
         if not self._algorithm.replans_after(self._memory.step):
             return
-        plan = self.plan
-        rounds = self._algorithm.replanning(plan, self._specs, self._memory)
-        pending = self.channel.average(next(rounds), f"step {self.steps}, what the plan is made by")
-        yield
+        before, rounds = self.plan, self._algorithm.replanning(self._specs, self._memory)
         try:
+            pending = self.channel.average(next(rounds), f"step {self.steps}, what the plan is made by")
+            yield
             rounds.send(pending.wait())
         except StopIteration as end:
             self._algorithm = end.value
-        if self.plan != plan:
+        if self.plan != before:
             self._agreed.clear()
+            self._fit_factors()
             logger.info("step %d: a new plan\n%s", self.steps, self.plan)
+
+    def _fit_factors(self) -> None:
+        """Cut factors to the matrix ranks of the plan, or extend them: so a saved state tells the plan."""
+        for route in self.plan.routes:
+            factor = self._memory.factor.get(route.label)
+            if factor is not None and route.matrix_rank is not None:
+                shape = (route.matrix_rank, factor.shape[1])
+                self._memory.factor[route.label] = fitted(factor, factor.new_empty(shape))
 
     def _check_loaded(self) -> None:
         """At the first step after a load, once all parameters are known."""
@@ -506,7 +516,7 @@ class GradientSync:
         loaded = self.check_state_dict(state, strict=strict)
         if self._all_specs_known:
             loaded = fitting(loaded, self._specs)
-        self._algorithm = self._algorithm.resumed(loaded.factor)
+        self._algorithm = self._algorithm.resumed(loaded.factor, self._specs)
         if self._all_specs_known:
             warn_of_cuts(loaded, self.plan)
         self._unchecked = None if self._all_specs_known else loaded

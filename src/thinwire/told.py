@@ -59,8 +59,16 @@ def told_of(
 
 
 def _settings_of(algorithm: Algorithm) -> dict[str, object]:
-    """An algorithm's settings by name."""
-    return asdict(algorithm) if is_dataclass(algorithm) and not isinstance(algorithm, type) else {}
+    """An algorithm's settings by name, of pairs one a name: where some differ, only those are told."""
+    if not is_dataclass(algorithm) or isinstance(algorithm, type):
+        return {}
+    settings: dict[str, object] = {}
+    for name, value in asdict(algorithm).items():
+        if isinstance(value, tuple):
+            settings |= {f"{name} of {key}": each for key, each in value}
+        else:
+            settings[name] = value
+    return settings
 
 
 def _described(spec: ParameterSpec) -> str:

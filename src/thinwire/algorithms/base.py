@@ -98,14 +98,14 @@ class Algorithm(ABC):
         """Whether `replanning` is due after so many committed steps."""
         return False
 
-    def replanning(self, plan: Plan, specs: Mapping[str, ParameterSpec], memory: Memory) -> Replanning:
-        """How to go on, by what was measured: a generator of one message, which returns an algorithm.
+    def replanning(self, specs: Mapping[str, ParameterSpec], memory: Memory) -> Replanning:
+        """How to go on, by what was measured: a generator of one message or none that returns an algorithm.
 
-        It may cut the factors in `memory`, or extend them.
+        Memory is only read.
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to plan anew")
 
-    def resumed(self, factors: Mapping[str, torch.Tensor]) -> Algorithm:
+    def resumed(self, factors: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec]) -> Algorithm:
         """The algorithm that goes on with loaded factors, by parameter: itself, if all settings are given."""
         return self
 

@@ -1,8 +1,9 @@
 """Matrix ranks by parameter, chosen by what the run itself measures.
 
 The idea of choosing them by layer, against the energy that each would leave out: Markov et al., "L-GreCo"
-(arXiv 2210.17357). Here nothing is decomposed for it: the mean factors of the last step have the largest
-singular values of the mean gradient, and the error memory tells how much is left.
+(arXiv 2210.17357). Here no gradient is decomposed for it: the mean factors of the last step have the largest
+singular values of the mean gradient (with what is owed), and a random projection of the mean error, the same
+on all processes, tells how much there is beyond.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.algorithms.base import Memory
+from thinwire.algorithms.matrices import random_rows
 from thinwire.plan import Route
 
 __all__ = ["Spectra", "Spectrum", "measured", "within_bytes", "within_error"]
+
+# Columns of the projection: its energy is right within some percent where many directions are left out.
+SKETCH_COLUMNS = 4
+SKETCH_SEED = 7
 
 Spectra = Mapping[str, "Spectrum"]
 
@@ -56,43 +62,58 @@ class Spectrum:
         return self.rest * self._ratio ** (matrix_rank - len(self.energies))
 
     @property
+    def farthest(self) -> tuple[int, int]:
+        """The lowest and the highest matrix rank to go to at once: a quarter of it away, and at least one.
+
+        What a matrix owes, and so its spectrum, follows its matrix rank within some steps only: going the
+        whole way at once overshoots.
+        """
+        step = max(1, self.matrix_rank // 4)
+        return max(1, self.matrix_rank - step), min(max(self.most_rank, 1), self.matrix_rank + step)
+
+    @property
     def _ratio(self) -> float:
         last = self.energies[-1]
         return self.rest / (self.rest + last) if self.rest > 0 else 0.0
 
 
 def within_bytes(spectra: Spectra, factor_bytes: float) -> dict[str, int]:
-    """Half the way to the matrix ranks that leave out the least energy of all matrices together.
-
-    Half, because what a matrix owes, and so its spectrum, follows its matrix rank within some steps: the
-    whole way overshoots. What is then left of the bytes goes where it leaves out least.
+    """Towards the matrix ranks that leave out the least energy of all matrices together.
 
     Args:
         spectra: By parameter.
         factor_bytes: For all of them, a step; kept to as far as matrix rank 1 does.
     """
-    best = _filled(spectra, dict.fromkeys(spectra, 1), factor_bytes)
-    half = {name: max(1, (each.matrix_rank + best[name]) // 2) for name, each in spectra.items()}
-    return _filled(spectra, half, factor_bytes) if _bytes_of(spectra, half) <= factor_bytes else best
+    most = {name: each.most_rank for name, each in spectra.items()}
+    best = _filled(spectra, dict.fromkeys(spectra, 1), most, factor_bytes)
+    lowered = {
+        name: min(each.matrix_rank, max(best[name], each.farthest[0])) for name, each in spectra.items()
+    }
+    if _bytes_of(spectra, lowered) > factor_bytes:
+        return best
+    return _filled(spectra, lowered, {name: each.farthest[1] for name, each in spectra.items()}, factor_bytes)
 
 
 def within_error(spectra: Spectra, relative_error: float) -> dict[str, int]:
-    """Half the way to the smallest matrix rank of each that leaves out at most this share of its norm."""
+    """Towards the smallest matrix rank of each that leaves out at most this share of its norm."""
     ranks = {}
     for name, each in spectra.items():
         most_rest = relative_error**2 * (each.rest + math.fsum(each.energies))
         enough = (rank for rank in range(1, each.most_rank) if each.rest_at(rank) <= most_rest)
-        ranks[name] = min(each.most_rank, (each.matrix_rank + next(enough, each.most_rank) + 1) // 2)
+        lowest, highest = each.farthest
+        ranks[name] = min(max(next(enough, each.most_rank), lowest), highest)
     return ranks
 
 
-def _filled(spectra: Spectra, start: Mapping[str, int], factor_bytes: float) -> dict[str, int]:
+def _filled(
+    spectra: Spectra, start: Mapping[str, int], most: Mapping[str, int], factor_bytes: float
+) -> dict[str, int]:
     """`start`, and one more where that leaves out the most energy a byte, until nothing fits."""
     ranks, left = dict(start), factor_bytes - _bytes_of(spectra, start)
     worth = [
         (-each.energy(ranks[name]) / each.rank_bytes, name)
         for name, each in sorted(spectra.items())
-        if ranks[name] < each.most_rank
+        if ranks[name] < most[name]
     ]
     heapq.heapify(worth)
     while worth:
@@ -101,7 +122,7 @@ def _filled(spectra: Spectra, start: Mapping[str, int], factor_bytes: float) -> 
         if each.rank_bytes <= left:
             left -= each.rank_bytes
             ranks[name] += 1
-            if ranks[name] < each.most_rank:
+            if ranks[name] < most[name]:
                 heapq.heappush(worth, (-each.energy(ranks[name]) / each.rank_bytes, name))
     return ranks
 
@@ -113,28 +134,47 @@ def _bytes_of(spectra: Spectra, ranks: Mapping[str, int]) -> int:
 def measured(
     routes: Sequence[Route], most_ranks: Mapping[str, int], memory: Memory
 ) -> Generator[torch.Tensor, torch.Tensor, dict[str, Spectrum]]:
-    """The spectra of all compressed matrices, the same on all processes: one message of r + 1 numbers each.
+    """The spectra of compressed matrices, the same on all processes; of zero matrices there is none.
 
     Args:
-        routes: Of the compressed matrices.
+        routes: Of compressed matrices with factors, at least one.
         most_ranks: By parameter.
         memory: Only read.
 
-    Cost: r × r products and eigenvalues, and one norm, a matrix; one host synchronisation.
+    Cost: a message of r + 4 · rows numbers a matrix, r × r products, one pass over the error, and two host
+    synchronisations.
     """
-    known = [route for route in routes if route.label in memory.factor]
-    parts = []
-    for route in known:
-        factor = memory.factor[route.label].double()
-        energies = torch.linalg.eigvalsh(factor @ factor.t()).clamp(min=0).flip(0)
-        error = memory.error.get(route.label)
-        rest = energies.new_zeros(1) if error is None else error.double().square().sum().view(1)
-        parts += [energies, rest.to(energies.device)]
-    means = yield torch.cat(parts)
+    factors = [memory.factor[route.label] for route in routes]
+    device = factors[0].device
+    energies = _energies(factors)
+    sketches = [_sketch(route, memory).to(device).view(-1) for route in routes]
+    means = yield torch.cat([torch.cat(energies).to(device), *sketches])
+    parts = means.cpu().split_with_sizes([len(each) for each in (*energies, *sketches)])
     found = {}
-    lengths = [len(memory.factor[route.label]) + 1 for route in known]
-    for route, numbers in zip(known, means.cpu().split_with_sizes(lengths), strict=True):
-        *energies_found, rest_found = numbers.tolist()
+    for route, numbers, sketch in zip(routes, parts[: len(routes)], parts[len(routes) :], strict=True):
+        rest = float(sketch.square().sum()) / SKETCH_COLUMNS
         rank_bytes = route.message_bytes // (route.matrix_rank or 1)
-        found[route.label] = Spectrum(rank_bytes, most_ranks[route.label], energies_found, rest_found)
+        if float(numbers.sum()) + rest > 0:
+            found[route.label] = Spectrum(rank_bytes, most_ranks[route.label], numbers.tolist(), rest)
     return found
+
+
+def _energies(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Squared singular values of each, on the CPU, largest first."""
+    grams = [factor.double() @ factor.double().t() for factor in factors]
+    flat = torch.cat([gram.view(-1).to(factors[0].device) for gram in grams]).cpu()
+    squares = [
+        part.view(gram.shape)
+        for part, gram in zip(flat.split_with_sizes([gram.numel() for gram in grams]), grams, strict=True)
+    ]
+    return [torch.linalg.eigvalsh(square).clamp(min=0).flip(0) for square in squares]
+
+
+def _sketch(route: Route, memory: Memory) -> torch.Tensor:
+    """What this process owes on a matrix, on some random directions: (rows, 4)."""
+    rows, columns = route.matrix_shape or (0, 0)
+    error = memory.error.get(route.label)
+    if error is None:
+        return torch.zeros(rows, SKETCH_COLUMNS, dtype=torch.float64)
+    directions = random_rows(SKETCH_SEED, (SKETCH_COLUMNS, columns), error.device)
+    return (error.view(rows, columns) @ directions.t()).double()

@@ -24,6 +24,7 @@ __all__ = [
     "Terms",
     "add_scaled",
     "fitted",
+    "random_rows",
     "remember",
     "round_into",
     "starting_bases",
@@ -134,7 +135,7 @@ def _starting_rows(config: LowRank, memory: Memory, group: MatrixGroup, *, left:
     if config.warm_start:
         drawn = _first_rows(config.seed, shape, matrix.device)
     else:
-        drawn = _random_rows(config.seed + SEED_STRIDE * memory.step, shape, matrix.device)
+        drawn = random_rows(config.seed + SEED_STRIDE * memory.step, shape, matrix.device)
     rows = torch.stack([fitted(memory.factor.get(label), drawn) for label in group.labels])
     return torch.where((rows == 0).all(dim=2, keepdim=True), drawn, rows)
 
@@ -165,10 +166,10 @@ def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def _first_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     """With a warm start only dead rows are drawn again: the same ones each time."""
-    return _random_rows(seed, shape, device)
+    return random_rows(seed, shape, device)
 
 
-def _random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
     """Standard normal, drawn on the CPU so that processes with different devices agree."""
     generator = torch.Generator().manual_seed(seed % 2**63)
     return torch.randn(shape, generator=generator).to(device)

@@ -16,7 +16,7 @@ from thinwire.algorithms.base import Bucket, Memory, Replanning, Rounds
 from thinwire.algorithms.budget import measured, within_bytes, within_error
 from thinwire.algorithms.exact import keep_unpaid, with_owed
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.matrices import MatrixGroup, fitted, remember, round_into
+from thinwire.algorithms.matrices import MatrixGroup, remember, round_into
 from thinwire.algorithms.passes import settle, stacked
 from thinwire.algorithms.rounds import approximate
 from thinwire.checks import number, true_or_false, whole_number
@@ -55,11 +55,14 @@ class PowerSGD(LowRank):
             many single rounds a step takes; their results add up.
         matrix_ranks: Of single parameters, by name, where it is another than `matrix_rank`.
         bytes_per_step: Choose the matrix ranks by what the run itself measures, so that a step sends at
-            most so many bytes and leaves out the least energy. Until the first choice, `matrix_rank` holds.
+            most so many bytes (`alternating`: two steps twice so many) and leaves out the least energy of
+            the mean gradient and what is owed on it. Until the first choice, the settings above hold.
         relative_error: The same, with the smallest matrix ranks that leave out at most this share of each
-            matrix's norm (gradient and error), above 0 and below 1.
-        replan_every_steps: Committed steps from one choice to the next. Each costs one small message, one
-            norm a matrix and a host synchronisation, and compares the processes' settings anew.
+            matrix's norm, above 0 and below 1.
+        replan_every_steps: Committed steps from one choice to the next, which goes at most a quarter up or
+            down. Each costs a message of 4 · rows numbers a matrix, a pass over the error and two host
+            synchronisations.
+        chosen_ranks: The choice, by parameter; not to be given.
         alternating: One round instead of two: project on the left factor in one step, on the right in
             the next. Half the bytes and messages at the same matrix rank, and a rougher approximation.
 
@@ -85,6 +88,7 @@ class PowerSGD(LowRank):
     bytes_per_step: int | None = None
     relative_error: float | None = None
     replan_every_steps: int = 100
+    chosen_ranks: tuple[tuple[str, int], ...] = ()
 
     @property
     def factor_pairs(self) -> float:
@@ -100,10 +104,15 @@ class PowerSGD(LowRank):
     def __post_init__(self) -> None:
         super().__post_init__()
         true_or_false("alternating", self.alternating)
-        ranks = dict(self.matrix_ranks)
+        try:
+            ranks = dict(self.matrix_ranks)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"matrix_ranks must map names to matrix ranks, got {self.matrix_ranks!r}"
+            ) from error
         for name, matrix_rank in ranks.items():
             whole_number(f"the matrix rank of {name}", matrix_rank, least=1)
-        object.__setattr__(self, "matrix_ranks", tuple(sorted(ranks.items())))
+        object.__setattr__(self, "matrix_ranks", tuple(sorted((str(name), r) for name, r in ranks.items())))
         whole_number("replan_every_steps", self.replan_every_steps, least=1)
         if self.bytes_per_step is not None:
             whole_number("bytes_per_step", self.bytes_per_step, least=1)
@@ -120,6 +129,11 @@ class PowerSGD(LowRank):
                 "bytes_per_step and relative_error choose by what error_feedback and warm_start keep; "
                 "leave both on"
             )
+        if self._has_budget and self.alternating and self.power_iterations > 1:
+            raise ConfigError(
+                "bytes_per_step and relative_error do not go with alternating and power_iterations above 1: "
+                "a step's factors then tell only a part of the matrix"
+            )
 
     @property
     def _has_budget(self) -> bool:
@@ -127,7 +141,7 @@ class PowerSGD(LowRank):
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """How each parameter of a bucket travels once past the warm-up."""
-        ranks = dict(self.matrix_ranks)
+        ranks = dict(self.matrix_ranks) | dict(self.chosen_ranks)
         plan = Plan(tuple(self._route(spec, ranks.get(spec.name)) for spec in specs))
         whole = self.whole_plan(specs)
         compresses = any(route.matrix_rank is not None for route in plan.routes)
@@ -136,6 +150,8 @@ class PowerSGD(LowRank):
 
     def _route(self, spec: ParameterSpec, wanted: int | None) -> Route:
         shape = spec.matrix_shape
+        if self._has_budget:
+            wanted = min(wanted or self.matrix_rank, self._most_rank(spec))
         matrix_rank = self.matrix_rank_of(shape, spec.dtype, wanted) if shape else None
         if shape is None or matrix_rank is None:
             return self.rider(spec)
@@ -148,7 +164,9 @@ class PowerSGD(LowRank):
         unknown = sorted(dict(self.matrix_ranks).keys() - {spec.name for spec in specs})
         if specs and unknown:
             raise ConfigError(f"matrix_ranks has {unknown[0]!r}, which is no parameter of the model")
-        least = replace(self, matrix_rank=1, matrix_ranks=()).plan(specs).message_bytes
+        routes = replace(self, matrix_rank=1, matrix_ranks=(), chosen_ranks=()).plan(specs).routes
+        # In a bucket of its own what is not compressed travels in its own type.
+        least = sum(min(route.message_bytes, route.gradient_bytes) for route in routes)
         if self.bytes_per_step is not None and least > self.bytes_per_step:
             raise ConfigError(
                 f"bytes_per_step is {self.bytes_per_step}, but this model sends {least} at matrix rank 1"
@@ -158,20 +176,23 @@ class PowerSGD(LowRank):
         """With a budget, every `replan_every_steps`, once past the warm-up."""
         return self._has_budget and step > self.warmup_steps and step % self.replan_every_steps == 0
 
-    def replanning(self, plan: Plan, specs: Mapping[str, ParameterSpec], memory: Memory) -> Replanning:
-        """Choose the matrix ranks by the last step's factors and what is owed."""
-        compressed = [route for route in plan.routes if route.matrix_rank is not None]
-        most_ranks = {route.label: self._most_rank(specs[route.label]) for route in compressed}
-        spectra = yield from measured(compressed, most_ranks, memory)
+    def replanning(self, specs: Mapping[str, ParameterSpec], memory: Memory) -> Replanning:
+        """Choose the matrix ranks by the last factors and what is owed; no message if nothing has factors."""
+        plan = self.plan(tuple(specs.values()))
+        known = [r for r in plan.routes if r.matrix_rank is not None and r.label in memory.factor]
+        if not known:
+            return self
+        most_ranks = {route.label: self._most_rank(specs[route.label]) for route in known}
+        spectra = yield from measured(known, most_ranks, memory)
         if self.bytes_per_step is None:
             ranks = within_error(spectra, self.relative_error or 1.0)
         else:
             others = sum(route.message_bytes for route in plan.routes if route.label not in spectra)
             ranks = within_bytes(spectra, self.bytes_per_step - others)
-        for name, matrix_rank in ranks.items():
-            factor = memory.factor[name]
-            memory.factor[name] = fitted(factor, factor.new_empty(matrix_rank, factor.shape[1]))
-        return replace(self, matrix_ranks=dict(self.matrix_ranks) | ranks)
+        return self._with_choice(dict(self.chosen_ranks) | ranks)
+
+    def _with_choice(self, ranks: Mapping[str, int]) -> PowerSGD:
+        return replace(self, chosen_ranks=tuple(sorted(ranks.items())))
 
     def _most_rank(self, spec: ParameterSpec) -> int:
         """The largest matrix rank at which a matrix is worth compressing."""
@@ -179,10 +200,16 @@ class PowerSGD(LowRank):
         ranks = range(1, min(shape) + 1)
         return bisect_left(ranks, True, key=lambda r: self.matrix_rank_of(shape, spec.dtype, r) is None) or 1
 
-    def resumed(self, factors: Mapping[str, torch.Tensor]) -> PowerSGD:
-        """With a budget, the matrix ranks chosen last are those of the factors."""
+    def resumed(self, factors: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec]) -> PowerSGD:
+        """With a budget, the matrix ranks chosen last are those of the factors, unless they exceed it."""
+        if not self._has_budget:
+            return self
         ranks = {name: len(factor) for name, factor in factors.items() if BUCKET_SEPARATOR not in name}
-        return replace(self, matrix_ranks=ranks) if self._has_budget else self
+        chosen = self._with_choice(ranks)
+        fits = self.bytes_per_step is None or (
+            chosen.plan(tuple(specs.values())).message_bytes <= self.bytes_per_step
+        )
+        return chosen if fits else self._with_choice({})
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
         """One or two rounds an iteration; one in the warm-up, and where there is nothing to compress."""
