@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import Gradients, spec
 from pool import Pool
-from thinwire import ConfigError, PowerSGD
+from thinwire import CommunicationError, ConfigError, PowerSGD
 from thinwire.algorithms.budget import Spectrum, within_bytes, within_error
 from thinwire.simulation import Simulation
 
@@ -315,6 +315,26 @@ def test_a_state_of_more_bytes_does_not_break_the_budget() -> None:
     states = run(PowerSGD(matrix_rank=12), steps=3).state_dicts()
     simulation = resumed(states, PowerSGD(matrix_rank=2, bytes_per_step=BYTES, replan_every_steps=50))
     assert simulation.syncs[0].plan.message_bytes <= BYTES
+
+
+def test_a_choice_that_fails_comes_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = PowerSGD(matrix_rank=3, bytes_per_step=BYTES, replan_every_steps=8)
+    simulation = run(algorithm, steps=7, num_workers=1)
+    (sync,) = simulation.syncs
+    average = sync.channel.average
+
+    def failing(message: torch.Tensor, purpose: str, **options: bool) -> Any:
+        if "what the plan is made by" in purpose:
+            raise CommunicationError(f"{purpose} failed")
+        return average(message, purpose, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sync.channel, "average", failing)
+        with pytest.raises(CommunicationError, match="step 8, what the plan is made by"):
+            simulation.step(gradients(7, 1))
+    assert sync.steps == 8
+    assert simulation.step(gradients(8, 1))
+    assert ranks_of(simulation) == {"plain": 3, "rich": 3, "bias": 0}
 
 
 def test_real_processes_choose_alike(pool2: Pool) -> None:

@@ -26,8 +26,13 @@ def probed(options: list[str], path: Path, budget_seconds: float) -> tuple[Probe
     """The probe and what it printed, in the lab."""
     command = [*THINWIRE, "lab", *options, "--", *THINWIRE, "probe", f"--budget-seconds={budget_seconds}"]
     out = subprocess.run(
-        [*command, f"--save={path}"], capture_output=True, text=True, timeout=100, check=True
+        [*command, f"--save={path}", f"--plot={path.with_suffix('.svg')}"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
+    assert "<svg" in path.with_suffix(".svg").read_text()
     return Probe.load(path), out.stdout
 
 
@@ -98,6 +103,32 @@ def test_outside_a_job_it_says_how_to_start_it() -> None:
     assert run.returncode == 2
     assert "torchrun --nproc-per-node 2 --no-python thinwire probe" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_json_and_a_plot_of_another_kind() -> None:
+    run = subprocess.run(
+        [*THINWIRE, "probe", "--plot=found.bmp"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 2
+    assert run.stderr == "thinwire: --plot must end in one of .png, .svg, .pdf, got found.bmp\n"
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "-m",
+            "thinwire",
+        ]
+        + ["probe", "--json", "--budget-seconds=1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert json.loads(run.stdout)["world_size"] == 2
 
 
 def example() -> Probe:
