@@ -111,17 +111,9 @@ def test_json_and_a_plot_of_another_kind() -> None:
     )
     assert run.returncode == 2
     assert run.stderr == "thinwire: --plot must end in one of .png, .svg, .pdf, got found.bmp\n"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            "-m",
-            "thinwire",
-        ]
-        + ["probe", "--json", "--budget-seconds=1"],
+        [*torchrun, "-m", "thinwire", "probe", "--json", "--budget-seconds=1"],
         capture_output=True,
         text=True,
         timeout=100,
