@@ -24,6 +24,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from report import markdown_table, page, save
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
+from thinwire.algorithms.budget import SKETCH_COLUMNS
 from thinwire.demo.evaluate import heldout_loss
 from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
@@ -97,12 +98,14 @@ def algorithms(steps: int) -> dict[str, Algorithm]:
 
 
 def with_budget(matrix_rank: int) -> PowerSGD:
-    """As many bytes as the same matrix rank everywhere sends."""
+    """As many bytes as the same matrix rank everywhere sends, less what choosing others sends."""
     specs = [ParameterSpec.of(name, each) for name, each in GPT(MODEL).named_parameters()]
+    plan, every_steps = PowerSGD(matrix_rank=matrix_rank).plan(specs), 25
+    rows = sum(route.matrix_shape[0] for route in plan.routes if route.matrix_shape)
     return PowerSGD(
         matrix_rank=matrix_rank,
-        bytes_per_step=PowerSGD(matrix_rank=matrix_rank).plan(specs).message_bytes,
-        replan_every_steps=20,
+        bytes_per_step=plan.message_bytes - 4 * SKETCH_COLUMNS * rows // every_steps,
+        replan_every_steps=every_steps,
     )
 
 

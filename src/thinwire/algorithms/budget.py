@@ -146,28 +146,28 @@ def measured(
     """
     factors = [memory.factor[route.label] for route in routes]
     device = factors[0].device
-    energies = _energies(factors)
+    singular_values = _singular_values(factors)
     sketches = [_sketch(route, memory).to(device).view(-1) for route in routes]
-    means = yield torch.cat([torch.cat(energies).to(device), *sketches])
-    parts = means.cpu().split_with_sizes([len(each) for each in (*energies, *sketches)])
+    means = yield torch.cat([torch.cat(singular_values).to(device), *sketches])
+    parts = means.cpu().double().square().split_with_sizes([len(s) for s in (*singular_values, *sketches)])
     found = {}
     for route, numbers, sketch in zip(routes, parts[: len(routes)], parts[len(routes) :], strict=True):
-        rest = float(sketch.square().sum()) / SKETCH_COLUMNS
+        rest = float(sketch.sum()) / SKETCH_COLUMNS
         rank_bytes = route.message_bytes // (route.matrix_rank or 1)
         if float(numbers.sum()) + rest > 0:
             found[route.label] = Spectrum(rank_bytes, most_ranks[route.label], numbers.tolist(), rest)
     return found
 
 
-def _energies(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Squared singular values of each, on the CPU, largest first."""
+def _singular_values(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each, fp32 on the CPU, largest first."""
     grams = [factor.double() @ factor.double().t() for factor in factors]
     flat = torch.cat([gram.view(-1).to(factors[0].device) for gram in grams]).cpu()
     squares = [
         part.view(gram.shape)
         for part, gram in zip(flat.split_with_sizes([gram.numel() for gram in grams]), grams, strict=True)
     ]
-    return [torch.linalg.eigvalsh(square).clamp(min=0).flip(0) for square in squares]
+    return [torch.linalg.eigvalsh(square).clamp(min=0).sqrt().flip(0).float() for square in squares]
 
 
 def _sketch(route: Route, memory: Memory) -> torch.Tensor:
@@ -175,6 +175,6 @@ def _sketch(route: Route, memory: Memory) -> torch.Tensor:
     rows, columns = route.matrix_shape or (0, 0)
     error = memory.error.get(route.label)
     if error is None:
-        return torch.zeros(rows, SKETCH_COLUMNS, dtype=torch.float64)
+        return torch.zeros(rows, SKETCH_COLUMNS)
     directions = random_rows(SKETCH_SEED, (SKETCH_COLUMNS, columns), error.device)
-    return (error.view(rows, columns) @ directions.t()).double()
+    return error.view(rows, columns) @ directions.t()
