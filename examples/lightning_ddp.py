@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,6 +65,7 @@ def main() -> None:
         max_epochs=options.epochs,
         callbacks=[ThinwireCallback(10), ModelCheckpoint(options.folder, "{epoch}", save_top_k=-1)],
         default_root_dir=options.folder,
+        logger=CSVLogger(options.folder),
         enable_progress_bar=False,
         enable_model_summary=False,
     )

@@ -152,7 +152,7 @@ def test_a_relative_error_is_reached() -> None:
         simulation.step([[gradient.flatten().clone()]])
         told.append(simulation.syncs[0].stats().relative_error["weight"])
     assert told[3] > 0.75
-    assert all(0.4 < each < 0.7 for each in told[45:])
+    assert all(0.35 < each < 0.8 for each in told[45:])
     assert 5 < ranks_of(simulation)["weight"] < 13
 
 
