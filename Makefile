@@ -21,7 +21,7 @@ types: .venv/.installed
 docs: .venv/.installed
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r README.md docs benchmarks examples build/pages
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
