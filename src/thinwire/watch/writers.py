@@ -51,8 +51,9 @@ class JSONLWriter:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        _check_is_ours(self.path)
-        _cut_half_line(self.path)
+        if self.path.is_file() and self.path.stat().st_size > 0:
+            _check_is_ours(self.path)
+            _cut_half_line(self.path)
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
@@ -151,8 +152,6 @@ def _finite(value: Any) -> Any:
 
 
 def _check_is_ours(path: Path) -> None:
-    if not path.is_file() or path.stat().st_size == 0:
-        return
     with path.open("rb") as file:
         first = record_of(file.readline(LONGEST_LINE_BYTES).decode("utf-8", "replace"))
     if first is None or first["kind"] != "run":
@@ -161,8 +160,7 @@ def _check_is_ours(path: Path) -> None:
 
 def _cut_half_line(path: Path) -> None:
     """Remove what follows the last newline."""
-    if path.is_file():
-        with path.open("r+b") as file:
-            start = max(0, path.stat().st_size - LONGEST_LINE_BYTES)
-            file.seek(start)
-            file.truncate(start + file.read().rfind(b"\n") + 1)
+    with path.open("r+b") as file:
+        start = max(0, path.stat().st_size - LONGEST_LINE_BYTES)
+        file.seek(start)
+        file.truncate(start + file.read().rfind(b"\n") + 1)
