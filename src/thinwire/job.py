@@ -48,10 +48,7 @@ def joined_job(
     try:
         yield device
     finally:
-        # A DDP model that is still there, in a cycle, keeps the backend's threads running into the
-        # interpreter's end, where they now and then abort.
-        gc.collect()
-        dist.destroy_process_group()
+        _leave_group()
 
 
 @contextmanager
@@ -61,4 +58,14 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        _leave_group()
+
+
+def _leave_group() -> None:
+    """Destroy the default process group, and before that what keeps it.
+
+    A DDP model that is still there, in a cycle, keeps the backend's threads running into the interpreter's
+    end, where they now and then abort.
+    """
+    gc.collect()
+    dist.destroy_process_group()
