@@ -32,6 +32,8 @@ FLOORS = [
         "contributors",
         "arithmetic",
         "clock",
+        "factors",
+        "missed",
         "all_gather",
     },
     {"sync"},

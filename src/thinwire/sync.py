@@ -6,20 +6,21 @@ import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
 from thinwire.algorithms import Algorithm, Bucket, Memory
-from thinwire.algorithms.matrices import fitted
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import Channel
 from thinwire.checks import true_or_false
 from thinwire.clock import StepClock
 from thinwire.errors import ConfigError, StateError, StepError
 from thinwire.exchange import Exchange
+from thinwire.factors import fit_factors, forget_stale_factors
 from thinwire.loss_scale import LossScale
-from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
+from thinwire.missed import Missed, missed
+from thinwire.plan import ParameterSpec, Plan
 from thinwire.state import (
     LoadedState,
     check_model,
@@ -40,13 +41,6 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-class Errors(NamedTuple):
-    """By route."""
-
-    relative_error: dict[str, float]
-    error_norm: dict[str, float]
-
-
 class GradientSync:
     """Averages gradients over a group: an algorithm, its memory, and the channel they use.
 
@@ -61,6 +55,10 @@ class GradientSync:
         may_be_unused: Whether a step may leave parameters out on all processes, whose gradients are
             then not applied. If it may and error is owed, each step finds out which.
         host_check: Whether the host learns in each step if all means were finite; see `attach`.
+
+    Attributes:
+        observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
+        clock: Where the time of steps went.
 
     Raises:
         ConfigError: `algorithm` is not an algorithm; or `may_be_unused` without `host_check`.
@@ -94,8 +92,8 @@ class GradientSync:
         self._loaded_checksum: str | None = None
         self._error_is_mean = True  # nothing is owed yet
         self._device = torch.device("cpu")
-        self._told_errors: Errors | None = None
-        self._observers: list[Callable[[bool], None]] = []
+        self._told_missed: Missed | None = None
+        self.observers: list[Callable[[bool], None]] = []
         self.clock = StepClock()
         self._started: list[Bucket] = []
         self._used: list[torch.Tensor] = []
@@ -133,8 +131,8 @@ class GradientSync:
         self._algorithm = self._checked(algorithm)
         self._agreed.clear()
         if self._last_buckets:  # before the first step it is not known what is stale
-            self._forget_stale_factors()
-            self._fit_factors()
+            forget_stale_factors(self._memory, self.plan)
+            fit_factors(self._memory, self.plan)
 
     def _checked(self, algorithm: Algorithm) -> Algorithm:
         if not isinstance(algorithm, Algorithm):
@@ -174,7 +172,7 @@ class GradientSync:
 
     def stats(self) -> Stats:
         """What has been done so far. Cost: one norm a compressed parameter and one host synchronisation."""
-        relative_error, error_norm = self._errors()
+        relative_error, error_norm = self._missed()
         return replace(
             self.counts(),
             skipped_steps=self._skipped_steps + self._unseen_skips(),
@@ -199,32 +197,12 @@ class GradientSync:
             exposed_seconds=self.clock.exposed_seconds,
         )
 
-    def observe(self, observer: Callable[[bool], None]) -> None:
-        """Call `observer` after every step, with whether it was committed; see `thinwire.Watch`."""
-        self._observers.append(observer)
-
-    def ignore(self, observer: Callable[[bool], None]) -> None:
-        """Call it no more."""
-        self._observers.remove(observer)
-
     def _unseen_skips(self) -> int:
         unseen = self._exchange.unseen_skips
         return 0 if unseen is None else int(unseen)
 
-    def _errors(self) -> Errors:
-        """P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the error and what was sent tell it."""
-        memory = self._memory
-        routes = [
-            r for r in self.plan.routes if r.label in memory.sent and memory.error.keys() >= set(r.names)
-        ]
-        if not routes:
-            return self._told_errors or Errors({}, {})
-        device = memory.sent[routes[0].label].device
-        owed = torch.stack([_norm(memory.error[name] for name in route.names).to(device) for route in routes])
-        sent = torch.stack([_norm([memory.sent[route.label]]).to(device) for route in routes])
-        relative = torch.where(owed > 0, owed / torch.hypot(owed, sent), 0.0)
-        both = torch.stack([relative, owed]).tolist()
-        return Errors(*[dict(zip([route.label for route in routes], each, strict=True)) for each in both])
+    def _missed(self) -> Missed:
+        return missed(self.plan, self._memory) or self._told_missed or Missed({}, {})
 
     def start(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor, *, is_agreed: bool = False) -> None:
         """For fronts: a bucket's gradients are ready. Sends the first message and returns.
@@ -322,7 +300,7 @@ class GradientSync:
         with self.clock.inside(self.channel.traffic, are_ready=False):
             committed = yield from self._finishing()
         self.clock.end_step()
-        for observer in tuple(self._observers):
+        for observer in tuple(self.observers):
             observer(committed)
         return committed
 
@@ -332,7 +310,7 @@ class GradientSync:
         self._check_loaded()
         closing = keep_owed(buckets, used, self._memory) if used else None
         committed = yield from self._exchange.finish(closing)
-        self._told_errors = None
+        self._told_missed = None
         if committed:
             self._memory.step += 1
             self._error_is_mean = False
@@ -356,16 +334,8 @@ class GradientSync:
             self._algorithm = end.value
         if self.plan != before:
             self._agreed.clear()
-            self._fit_factors()
+            fit_factors(self._memory, self.plan)
             logger.info("step %d: a new plan\n%s", self.steps, self.plan)
-
-    def _fit_factors(self) -> None:
-        """Cut factors to the matrix ranks of the plan, or extend them: so a saved state tells the plan."""
-        for route in self.plan.routes:
-            factor = self._memory.factor.get(route.label)
-            if factor is not None and route.matrix_rank is not None:
-                shape = (route.matrix_rank, factor.shape[1])
-                self._memory.factor[route.label] = fitted(factor, factor.new_empty(shape))
 
     def _check_loaded(self) -> None:
         """At the first step after a load, once all parameters are known."""
@@ -381,16 +351,7 @@ class GradientSync:
     def _note_layout(self, layout: list[tuple[ParameterSpec, ...]]) -> None:
         if layout != self._last_buckets:
             self._last_buckets = layout
-            self._forget_stale_factors()
-
-    def _forget_stale_factors(self) -> None:
-        """Drop the factors that no route has any more: of other buckets, or of an algorithm before."""
-        labels = {route.label for route in self.plan.routes}
-        here = {name for route in self.plan.routes for name in route.names}
-        for kept in (self._memory.factor, self._memory.sent):
-            for label in kept.keys() - labels:
-                if here.issuperset(label.split(BUCKET_SEPARATOR)):  # else of a parameter not used just now
-                    del kept[label]
+            forget_stale_factors(self._memory, self.plan)
 
     @property
     def tells_skips(self) -> bool:
@@ -456,7 +417,7 @@ class GradientSync:
         self._check_between_steps("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         self.channel.agree(self._told("state_dict()"), purpose)
-        self._told_errors = self._errors()
+        self._told_missed = self._missed()
         self._memory.sent.clear()
         if not self._error_is_mean:
             yield from self._average_error(purpose)
@@ -524,18 +485,13 @@ class GradientSync:
         self._agreed.clear()
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
-        self._told_errors = None
+        self._told_missed = None
         self._exchange.unseen_skips = None
 
     def check_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
         """What `load_state_dict` would load; raises as it does, and changes nothing."""
         self._check_between_steps("load_state_dict()")
         return checked_state(state, self._specs if self._all_specs_known else None, strict=strict)
-
-
-def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
-    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def drained(generator: Generator[None, None, Result]) -> Result:

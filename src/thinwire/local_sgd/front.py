@@ -159,7 +159,7 @@ class LocalSGD(Joinable):
         self._attached = ExitStack()
         self._is_inside = self._divides_by_contributors = False
         self._step = self._steps_here = self._pending_steps = self._own_pending_steps = 0
-        self._observers: list[Callable[[bool], None]] = []
+        self.observers: list[Callable[[bool], None]] = []
 
     @property
     def sync(self) -> GradientSync:
@@ -191,14 +191,6 @@ class LocalSGD(Joinable):
     def steps(self) -> int:
         """Attempted steps."""
         return self._step
-
-    def observe(self, observer: Callable[[bool], None]) -> None:
-        """Call `observer` after every attempted step; see `thinwire.Watch`."""
-        self._observers.append(observer)
-
-    def ignore(self, observer: Callable[[bool], None]) -> None:
-        """Call it no more."""
-        self._observers.remove(observer)
 
     def __str__(self) -> str:
         return f"LocalSGD(every_steps={self._every_steps}), {self.sync.algorithm}"
@@ -305,7 +297,7 @@ class LocalSGD(Joinable):
             self._average()
         elif self._ddp is None and self._averager.inner is not None:
             self._averager.in_subgroup(self._checked_replica(), self._step)
-        for observer in tuple(self._observers):
+        for observer in tuple(self.observers):
             observer(True)
 
     def _is_due(self) -> bool:

@@ -89,7 +89,7 @@ class Watch:
         told = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
         channel = self._sync.channel
         self._write("run", told | {"processes": channel.size, "process_rank": channel.process_rank})
-        sync.observe(self._after_step)
+        sync.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
         """Watching has begun already."""
@@ -107,7 +107,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching; may be called twice."""
         if self._writer is not None:
-            self._handle.ignore(self._after_step)
+            self._handle.observers.remove(self._after_step)
             self._writer.close()
             self._writer = None
 
@@ -184,7 +184,7 @@ class Watch:
             if kind == "run":
                 raise
             logger.warning("step %d: watching ends, training goes on: %r", self._handle.steps, error)
-            self._handle.ignore(self._after_step)
+            self._handle.observers.remove(self._after_step)
             self._writer = None
 
 
