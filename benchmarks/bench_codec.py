@@ -26,7 +26,7 @@ import peers
 from report import markdown_table, page, save
 from shapes import SHAPE_SETS, Shape
 from thinwire import GradientSync, PowerSGD
-from thinwire.algorithms import passes
+from thinwire.algorithms import compilation
 from thinwire.channel import ProcessGroupChannel
 from thinwire.plan import ParameterSpec
 
@@ -102,7 +102,7 @@ class Thinwire(Contender):
         self.sync = GradientSync(PowerSGD(matrix_rank=matrix_rank), ProcessGroupChannel(), self.specs)
 
     def step(self) -> None:
-        passes._compiled = COMPILED if self.compiled else lambda: None  # type: ignore[assignment]
+        compilation._compiled = COMPILED if self.compiled else lambda: None  # type: ignore[assignment]
         self.sync.start(self.specs, self.flat)
         self.sync.finish()
 
@@ -173,7 +173,7 @@ CONTENDERS: dict[str, Callable[[OneBucket, int], Contender]] = {
     "Thinwire": Thinwire,
     "Thinwire, Numba": ThinwireCompiled,
 }
-COMPILED = passes._compiled
+COMPILED = compilation._compiled
 
 
 @dataclass(frozen=True)

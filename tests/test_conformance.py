@@ -12,7 +12,7 @@ import torch
 
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, BatchedPowerSGD
-from thinwire.algorithms import passes
+from thinwire.algorithms import compilation
 from thinwire.simulation import Simulation
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -21,7 +21,7 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without Numba and on accelerators; tests of whole processes run the compiled passes."""
-    monkeypatch.setattr(passes, "_compiled", lambda: None)
+    monkeypatch.setattr(compilation, "_compiled", lambda: None)
 
 
 def over(entries: Iterable[Entry]) -> pytest.MarkDecorator:

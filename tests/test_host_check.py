@@ -11,7 +11,7 @@ import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients
 from pool import Pool
 from thinwire import AgreementError, AllReduce, BatchedPowerSGD, Cast, ConfigError, PowerSGD
-from thinwire.algorithms import Algorithm, passes
+from thinwire.algorithms import Algorithm, compilation, passes
 from thinwire.channel import InProcessChannel
 from thinwire.simulation import Simulation
 from thinwire.sync import GradientSync
@@ -127,7 +127,7 @@ def _unlike() -> str:
 @pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
 def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors without values: whatever asks for one fails, as it would wait for an accelerator."""
-    monkeypatch.setattr(passes, "_compiled", lambda: None)
+    monkeypatch.setattr(compilation, "_compiled", lambda: None)
 
     def train(*, host_check: bool) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):

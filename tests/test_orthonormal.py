@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from thinwire.algorithms import compilation, compiled
 from thinwire.algorithms.orthonormal import orthonormal_rows
+
+
+@pytest.fixture(scope="module", params=["PyTorch", "compiled"], autouse=True)
+def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Either serves all numbers of rows here."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "PyTorch":
+            patch.setattr(compilation, "_compiled", lambda: None)
+        else:
+            patch.setattr(compiled, "FACTOR_ROWS", 64)
+            assert compilation.compiled_for(torch.ones(1), 64) is compiled
+        yield
 
 
 def projector(rows: torch.Tensor, matrix_rank: int) -> torch.Tensor:
@@ -123,3 +137,14 @@ def test_nearly_dependent_rows_stay_orthonormal() -> None:
     rows = torch.cat([first, first + 1e-4 * torch.randn(3, 500, generator=generator)])
     basis = orthonormal_rows([rows.unsqueeze(0)])[0][0].double()
     torch.testing.assert_close(basis @ basis.T, torch.eye(4, dtype=torch.float64), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+def test_compiled_or_not_the_basis_is_the_same(rows: int) -> None:
+    batch = torch.randn(3, rows, 70, generator=torch.Generator().manual_seed(0))
+    batch[1, rows - 1] = batch[1, 0]
+    batch[2] = 0
+    own = orthonormal_rows([batch.mT.contiguous().mT])[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation, "_compiled", lambda: None)
+        torch.testing.assert_close(own, orthonormal_rows([batch])[0], rtol=0, atol=1e-6)

@@ -10,7 +10,8 @@ import torch
 
 from catalog import spec
 from thinwire import PowerSGD
-from thinwire.algorithms import passes
+from thinwire.algorithms import compilation, passes
+from thinwire.algorithms.compilation import compiled_for
 from thinwire.algorithms.matrices import Factors, MatrixGroup
 from thinwire.simulation import Simulation
 
@@ -43,11 +44,11 @@ def copied(group: MatrixGroup) -> MatrixGroup:
 
 def both(run: Callable[[MatrixGroup], torch.Tensor | None], group: MatrixGroup) -> MatrixGroup:
     """Run by products and compiled; the group afterwards, after comparing all that was made of it."""
-    assert passes._compiled_for(group) is not None
+    assert compiled_for(group.matrices[0], group.matrix_rank) is not None
     compiled = copied(group)
     got = run(compiled)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_compiled", lambda: None)
+        patch.setattr(compilation, "_compiled", lambda: None)
         expected = run(group)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
     for ours, theirs in zip(
@@ -124,11 +125,11 @@ def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int)
 
 
 def test_they_serve_one_thread_and_small_matrix_ranks() -> None:
-    assert passes._compiled_for(group_of((8, 8), matrix_rank=4)) is not None
-    assert passes._compiled_for(group_of((8, 8), matrix_rank=5)) is None
+    assert compiled_for(torch.ones(8, 8), 4) is not None
+    assert compiled_for(torch.ones(8, 8), 5) is None
     torch.set_num_threads(2)
     try:
-        assert passes._compiled_for(group_of((8, 8))) is None
+        assert compiled_for(torch.ones(8, 8), 3) is None
     finally:
         torch.set_num_threads(1)
 
@@ -140,10 +141,10 @@ def test_a_numba_that_does_not_work_is_told_and_products_taken(
     def failing(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(passes, "import_module", failing)
-    monkeypatch.setattr(passes, "_compiled", passes._compiled.__wrapped__)
+    monkeypatch.setattr(compilation, "import_module", failing)
+    monkeypatch.setattr(compilation, "_compiled", compilation._compiled.__wrapped__)
     with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).* install thinwire\[numba\]"):
-        assert passes._compiled_for(group_of((8, 8))) is None
+        assert compiled_for(torch.ones(8, 8), 3) is None
 
 
 @pytest.mark.parametrize("alternating", [False, True])
@@ -162,7 +163,7 @@ def test_whole_steps_are_the_same_run(alternating: bool, power_iterations: int) 
 
     compiled = run()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_compiled", lambda: None)
+        patch.setattr(compilation, "_compiled", lambda: None)
         products = run()
     assert not torch.equal(compiled, products)
     torch.testing.assert_close(compiled, products, rtol=1e-3, atol=1e-3)
@@ -201,7 +202,7 @@ def test_matrices_at_equal_distances_are_one_batch(
         passes.settle(group, errors, terms, loss_scale)
         return [*made, *group.matrices, *errors]
 
-    monkeypatch.setattr(passes, "_compiled", lambda: None)
+    monkeypatch.setattr(compilation, "_compiled", lambda: None)
     expected = run()
     batches = []
 
@@ -226,3 +227,9 @@ def test_what_is_no_batch() -> None:
     assert one is not None
     assert one.shape == (1, 2, 3)
     assert one.data_ptr() == flat[4:].data_ptr()
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4, 8).t(), torch.ones(8, 4).double()], ids=["strided", "fp64"])
+def test_compiled_code_reads_only_what_it_may(tensor: torch.Tensor) -> None:
+    with pytest.raises(AssertionError, match="not contiguous or not fp32"):
+        passes.products(MatrixGroup(["a"], [tensor], [None], 2), torch.ones(1, 2, 4), None, add_error=False)

@@ -74,8 +74,7 @@ class BatchedPowerSGD(LowRank):
             memory.error.update(
                 zip((spec.name for spec in bucket.specs), bucket.split(flat_error), strict=True)
             )
-        terms = [of_one for factors in found for of_one in factors.each()]
-        remember(self, memory, label, terms, bucket.loss_scale)
+        remember(self, memory, [label], found, bucket.loss_scale)
 
     @staticmethod
     def _matrix(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.Tensor:

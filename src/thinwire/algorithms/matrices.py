@@ -7,7 +7,7 @@ skinny products are several times faster that way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -59,7 +59,7 @@ class MatrixGroup:
 
 @dataclass(frozen=True)
 class Factors:
-    """What one iteration makes known, of a group or (without the first dimension) of one matrix.
+    """What one iteration makes known of a group.
 
     Attributes:
         basis: Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r,
@@ -74,11 +74,6 @@ class Factors:
     own: torch.Tensor
     mean: torch.Tensor
     basis_is_left: bool = True
-
-    def each(self) -> Iterator[Factors]:
-        """The factors of one matrix after the other."""
-        for basis, own, mean in zip(self.basis, self.own, self.mean, strict=True):
-            yield Factors(basis, own, mean, self.basis_is_left)
 
     def pair(self, projection: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(left, right) with leftᵀ right the approximation that `projection`, own or mean, stands for."""
@@ -137,19 +132,23 @@ def _starting_rows(config: LowRank, memory: Memory, group: MatrixGroup, *, left:
     else:
         drawn = random_rows(config.seed + SEED_STRIDE * memory.step, shape, matrix.device)
     rows = torch.stack([fitted(memory.factor.get(label), drawn) for label in group.labels])
-    return torch.where((rows == 0).all(dim=2, keepdim=True), drawn, rows)
+    is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
+    return rows.addcmul_(is_dead.to(rows.dtype), drawn)
 
 
 def remember(
-    config: LowRank, memory: Memory, label: str, terms: Terms, loss_scale: torch.Tensor | None
+    config: LowRank, memory: Memory, labels: Sequence[str], terms: Terms, loss_scale: torch.Tensor | None
 ) -> None:
-    """Keep the factors of one matrix, in units of the unscaled loss."""
-    sent = torch.cat([term.own.reshape(-1) for term in terms]) if len(terms) > 1 else terms[0].own
-    factor = terms[-1].mean
+    """Keep the factors of a group, in units of the unscaled loss."""
+    factors = terms[-1].mean
+    owns = [term.own.flatten(1) for term in terms]
+    sent = torch.cat(owns, dim=1) if len(owns) > 1 else owns[0]
+    if loss_scale is not None:
+        factors, sent = factors / loss_scale, sent / loss_scale
     if config.warm_start:
-        memory.factor[label] = factor if loss_scale is None else factor / loss_scale
+        memory.factor.update(zip(labels, factors.unbind(), strict=True))
     if config.error_feedback:
-        memory.sent[label] = sent if loss_scale is None else sent / loss_scale
+        memory.sent.update(zip(labels, sent.unbind(), strict=True))
 
 
 def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

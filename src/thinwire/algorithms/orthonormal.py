@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
+from thinwire.algorithms.compilation import compiled_for
+
 __all__ = ["orthonormal_rows"]
 
 # A row is dependent on those before it if the squared sine of its angle to their span is below this.
@@ -36,6 +38,9 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not batches:
         return []
+    compiled = compiled_for(batches[0], max(batch.shape[1] for batch in batches))
+    if compiled is not None:
+        return [compiled.orthonormal_rows(batch) for batch in batches]
     once = _pass([batch.double() for batch in batches])
     return [basis.float() for basis in _pass(once)]
 

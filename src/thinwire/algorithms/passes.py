@@ -10,15 +10,11 @@ equal distances, as those of a model's equal layers do in a bucket, are one batc
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from importlib import import_module
-from importlib.util import find_spec
-from types import ModuleType
 
 import torch
 
+from thinwire.algorithms.compilation import compiled_for
 from thinwire.algorithms.matrices import Factors, MatrixGroup, add_scaled
 
 __all__ = ["products", "projections", "settle", "stacked", "subtract_own"]
@@ -42,7 +38,7 @@ def products(
         Shape (matrices, r, rows).
     """
     errors = [error for error in group.errors if add_error and error is not None]
-    compiled = _compiled_for(group)
+    compiled = compiled_for(group.matrices[0], group.matrix_rank)
     if compiled is not None and len(errors) in (0, len(group.matrices)):
         left: torch.Tensor = compiled.products(group, errors, right, _number(loss_scale))
         return left
@@ -63,7 +59,7 @@ def products(
 
 def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
     """P̂ᵀ M of every matrix, (matrices, r, columns); `left` is P̂ᵀ, (matrices, r, rows)."""
-    compiled = _compiled_for(group)
+    compiled = compiled_for(group.matrices[0], group.matrix_rank)
     if compiled is not None:
         own: torch.Tensor = compiled.projections(group, left)
         return own
@@ -95,7 +91,7 @@ def settle(
     """
     sent = terms[-1].pair(terms[-1].own)
     pairs = [term.pair(term.mean) for term in terms]
-    compiled = _compiled_for(group)
+    compiled = compiled_for(group.matrices[0], group.matrix_rank)
     if compiled is not None and errors is not None and len(terms) == 1:
         compiled.settle(group, errors, sent, pairs[0], _number(loss_scale))
         return
@@ -181,26 +177,3 @@ def _add_errors(group: MatrixGroup, batch: torch.Tensor, loss_scale: torch.Tenso
 
 def _number(loss_scale: torch.Tensor | None) -> float:
     return 1.0 if loss_scale is None else loss_scale.item()
-
-
-def _compiled_for(group: MatrixGroup) -> ModuleType | None:
-    """The compiled passes, if they serve these matrices."""
-    if group.matrices[0].device.type != "cpu" or torch.get_num_threads() > 1:
-        return None
-    compiled = _compiled()
-    return compiled if compiled is not None and group.matrix_rank <= compiled.FACTOR_ROWS else None
-
-
-@lru_cache(maxsize=1)
-def _compiled() -> ModuleType | None:
-    if find_spec("numba") is None:
-        return None
-    try:
-        return import_module("thinwire.algorithms.compiled")
-    except (ImportError, RuntimeError) as error:  # Numba's own, and that it finds no place for its cache
-        warnings.warn(
-            f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
-            "about half as fast on one thread; install thinwire[numba] to mend it",
-            stacklevel=2,
-        )
-        return None

@@ -227,12 +227,11 @@ class PowerSGD(LowRank):
         for family, group, found in zip(layout.families, groups, terms, strict=True):
             owed = [errors[name].view(family.shape) for name in group.labels] if errors else None
             settle(group, owed, found, bucket.loss_scale)
-            by_matrix = zip(*[factors.each() for factors in found], strict=True)
-            for index, matrix, of_one in zip(family.indices, group.matrices, by_matrix, strict=True):
+            remember(self, memory, group.labels, found, bucket.loss_scale)
+            for index, matrix in zip(family.indices, group.matrices, strict=True):
                 if gradients[index].dtype != torch.float32:
                     error = errors.get(names[index])
                     round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale)
-                remember(self, memory, names[index], of_one, bucket.loss_scale)
         memory.error.update(errors)
         count = len(layout.whole)
         for index, mean in zip(layout.whole, whole_means[:count], strict=True):

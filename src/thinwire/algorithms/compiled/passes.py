@@ -7,31 +7,32 @@ rank are zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import torch
-from numba import njit
-from numpy.typing import NDArray
 from torch.nn.functional import pad
 
+from thinwire.algorithms.compiled.compiler import (
+    FACTOR_ROWS,
+    Addresses,
+    Matrix,
+    addresses,
+    compiled,
+    matrix_at,
+)
 from thinwire.algorithms.matrices import MatrixGroup
 
-__all__ = ["FACTOR_ROWS", "products", "projections", "settle"]
+__all__ = ["products", "projections", "settle"]
 
-Matrix: TypeAlias = NDArray[np.float32]
-
-FACTOR_ROWS = 4
-
-# The factors of wider matrices do not stay in a core's first cache from one row to the next: take four rows
+# The factors of wide matrices do not stay in a core's first cache from one row to the next: take four rows
 # of those together.
-NARROW_COLUMNS = 1024
+WIDE_COLUMNS = 1024
+
+# Numbers in a line of a cache.
+LINE = 16
 
 # Rows of which the error is written before the mean.
 TILE_ROWS = 16
-
-# Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
-compiled = njit(fastmath={"reassoc", "contract", "nsz"}, nogil=True, error_model="numpy", cache=True)
 
 
 def products(
@@ -42,9 +43,7 @@ def products(
     left = right.new_empty(*filled.shape[:2], group.matrices[0].shape[0])
     # Not the matrix itself: where the two overlap, nothing is vectorised.
     added = errors or [torch.zeros_like(group.matrices[0])] * len(group.matrices)
-    run = _products_of_one if group.matrix_rank == 1 else _products
-    for matrix, error, q, p in zip(group.matrices, added, filled, left, strict=True):
-        run(matrix.numpy(), error.numpy(), np.float32(scale), q.numpy(), p.numpy())
+    _all_products(addresses(group.matrices), addresses(added), scale, filled.numpy(), left.numpy())
     return left[:, : group.matrix_rank]
 
 
@@ -52,9 +51,7 @@ def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
     """P̂ᵀ M of every matrix, (matrices, r, columns)."""
     filled = _filled(left)
     own = left.new_empty(*filled.shape[:2], group.matrices[0].shape[1])
-    run = _projections_of_one if group.matrix_rank == 1 else _projections
-    for matrix, p, projection in zip(group.matrices, filled, own, strict=True):
-        run(p.numpy(), matrix.numpy(), projection.numpy())
+    _all_projections(filled.numpy(), addresses(group.matrices), own.numpy())
     return own[:, : group.matrix_rank]
 
 
@@ -66,10 +63,8 @@ def settle(
     scale: float,
 ) -> None:
     """Write what was not sent of every M, over `scale`, to its error, and turn M into the mean."""
-    factors = [_filled(factor) for factor in (*sent, *mean)]
-    run = _settle_of_one if group.matrix_rank == 1 else _settle
-    for matrix, error, *of_one in zip(group.matrices, errors, *factors, strict=True):
-        run(matrix.numpy(), error.numpy(), np.float32(1 / scale), *[factor.numpy() for factor in of_one])
+    factors = [_filled(factor).numpy() for factor in (*sent, *mean)]
+    _settle_all(addresses(group.matrices), addresses(errors), 1 / scale, *factors)
 
 
 def _filled(factors: torch.Tensor) -> torch.Tensor:
@@ -77,6 +72,50 @@ def _filled(factors: torch.Tensor) -> torch.Tensor:
     if factors.shape[1] in (1, FACTOR_ROWS):
         return factors.contiguous()
     return pad(factors, (0, 0, 0, FACTOR_ROWS - factors.shape[1]))
+
+
+@compiled
+def _all_products(
+    matrices: Addresses, errors: Addresses, scale: float, rights: Matrix, lefts: Matrix
+) -> None:
+    rows, columns = lefts.shape[2], rights.shape[2]
+    for i in range(len(matrices)):
+        matrix, error = matrix_at(matrices[i], rows, columns), matrix_at(errors[i], rows, columns)
+        if lefts.shape[1] == 1:
+            _products_of_one(matrix, error, np.float32(scale), rights[i], lefts[i])
+        else:
+            _products(matrix, error, np.float32(scale), rights[i], lefts[i])
+
+
+@compiled
+def _all_projections(lefts: Matrix, matrices: Addresses, owns: Matrix) -> None:
+    rows, columns = lefts.shape[2], owns.shape[2]
+    for i in range(len(matrices)):
+        matrix = matrix_at(matrices[i], rows, columns)
+        if lefts.shape[1] == 1:
+            _projections_of_one(lefts[i], matrix, owns[i])
+        else:
+            _projections(lefts[i], matrix, owns[i])
+
+
+@compiled
+def _settle_all(
+    matrices: Addresses,
+    errors: Addresses,
+    inverse_scale: float,
+    sent_lefts: Matrix,
+    sent_rights: Matrix,
+    mean_lefts: Matrix,
+    mean_rights: Matrix,
+) -> None:
+    rows, columns = sent_lefts.shape[2], sent_rights.shape[2]
+    for i in range(len(matrices)):
+        matrix, error = matrix_at(matrices[i], rows, columns), matrix_at(errors[i], rows, columns)
+        sent, mean = (sent_lefts[i], sent_rights[i]), (mean_lefts[i], mean_rights[i])
+        if sent_lefts.shape[1] == 1:
+            _settle_of_one(matrix, error, np.float32(inverse_scale), *sent, *mean)
+        else:
+            _settle(matrix, error, np.float32(inverse_scale), *sent, *mean)
 
 
 @compiled
@@ -120,8 +159,9 @@ def _products(matrix: Matrix, error: Matrix, scale: np.float32, right: Matrix, l
 def _projections(left: Matrix, matrix: Matrix, own: Matrix) -> None:
     """Write P̂ᵀ M to `own`."""
     rows, columns = matrix.shape
-    own[:] = 0
-    t0, t1, t2, t3 = _rows(own)
+    # Rows 4 KiB apart would take the same place in a core's first cache.
+    total = np.zeros((FACTOR_ROWS, columns + LINE), np.float32)
+    t0, t1, t2, t3 = total[0, :columns], total[1, :columns], total[2, :columns], total[3, :columns]
     fours = _rows_taken_by_four(rows, columns)
     for i in range(0, fours, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
@@ -144,6 +184,8 @@ def _projections(left: Matrix, matrix: Matrix, own: Matrix) -> None:
             t1[j] += b * x
             t2[j] += c * x
             t3[j] += d * x
+    for j in range(columns):
+        own[0, j], own[1, j], own[2, j], own[3, j] = t0[j], t1[j], t2[j], t3[j]
 
 
 @compiled
@@ -274,7 +316,7 @@ def _settle_of_one(
 
 @compiled
 def _rows_taken_by_four(rows: int, columns: int) -> int:
-    return 0 if columns <= NARROW_COLUMNS else rows - rows % 4
+    return rows - rows % 4 if columns >= WIDE_COLUMNS else 0
 
 
 @compiled

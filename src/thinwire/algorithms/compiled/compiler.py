@@ -1,0 +1,47 @@
+"""How the compiled arithmetic is compiled, and how it is handed many tensors in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numba import carray, njit, types  # type: ignore[attr-defined]
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+__all__ = ["FACTOR_ROWS", "Addresses", "Matrix", "addresses", "compiled", "matrix_at"]
+
+Matrix: TypeAlias = NDArray[np.float32]
+Addresses: TypeAlias = NDArray[np.int64]
+
+# As many as a factor has at most: the largest matrix rank that is served.
+FACTOR_ROWS = 4
+
+# Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
+compiled = njit(fastmath={"reassoc", "contract", "nsz"}, nogil=True, error_model="numpy", cache=True)
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
+    """Where the tensors lie, to hand over many in one call."""
+    if not all(tensor.is_contiguous() and tensor.dtype is torch.float32 for tensor in tensors):
+        raise AssertionError("a tensor that is not contiguous or not fp32, where compiled code reads memory")
+    return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+
+
+@compiled
+def matrix_at(address: int, rows: int, columns: int) -> Matrix:
+    """The matrix that lies there."""
+    return carray(_pointer(address), (rows, columns))  # type: ignore[call-arg]
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    """To fp32 numbers at an address."""
+    pointer = types.CPointer(types.float32)  # type: ignore[no-untyped-call]
+
+    def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+    return pointer(address), cast
