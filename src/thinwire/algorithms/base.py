@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, TypeAlias
 
 import torch
@@ -40,6 +41,10 @@ class Bucket:
 
     def gradients(self) -> Sequence[torch.Tensor]:
         """One flat view into the bucket a parameter."""
+        return self._gradients
+
+    @cached_property
+    def _gradients(self) -> Sequence[torch.Tensor]:
         return self.split(self.flat)
 
     def split(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -234,8 +234,8 @@ class PowerSGD(LowRank):
                     round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale)
         memory.error.update(errors)
         count = len(layout.whole)
-        for index, mean in zip(layout.whole, whole_means[:count], strict=True):
-            gradients[index].copy_(mean)
+        if count:
+            torch._foreach_copy_([gradients[index] for index in layout.whole], list(whole_means[:count]))
         remaining = torch.cat([bucket.flat[:0], *whole_means[count:]])
         keep_unpaid(memory, [names[index] for index in layout.whole], payment, remaining)
 

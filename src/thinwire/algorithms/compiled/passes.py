@@ -24,15 +24,15 @@ from thinwire.algorithms.matrices import MatrixGroup
 
 __all__ = ["products", "projections", "settle"]
 
-# The factors of wide matrices do not stay in a core's first cache from one row to the next: take four rows
-# of those together.
+# The factors of wide matrices do not stay in a core's first cache from one row to the next: take some rows of
+# those together. Narrow ones are fastest in the order they lie in memory.
 WIDE_COLUMNS = 1024
+
+# Rows that one product goes over before the next.
+TILE_ROWS = 16
 
 # Numbers in a line of a cache.
 LINE = 16
-
-# Rows of which the error is written before the mean.
-TILE_ROWS = 16
 
 
 def products(
@@ -122,27 +122,26 @@ def _settle_all(
 def _products(matrix: Matrix, error: Matrix, scale: np.float32, right: Matrix, left: Matrix) -> None:
     """Add `scale` times the error to M, and write (M Q)ᵀ to `left`."""
     rows, columns = matrix.shape
-    q0, q1, q2, q3 = _rows(right)
-    fours = _rows_taken_by_four(rows, columns)
-    for i in range(0, fours, 4):
-        _add(matrix[i : i + 4].reshape(-1), error[i : i + 4].reshape(-1), scale)
-        m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
-        for k in range(0, FACTOR_ROWS, 2):
-            q, u = right[k], right[k + 1]
+    q0, q1, q2, q3 = _spread(right)
+    tiled = rows - rows % TILE_ROWS if columns >= WIDE_COLUMNS else 0
+    for first in range(0, tiled, TILE_ROWS):
+        tile = slice(first, first + TILE_ROWS)
+        _add(matrix[tile].reshape(-1), error[tile].reshape(-1), scale)
+        for i in range(first, first + TILE_ROWS, 2):
+            m, n = matrix[i], matrix[i + 1]
             s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = np.float32(0)
             for j in range(columns):
-                x, y = q[j], u[j]
-                s0 += m0[j] * x
-                s1 += m1[j] * x
-                s2 += m2[j] * x
-                s3 += m3[j] * x
-                t0 += m0[j] * y
-                t1 += m1[j] * y
-                t2 += m2[j] * y
-                t3 += m3[j] * y
-            left[k, i], left[k, i + 1], left[k, i + 2], left[k, i + 3] = s0, s1, s2, s3
-            left[k + 1, i], left[k + 1, i + 1], left[k + 1, i + 2], left[k + 1, i + 3] = t0, t1, t2, t3
-    for i in range(fours, rows):
+                s0 += m[j] * q0[j]
+                s1 += m[j] * q1[j]
+                s2 += m[j] * q2[j]
+                s3 += m[j] * q3[j]
+                t0 += n[j] * q0[j]
+                t1 += n[j] * q1[j]
+                t2 += n[j] * q2[j]
+                t3 += n[j] * q3[j]
+            left[0, i], left[1, i], left[2, i], left[3, i] = s0, s1, s2, s3
+            left[0, i + 1], left[1, i + 1], left[2, i + 1], left[3, i + 1] = t0, t1, t2, t3
+    for i in range(tiled, rows):
         m, e = matrix[i], error[i]
         s0 = s1 = s2 = s3 = np.float32(0)
         for j in range(columns):
@@ -159,11 +158,10 @@ def _products(matrix: Matrix, error: Matrix, scale: np.float32, right: Matrix, l
 def _projections(left: Matrix, matrix: Matrix, own: Matrix) -> None:
     """Write P̂ᵀ M to `own`."""
     rows, columns = matrix.shape
-    # Rows 4 KiB apart would take the same place in a core's first cache.
-    total = np.zeros((FACTOR_ROWS, columns + LINE), np.float32)
-    t0, t1, t2, t3 = total[0, :columns], total[1, :columns], total[2, :columns], total[3, :columns]
-    fours = _rows_taken_by_four(rows, columns)
-    for i in range(0, fours, 4):
+    own[:] = 0
+    t0, t1, t2, t3 = _spread(own)
+    together = _rows_together(rows, columns)
+    for i in range(0, together, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
         a0, b0, c0, d0 = _column(left, i)
         a1, b1, c1, d1 = _column(left, i + 1)
@@ -175,15 +173,14 @@ def _projections(left: Matrix, matrix: Matrix, own: Matrix) -> None:
             t1[j] += b0 * w + b1 * x + b2 * y + b3 * z
             t2[j] += c0 * w + c1 * x + c2 * y + c3 * z
             t3[j] += d0 * w + d1 * x + d2 * y + d3 * z
-    for i in range(fours, rows):
+    for i in range(together, rows):
         m = matrix[i]
         a, b, c, d = _column(left, i)
         for j in range(columns):
-            x = m[j]
-            t0[j] += a * x
-            t1[j] += b * x
-            t2[j] += c * x
-            t3[j] += d * x
+            t0[j] += a * m[j]
+            t1[j] += b * m[j]
+            t2[j] += c * m[j]
+            t3[j] += d * m[j]
     for j in range(columns):
         own[0, j], own[1, j], own[2, j], own[3, j] = t0[j], t1[j], t2[j], t3[j]
 
@@ -199,11 +196,12 @@ def _settle(
     mean_right: Matrix,
 ) -> None:
     """Write what was not sent of M to `error`, and turn M into the mean."""
+    sent, mean = _spread(sent_right), _spread(mean_right)
     rows = len(matrix)
     for first in range(0, rows, TILE_ROWS):
         last = min(first + TILE_ROWS, rows)
-        _write_error(matrix, error, inverse_scale, sent_left, sent_right, first, last)
-        _write_mean(matrix, mean_left, mean_right, first, last)
+        _write_error(matrix, error, inverse_scale, sent_left, sent, first, last)
+        _write_mean(matrix, mean_left, mean, first, last)
 
 
 @compiled
@@ -212,14 +210,14 @@ def _write_error(
     error: Matrix,
     inverse_scale: np.float32,
     left: Matrix,
-    right: Matrix,
+    right: tuple[Matrix, Matrix, Matrix, Matrix],
     first: int,
     last: int,
 ) -> None:
     columns = matrix.shape[1]
-    q0, q1, q2, q3 = _rows(right)
-    fours = first + _rows_taken_by_four(last - first, columns)
-    for i in range(first, fours, 4):
+    q0, q1, q2, q3 = right
+    together = first + _rows_together(last - first, columns)
+    for i in range(first, together, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
         e0, e1, e2, e3 = error[i], error[i + 1], error[i + 2], error[i + 3]
         a0, b0, c0, d0 = _column(left, i)
@@ -232,7 +230,7 @@ def _write_error(
             e1[j] = (m1[j] - (a1 * w + b1 * x + c1 * y + d1 * z)) * inverse_scale
             e2[j] = (m2[j] - (a2 * w + b2 * x + c2 * y + d2 * z)) * inverse_scale
             e3[j] = (m3[j] - (a3 * w + b3 * x + c3 * y + d3 * z)) * inverse_scale
-    for i in range(fours, last):
+    for i in range(together, last):
         m, e = matrix[i], error[i]
         a, b, c, d = _column(left, i)
         for j in range(columns):
@@ -240,11 +238,13 @@ def _write_error(
 
 
 @compiled
-def _write_mean(matrix: Matrix, left: Matrix, right: Matrix, first: int, last: int) -> None:
+def _write_mean(
+    matrix: Matrix, left: Matrix, right: tuple[Matrix, Matrix, Matrix, Matrix], first: int, last: int
+) -> None:
     columns = matrix.shape[1]
-    q0, q1, q2, q3 = _rows(right)
-    fours = first + _rows_taken_by_four(last - first, columns)
-    for i in range(first, fours, 4):
+    q0, q1, q2, q3 = right
+    together = first + _rows_together(last - first, columns)
+    for i in range(first, together, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
         a0, b0, c0, d0 = _column(left, i)
         a1, b1, c1, d1 = _column(left, i + 1)
@@ -256,7 +256,7 @@ def _write_mean(matrix: Matrix, left: Matrix, right: Matrix, first: int, last: i
             m1[j] = a1 * w + b1 * x + c1 * y + d1 * z
             m2[j] = a2 * w + b2 * x + c2 * y + d2 * z
             m3[j] = a3 * w + b3 * x + c3 * y + d3 * z
-    for i in range(fours, last):
+    for i in range(together, last):
         m = matrix[i]
         a, b, c, d = _column(left, i)
         for j in range(columns):
@@ -315,13 +315,20 @@ def _settle_of_one(
 
 
 @compiled
-def _rows_taken_by_four(rows: int, columns: int) -> int:
+def _rows_together(rows: int, columns: int) -> int:
+    """How many of the first rows are taken by four."""
     return rows - rows % 4 if columns >= WIDE_COLUMNS else 0
 
 
 @compiled
-def _rows(factor: Matrix) -> tuple[Matrix, Matrix, Matrix, Matrix]:
-    return factor[0], factor[1], factor[2], factor[3]
+def _spread(factor: Matrix) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+    """Copies of the rows that take different places in a core's first cache, whatever their length."""
+    columns = factor.shape[1]
+    rows = np.empty((FACTOR_ROWS, columns + LINE), np.float32)
+    for k in range(FACTOR_ROWS):
+        for j in range(columns):
+            rows[k, j] = factor[k, j]
+    return rows[0, :columns], rows[1, :columns], rows[2, :columns], rows[3, :columns]
 
 
 @compiled
