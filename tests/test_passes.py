@@ -16,7 +16,7 @@ from thinwire.algorithms.matrices import Factors, MatrixGroup
 from thinwire.simulation import Simulation
 
 # Around the widths and numbers of rows at which they take other ways.
-SHAPES = [(1, 1), (3, 5), (16, 1), (18, 33), (37, 1024), (5, 1025), (7, 1030), (36, 2049)]
+SHAPES = [(1, 1), (3, 5), (16, 1), (18, 33), (37, 1024), (5, 1025), (7, 1030), (36, 2049), (6, 4097)]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 every_scale = pytest.mark.parametrize("scale", [None, 8.0])
 

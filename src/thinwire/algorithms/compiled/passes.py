@@ -7,6 +7,7 @@ rank are zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -24,11 +25,13 @@ from thinwire.algorithms.matrices import MatrixGroup
 
 __all__ = ["products", "projections", "settle"]
 
-# The factors of wide matrices do not stay in a core's first cache from one row to the next: take some rows of
-# those together. Narrow ones are fastest in the order they lie in memory.
-WIDE_COLUMNS = 1024
+Rows: TypeAlias = tuple[Matrix, Matrix, Matrix, Matrix]
 
-# Rows that one product goes over before the next.
+# Where so many numbers of a factor belong to one row of a matrix, they do not stay in a core's first cache
+# from one row to the next: take some rows together. Others are fastest in the order they lie in memory.
+WIDE_FACTOR = 4096
+
+# Rows of a tile: one product goes over them, then another.
 TILE_ROWS = 16
 
 # Numbers in a line of a cache.
@@ -123,7 +126,7 @@ def _products(matrix: Matrix, error: Matrix, scale: np.float32, right: Matrix, l
     """Add `scale` times the error to M, and write (M Q)ᵀ to `left`."""
     rows, columns = matrix.shape
     q0, q1, q2, q3 = _spread(right)
-    tiled = rows - rows % TILE_ROWS if columns >= WIDE_COLUMNS else 0
+    tiled = rows - rows % TILE_ROWS if FACTOR_ROWS * columns >= WIDE_FACTOR else 0
     for first in range(0, tiled, TILE_ROWS):
         tile = slice(first, first + TILE_ROWS)
         _add(matrix[tile].reshape(-1), error[tile].reshape(-1), scale)
@@ -160,7 +163,7 @@ def _projections(left: Matrix, matrix: Matrix, own: Matrix) -> None:
     rows, columns = matrix.shape
     own[:] = 0
     t0, t1, t2, t3 = _spread(own)
-    together = _rows_together(rows, columns)
+    together = _rows_together(rows, FACTOR_ROWS * columns)
     for i in range(0, together, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
         a0, b0, c0, d0 = _column(left, i)
@@ -197,11 +200,37 @@ def _settle(
 ) -> None:
     """Write what was not sent of M to `error`, and turn M into the mean."""
     sent, mean = _spread(sent_right), _spread(mean_right)
-    rows = len(matrix)
+    rows, columns = matrix.shape
+    if 2 * FACTOR_ROWS * columns <= WIDE_FACTOR:
+        _settle_row_by_row(matrix, error, inverse_scale, sent_left, sent, mean_left, mean)
+        return
     for first in range(0, rows, TILE_ROWS):
         last = min(first + TILE_ROWS, rows)
         _write_error(matrix, error, inverse_scale, sent_left, sent, first, last)
         _write_mean(matrix, mean_left, mean, first, last)
+
+
+@compiled
+def _settle_row_by_row(
+    matrix: Matrix,
+    error: Matrix,
+    inverse_scale: np.float32,
+    sent_left: Matrix,
+    sent_right: Rows,
+    mean_left: Matrix,
+    mean_right: Rows,
+) -> None:
+    rows, columns = matrix.shape
+    p0, p1, p2, p3 = sent_right
+    q0, q1, q2, q3 = mean_right
+    for i in range(rows):
+        m, e = matrix[i], error[i]
+        a, b, c, d = _column(sent_left, i)
+        for j in range(columns):
+            e[j] = (m[j] - (a * p0[j] + b * p1[j] + c * p2[j] + d * p3[j])) * inverse_scale
+        a, b, c, d = _column(mean_left, i)
+        for j in range(columns):
+            m[j] = a * q0[j] + b * q1[j] + c * q2[j] + d * q3[j]
 
 
 @compiled
@@ -210,13 +239,13 @@ def _write_error(
     error: Matrix,
     inverse_scale: np.float32,
     left: Matrix,
-    right: tuple[Matrix, Matrix, Matrix, Matrix],
+    right: Rows,
     first: int,
     last: int,
 ) -> None:
     columns = matrix.shape[1]
     q0, q1, q2, q3 = right
-    together = first + _rows_together(last - first, columns)
+    together = first + _rows_together(last - first, FACTOR_ROWS * columns)
     for i in range(first, together, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
         e0, e1, e2, e3 = error[i], error[i + 1], error[i + 2], error[i + 3]
@@ -238,12 +267,10 @@ def _write_error(
 
 
 @compiled
-def _write_mean(
-    matrix: Matrix, left: Matrix, right: tuple[Matrix, Matrix, Matrix, Matrix], first: int, last: int
-) -> None:
+def _write_mean(matrix: Matrix, left: Matrix, right: Rows, first: int, last: int) -> None:
     columns = matrix.shape[1]
     q0, q1, q2, q3 = right
-    together = first + _rows_together(last - first, columns)
+    together = first + _rows_together(last - first, FACTOR_ROWS * columns)
     for i in range(first, together, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
         a0, b0, c0, d0 = _column(left, i)
@@ -282,13 +309,13 @@ def _projections_of_one(left: Matrix, matrix: Matrix, own: Matrix) -> None:
     rows, columns = matrix.shape
     p, t = left[0], own[0]
     t[:] = 0
-    fours = rows - rows % 4
-    for i in range(0, fours, 4):
+    together = _rows_together(rows, columns)
+    for i in range(0, together, 4):
         m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
         a, b, c, d = p[i], p[i + 1], p[i + 2], p[i + 3]
         for j in range(columns):
             t[j] += a * m0[j] + b * m1[j] + c * m2[j] + d * m3[j]
-    for i in range(fours, rows):
+    for i in range(together, rows):
         m, a = matrix[i], p[i]
         for j in range(columns):
             t[j] += a * m[j]
@@ -315,13 +342,13 @@ def _settle_of_one(
 
 
 @compiled
-def _rows_together(rows: int, columns: int) -> int:
-    """How many of the first rows are taken by four."""
-    return rows - rows % 4 if columns >= WIDE_COLUMNS else 0
+def _rows_together(rows: int, factor: int) -> int:
+    """How many of the first rows are taken by four, with so many numbers of a factor to a row."""
+    return rows - rows % 4 if factor >= WIDE_FACTOR else 0
 
 
 @compiled
-def _spread(factor: Matrix) -> tuple[Matrix, Matrix, Matrix, Matrix]:
+def _spread(factor: Matrix) -> Rows:
     """Copies of the rows that take different places in a core's first cache, whatever their length."""
     columns = factor.shape[1]
     rows = np.empty((FACTOR_ROWS, columns + LINE), np.float32)
