@@ -1,4 +1,4 @@
-"""Run a script under torchrun, as a user does: fresh processes, a real rendezvous."""
+"""Run a script as a user does: in fresh processes, with a real rendezvous."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
+
+from crash import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_TEARDOWN = str(Path(__file__).with_name("without_teardown.py"))
@@ -18,6 +22,31 @@ def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds:
     launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command = [sys.executable, *launch, f"--nproc-per-node={processes}"]
     return run([*command, WITHOUT_TEARDOWN, str(script), *arguments], timeout_seconds=timeout_seconds)
+
+
+def processes_of(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
+    """The same without torchrun's agent, which takes seconds to start: processes with what it tells them."""
+    command = [sys.executable, WITHOUT_TEARDOWN, str(script), *arguments]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
+    told |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+    deadline = time.monotonic() + timeout_seconds
+    running: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryFile() as out:
+        try:
+            for number in range(processes):
+                environment = os.environ | told | {"RANK": str(number), "LOCAL_RANK": str(number)}
+                running.append(
+                    subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+                )
+            codes = [each.wait(deadline - time.monotonic()) for each in running]
+        finally:
+            for each in running:
+                each.kill()
+                each.wait()
+        out.seek(0)
+        output = out.read().decode()
+    assert codes == [0] * processes, output
+    return output
 
 
 def run(command: list[str], *, timeout_seconds: float = 100) -> str:
