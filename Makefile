@@ -7,7 +7,8 @@ BIN := .venv/bin
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
-test: lint types docs
+test: .venv/.installed
+	$(MAKE) --jobs 2 lint types docs
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone'
 	$(BIN)/python -m pytest -m alone
 
