@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -74,7 +75,7 @@ class Exchange:
             CommunicationError: The message could not be sent.
         """
         rounds = algorithm.exchange(bucket, memory)
-        with record_function("thinwire: round 1"):
+        with _shown("thinwire: round 1"):
             message = next(rounds)
         if message is None:
             raise AssertionError(f"{algorithm} reached its gate without a message")
@@ -107,13 +108,13 @@ class Exchange:
         last = [] if closing is None else [_Task(None, None, closing, next(closing))]
         try:
             yield
-            with record_function("thinwire: wait for round 1"):
+            with _shown("thinwire: wait for round 1"):
                 means = [each.wait() for each in pending]
             all_means = yield from self._later_rounds(tasks, means, last)
             gated = [task for task in [*tasks, *last] if task.at_gate]
             if not gated:
                 return True
-            with record_function("thinwire: commit"):
+            with _shown("thinwire: commit"):
                 return self._close(gated, _all_finite(all_means))
         finally:
             for task in [*tasks, *last]:
@@ -148,7 +149,7 @@ class Exchange:
         while tasks:
             number += 1
             purpose = f"step {self._step}, round {number} of all buckets"
-            with record_function(f"thinwire: round {number}"):
+            with _shown(f"thinwire: round {number}"):
                 for task, mean in zip(tasks, means, strict=True):
                     task.advance(mean)
             waiting = [task for task in tasks if task.message is not None]
@@ -158,11 +159,17 @@ class Exchange:
             shared = [self.channel.average(flat, purpose) for flat in _coalesced(messages)]
             if shared:
                 yield
-            with record_function(f"thinwire: wait for round {number}"):
+            with _shown(f"thinwire: wait for round {number}"):
                 flats = [each.wait() for each in shared]
             all_means += flats
             means = _parted(flats, messages)
         return all_means
+
+
+def _shown(name: str) -> AbstractContextManager[object]:
+    """A range in `torch.profiler`'s picture; nothing while that is off."""
+    is_on: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return record_function(name) if is_on else nullcontext()
 
 
 def _in_the_type_of(waiting: Sequence[_Task], joining: Sequence[_Task]) -> Sequence[_Task]:

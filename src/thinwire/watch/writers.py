@@ -17,6 +17,8 @@ __all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer"]
 Metrics = dict[str, float]
 LONGEST_LINE_BYTES = 1 << 24
 
+_strict = json.JSONEncoder(allow_nan=False).encode
+
 
 class Writer(Protocol):
     """Takes records."""
@@ -60,9 +62,9 @@ class JSONLWriter:
         """Write one line. What is not finite is written as null."""
         record = {"kind": kind, "step": step, **values}
         try:
-            line = json.dumps(record, allow_nan=False)
+            line = _strict(record)
         except ValueError:
-            line = json.dumps(_finite(record), allow_nan=False)
+            line = _strict(_finite(record))
         self._file.write(line + "\n")
 
     def close(self) -> None:
