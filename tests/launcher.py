@@ -24,7 +24,7 @@ def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds:
     return run([*command, WITHOUT_TEARDOWN, str(script), *arguments], timeout_seconds=timeout_seconds)
 
 
-def processes_of(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
+def run_processes(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
     """The same without torchrun's agent, which takes seconds to start: processes with what it tells them."""
     command = [sys.executable, WITHOUT_TEARDOWN, str(script), *arguments]
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher import EXAMPLES, assert_compressed_and_agreed, processes_of, torchrun
+from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, torchrun
 
 OTHERS = ["optimizer_step", "uneven_inputs", "local_sgd"]
 
@@ -20,4 +20,4 @@ def test_the_plain_one_runs_under_torchrun() -> None:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others_run(name: str) -> None:
-    assert_compressed_and_agreed(processes_of(EXAMPLES / f"{name}.py"))
+    assert_compressed_and_agreed(run_processes(EXAMPLES / f"{name}.py"))

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import thinwire
-from launcher import EXAMPLES, assert_compressed_and_agreed, processes_of
+from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes
 from pool import Pool
 from thinwire import PowerSGD, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
@@ -105,10 +105,10 @@ def assert_same(one: list[Tensor], other: list[Tensor]) -> None:
 
 
 def test_the_example_and_its_resume_end_with_the_same_model(tmp_path: Path) -> None:
-    straight = processes_of(EXAMPLES / "lightning_ddp.py", str(tmp_path / "one"))
+    straight = run_processes(EXAMPLES / "lightning_ddp.py", str(tmp_path / "one"))
     assert_compressed_and_agreed(straight)
     checkpoint = str(tmp_path / "one" / "epoch=0.ckpt")
-    resumed = processes_of(EXAMPLES / "lightning_ddp.py", str(tmp_path / "two"), "--resume", checkpoint)
+    resumed = run_processes(EXAMPLES / "lightning_ddp.py", str(tmp_path / "two"), "--resume", checkpoint)
     assert_compressed_and_agreed(resumed)
     checksums = [set(re.findall(r"checksum (-?\d+\.\d{9})", output)) for output in (straight, resumed)]
     assert checksums[0] == checksums[1]

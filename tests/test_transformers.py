@@ -24,7 +24,7 @@ from transformers import (
 
 import thinwire
 from accelerated import error_of, several_processes
-from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, processes_of
+from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pool import Pool
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
 
@@ -40,9 +40,9 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
     example = EXAMPLES / "transformers_trainer.py"
-    straight = processes_of(example, "--folder", str(tmp_path))
+    straight = run_processes(example, "--folder", str(tmp_path))
     assert_compressed_and_agreed(straight)
-    resumed = processes_of(
+    resumed = run_processes(
         example, "--folder", str(tmp_path), "--resume", str(tmp_path / "checkpoint-10"), timeout_seconds=60
     )
     assert_compressed_and_agreed(resumed, least_ratio=15)
