@@ -220,6 +220,7 @@ def _settle_row_by_row(
     mean_left: Matrix,
     mean_right: Rows,
 ) -> None:
+    # The same loops as those at the ends of the next two: as functions of a row they cost 2 to 4 % of a step.
     rows, columns = matrix.shape
     p0, p1, p2, p3 = sent_right
     q0, q1, q2, q3 = mean_right
