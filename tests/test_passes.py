@@ -16,7 +16,18 @@ from thinwire.algorithms.matrices import Factors, MatrixGroup
 from thinwire.simulation import Simulation
 
 # Around the widths and numbers of rows at which they take other ways.
-SHAPES = [(1, 1), (3, 5), (16, 1), (18, 33), (37, 1024), (5, 1025), (7, 1030), (36, 2049), (6, 4097)]
+SHAPES = [
+    (1, 1),
+    (3, 5),
+    (16, 1),
+    (18, 33),
+    (37, 1024),
+    (64, 64),
+    (5, 1025),
+    (7, 1030),
+    (36, 2049),
+    (6, 4097),
+]
 every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 every_scale = pytest.mark.parametrize("scale", [None, 8.0])
 
@@ -83,10 +94,12 @@ def test_projections(shape: tuple[int, int], matrix_rank: int) -> None:
 @every_shape
 @every_scale
 @pytest.mark.parametrize("basis_is_left", [True, False])
-def test_settling(shape: tuple[int, int], scale: float | None, basis_is_left: bool) -> None:
+@pytest.mark.parametrize("matrix_rank", [1, 3, 4])
+def test_settling(shape: tuple[int, int], scale: float | None, basis_is_left: bool, matrix_rank: int) -> None:
     of_basis, of_rest = shape if basis_is_left else shape[::-1]
     basis, own, mean = (
-        factor_of(2, 3, length, seed=seed) for seed, length in enumerate([of_basis, of_rest, of_rest])
+        factor_of(2, matrix_rank, length, seed=seed)
+        for seed, length in enumerate([of_basis, of_rest, of_rest])
     )
     factors = Factors(basis, own, mean, basis_is_left)
     loss_scale = None if scale is None else torch.tensor(scale)
@@ -95,7 +108,7 @@ def test_settling(shape: tuple[int, int], scale: float | None, basis_is_left: bo
         errors = [error for error in group.errors if error is not None]
         passes.settle(group, errors, [factors], loss_scale)
 
-    both(settled, group_of(shape))
+    both(settled, group_of(shape, matrix_rank))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -11,16 +11,26 @@ from numba import carray, njit, types  # type: ignore[attr-defined]
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-__all__ = ["FACTOR_ROWS", "Addresses", "Matrix", "addresses", "compiled", "matrix_at"]
+__all__ = ["FACTOR_ROWS", "Addresses", "Factors", "Matrix", "addresses", "compiled", "inlined", "matrix_at"]
 
 Matrix: TypeAlias = NDArray[np.float32]
+Factors: TypeAlias = NDArray[np.float32]
+"""Of several matrices, (matrices, r, rows or columns)."""
 Addresses: TypeAlias = NDArray[np.int64]
 
 # As many as a factor has at most: the largest matrix rank that is served.
 FACTOR_ROWS = 4
 
-# Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
-compiled = njit(fastmath={"reassoc", "contract", "nsz"}, nogil=True, error_model="numpy", cache=True)
+# Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning. What is cached
+# of a file is made anew when that file changes, not when one does whose functions it calls: touch it then.
+OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz"},
+    "nogil": True,
+    "error_model": "numpy",
+    "cache": True,
+}
+compiled = njit(**OPTIONS)
+inlined = njit(**OPTIONS, forceinline=True)
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:

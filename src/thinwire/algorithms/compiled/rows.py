@@ -1,0 +1,54 @@
+"""Sixteen columns of four rows of a matrix at a time, or of one row.
+
+All addresses are in bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from thinwire.algorithms.compiled.compiler import inlined
+from thinwire.algorithms.compiled.vectors import Vector, fetch, first_lanes, load, store
+
+__all__ = ["FLOAT_BYTES", "Four", "fetch_rows", "load_rows", "store_rows"]
+
+Four: TypeAlias = tuple[Vector, Vector, Vector, Vector]
+"""One of each row."""
+
+FLOAT_BYTES = 4
+
+# How far ahead memory is asked for, if four rows are not further.
+AHEAD_BYTES = 16 * 1024
+
+
+@inlined
+def load_rows(address: int, stride: int, count: int, lanes: int) -> Four:
+    """The first `lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
+    mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
+    return (
+        load(address, mask),
+        load(address + stride, others),
+        load(address + 2 * stride, others),
+        load(address + 3 * stride, others),
+    )
+
+
+@inlined
+def store_rows(address: int, stride: int, rows: Four, count: int, lanes: int) -> None:
+    """Write them there."""
+    mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
+    store(address, rows[0], mask)
+    store(address + stride, rows[1], others)
+    store(address + 2 * stride, rows[2], others)
+    store(address + 3 * stride, rows[3], others)
+
+
+@inlined
+def fetch_rows(address: int, line: int, count: int) -> None:
+    """Ask for four rows that come later. One row at a time, the processor foresees that by itself."""
+    address += max(4 * line, AHEAD_BYTES // line * line)
+    if count > 1:
+        fetch(address)
+        fetch(address + line)
+        fetch(address + 2 * line)
+        fetch(address + 3 * line)

@@ -1,0 +1,100 @@
+"""The same passes for matrix rank 1, where factors are single rows: plain loops are as fast as memory is."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from thinwire.algorithms.compiled.compiler import Addresses, Factors, Matrix, compiled, matrix_at
+
+__all__ = ["all_products", "all_projections", "settle_all"]
+
+# Of so many columns, several rows are projected together: the factor does not stay in a core's first cache.
+WIDE_COLUMNS = 4096
+
+
+@compiled
+def all_products(
+    matrices: Addresses, errors: Addresses, scale: float, rights: Factors, lefts: Factors
+) -> None:
+    """Add `scale` times its error to every M, and write M q to its `left`."""
+    rows, columns = lefts.shape[2], rights.shape[2]
+    for k in range(len(matrices)):
+        matrix, error = matrix_at(matrices[k], rows, columns), matrix_at(errors[k], rows, columns)
+        _products(matrix, error, np.float32(scale), rights[k], lefts[k])
+
+
+@compiled
+def _products(matrix: Matrix, error: Matrix, scale: np.float32, right: Matrix, left: Matrix) -> None:
+    rows, columns = matrix.shape
+    q, p = right[0], left[0]
+    for i in range(rows):
+        m, e = matrix[i], error[i]
+        total = np.float32(0)
+        for j in range(columns):
+            x = m[j] + scale * e[j]
+            m[j] = x
+            total += x * q[j]
+        p[i] = total
+
+
+@compiled
+def all_projections(lefts: Factors, matrices: Addresses, owns: Factors) -> None:
+    """Write p̂ᵀ M of every M to its `own`."""
+    rows, columns = lefts.shape[2], owns.shape[2]
+    for k in range(len(matrices)):
+        _projections(lefts[k], matrix_at(matrices[k], rows, columns), owns[k])
+
+
+@compiled
+def _projections(left: Matrix, matrix: Matrix, own: Matrix) -> None:
+    rows, columns = matrix.shape
+    p, t = left[0], own[0]
+    t[:] = 0
+    together = rows - rows % 4 if columns >= WIDE_COLUMNS else 0
+    for i in range(0, together, 4):
+        m0, m1, m2, m3 = matrix[i], matrix[i + 1], matrix[i + 2], matrix[i + 3]
+        a, b, c, d = p[i], p[i + 1], p[i + 2], p[i + 3]
+        for j in range(columns):
+            t[j] += a * m0[j] + b * m1[j] + c * m2[j] + d * m3[j]
+    for i in range(together, rows):
+        m, a = matrix[i], p[i]
+        for j in range(columns):
+            t[j] += a * m[j]
+
+
+@compiled
+def settle_all(
+    matrices: Addresses,
+    errors: Addresses,
+    inverse_scale: float,
+    sent_lefts: Factors,
+    sent_rights: Factors,
+    mean_lefts: Factors,
+    mean_rights: Factors,
+) -> None:
+    """Write what was not sent of every M, times `inverse_scale`, to its error, and turn M into the mean."""
+    rows, columns = sent_lefts.shape[2], sent_rights.shape[2]
+    for k in range(len(matrices)):
+        matrix, error = matrix_at(matrices[k], rows, columns), matrix_at(errors[k], rows, columns)
+        sent, mean = (sent_lefts[k], sent_rights[k]), (mean_lefts[k], mean_rights[k])
+        _settle(matrix, error, np.float32(inverse_scale), *sent, *mean)
+
+
+@compiled
+def _settle(
+    matrix: Matrix,
+    error: Matrix,
+    inverse_scale: np.float32,
+    sent_left: Matrix,
+    sent_right: Matrix,
+    mean_left: Matrix,
+    mean_right: Matrix,
+) -> None:
+    rows, columns = matrix.shape
+    sent, mean = sent_right[0], mean_right[0]
+    for i in range(rows):
+        m, e = matrix[i], error[i]
+        a, b = sent_left[0, i], mean_left[0, i]
+        for j in range(columns):
+            e[j] = (m[j] - a * sent[j]) * inverse_scale
+            m[j] = b * mean[j]
