@@ -13,7 +13,14 @@ from typing import TypeAlias
 import numpy as np
 
 from thinwire.algorithms.compiled.compiler import Addresses, Factors, Matrix, compiled, inlined
-from thinwire.algorithms.compiled.rows import FLOAT_BYTES, Four, fetch_rows, load_rows, store_rows
+from thinwire.algorithms.compiled.rows import (
+    FLOAT_BYTES,
+    Four,
+    fetch_rows,
+    load_rows,
+    store_rows,
+    stream_rows,
+)
 from thinwire.algorithms.compiled.vectors import LANES, VECTOR_BYTES, Vector, splat, total
 
 __all__ = ["all_products", "all_projections", "settle_all"]
@@ -166,11 +173,14 @@ def settle_all(
         for i in range(0, together, 4):
             m, e = matrices[k] + i * line, errors[k] + i * line
             p, q = _columns(sent_lefts, k, i), _columns(mean_lefts, k, i)
-            _settle(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4)
+            if (errors[k] | line) % VECTOR_BYTES == 0:
+                _settle(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4, True)
+            else:
+                _settle(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4, False)
         for i in range(together, rows):
             m, e = matrices[k] + i * line, errors[k] + i * line
             a, b = _column(sent_lefts, k, i), _column(mean_lefts, k, i)
-            _settle(m, e, line, inverse, (a, a, a, a), sent_at, (b, b, b, b), mean_at, stride, 1)
+            _settle(m, e, line, inverse, (a, a, a, a), sent_at, (b, b, b, b), mean_at, stride, 1, False)
 
 
 @inlined
@@ -185,39 +195,39 @@ def _settle(
     mean_right: int,
     stride: int,
     count: int,
+    streamed: bool,
 ) -> None:
-    """Settle four rows of M, or one."""
+    """Settle four rows of M, or one. `streamed`: the error does not go through the caches."""
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         fetch_rows(m + at, line, count)
-        fetch_rows(e + at, line, count)
-        _write_error(m + at, e + at, line, inverse, sent_left, sent_right + at, stride, count, LANES)
+        rest = _rest(m + at, line, inverse, sent_left, sent_right + at, stride, count, LANES)
+        if streamed:
+            stream_rows(e + at, line, rest)
+        else:
+            fetch_rows(e + at, line, count)
+            store_rows(e + at, line, rest, count, LANES)
         _write_mean(m + at, line, mean_left, mean_right + at, stride, count, LANES)
     if whole < line:
-        m, e, rest = m + whole, e + whole, (line - whole) // FLOAT_BYTES
-        _write_error(m, e, line, inverse, sent_left, sent_right + whole, stride, count, rest)
-        _write_mean(m, line, mean_left, mean_right + whole, stride, count, rest)
+        m, e, lanes = m + whole, e + whole, (line - whole) // FLOAT_BYTES
+        rest = _rest(m, line, inverse, sent_left, sent_right + whole, stride, count, lanes)
+        store_rows(e, line, rest, count, lanes)
+        _write_mean(m, line, mean_left, mean_right + whole, stride, count, lanes)
 
 
 @inlined
-def _write_error(
-    m: int,
-    e: int,
-    line: int,
-    inverse: Vector,
-    left: FourRows,
-    q: int,
-    stride: int,
-    count: int,
-    lanes: int,
-) -> None:
+def _rest(
+    m: int, line: int, inverse: Vector, left: FourRows, q: int, stride: int, count: int, lanes: int
+) -> Four:
+    """What was not sent of four rows of M, or of one."""
     a, b, c, d = load_rows(m, line, count, lanes)
     right = load_rows(q, stride, 4, LANES)
-    a = (a - _combined(left[0], right)) * inverse
-    b = (b - _combined(left[1], right)) * inverse
-    c = (c - _combined(left[2], right)) * inverse
-    d = (d - _combined(left[3], right)) * inverse
-    store_rows(e, line, (a, b, c, d), count, lanes)
+    return (
+        (a - _combined(left[0], right)) * inverse,
+        (b - _combined(left[1], right)) * inverse,
+        (c - _combined(left[2], right)) * inverse,
+        (d - _combined(left[3], right)) * inverse,
+    )
 
 
 @inlined

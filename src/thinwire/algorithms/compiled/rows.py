@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from thinwire.algorithms.compiled.compiler import inlined
-from thinwire.algorithms.compiled.vectors import Vector, fetch, first_lanes, load, store
+from thinwire.algorithms.compiled.vectors import Vector, fetch, first_lanes, load, store, stream
 
-__all__ = ["FLOAT_BYTES", "Four", "fetch_rows", "load_rows", "store_rows"]
+__all__ = ["FLOAT_BYTES", "Four", "fetch_rows", "load_rows", "store_rows", "stream_rows"]
 
 Four: TypeAlias = tuple[Vector, Vector, Vector, Vector]
 """One of each row."""
@@ -41,6 +41,15 @@ def store_rows(address: int, stride: int, rows: Four, count: int, lanes: int) ->
     store(address + stride, rows[1], others)
     store(address + 2 * stride, rows[2], others)
     store(address + 3 * stride, rows[3], others)
+
+
+@inlined
+def stream_rows(address: int, stride: int, rows: Four) -> None:
+    """Write four rows past the caches: what was there is not read first. Both are multiples of 64."""
+    stream(address, rows[0])
+    stream(address + stride, rows[1])
+    stream(address + 2 * stride, rows[2])
+    stream(address + 3 * stride, rows[3])
 
 
 @inlined

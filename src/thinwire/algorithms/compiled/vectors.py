@@ -17,7 +17,18 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-__all__ = ["LANES", "VECTOR_BYTES", "Vector", "fetch", "first_lanes", "load", "splat", "store", "total"]
+__all__ = [
+    "LANES",
+    "VECTOR_BYTES",
+    "Vector",
+    "fetch",
+    "first_lanes",
+    "load",
+    "splat",
+    "store",
+    "stream",
+    "total",
+]
 
 Vector: TypeAlias = Any
 """In compiled code: sixteen fp32 numbers. They add, subtract and multiply lane by lane."""
@@ -96,6 +107,13 @@ def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
     """Write the numbers inside the mask to an address."""
     pointer = builder.inttoptr(address, NUMBERS.as_pointer())
     return _call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
+
+
+@_operation(types.void(types.int64, vector))
+def stream(builder: Any, address: Any, numbers: Any) -> None:
+    """Write numbers past the caches to an address that is a multiple of 64."""
+    written = builder.store(numbers, builder.inttoptr(address, NUMBERS.as_pointer()), align=VECTOR_BYTES)
+    written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
 
 
 @_operation(types.float32(vector))
