@@ -1,10 +1,12 @@
-"""The same passes for matrix rank 1, where factors are single rows: plain loops are as fast as memory is."""
+"""The same passes for matrix rank 1, where factors are single rows: as fast as memory is."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from thinwire.algorithms.compiled.compiler import Addresses, Factors, Matrix, compiled, matrix_at
+from thinwire.algorithms.compiled.rows import FLOAT_BYTES
+from thinwire.algorithms.compiled.vectors import LANES, VECTOR_BYTES, first_lanes, load, splat, store, stream
 
 __all__ = ["all_products", "all_projections", "settle_all"]
 
@@ -73,28 +75,23 @@ def settle_all(
     mean_rights: Factors,
 ) -> None:
     """Write what was not sent of every M, times `inverse_scale`, to its error, and turn M into the mean."""
-    rows, columns = sent_lefts.shape[2], sent_rights.shape[2]
+    rows, line = sent_lefts.shape[2], FLOAT_BYTES * sent_rights.shape[2]
+    inverse, every = splat(np.float32(inverse_scale)), first_lanes(LANES)
+    whole = line - line % VECTOR_BYTES
+    some = first_lanes((line - whole) // FLOAT_BYTES)
     for k in range(len(matrices)):
-        matrix, error = matrix_at(matrices[k], rows, columns), matrix_at(errors[k], rows, columns)
-        sent, mean = (sent_lefts[k], sent_rights[k]), (mean_lefts[k], mean_rights[k])
-        _settle(matrix, error, np.float32(inverse_scale), *sent, *mean)
-
-
-@compiled
-def _settle(
-    matrix: Matrix,
-    error: Matrix,
-    inverse_scale: np.float32,
-    sent_left: Matrix,
-    sent_right: Matrix,
-    mean_left: Matrix,
-    mean_right: Matrix,
-) -> None:
-    rows, columns = matrix.shape
-    sent, mean = sent_right[0], mean_right[0]
-    for i in range(rows):
-        m, e = matrix[i], error[i]
-        a, b = sent_left[0, i], mean_left[0, i]
-        for j in range(columns):
-            e[j] = (m[j] - a * sent[j]) * inverse_scale
-            m[j] = b * mean[j]
+        p, q = sent_rights.ctypes.data + k * line, mean_rights.ctypes.data + k * line
+        streamed = (errors[k] | line) % VECTOR_BYTES == 0
+        for i in range(rows):
+            m, e = matrices[k] + i * line, errors[k] + i * line
+            a, b = splat(sent_lefts[k, 0, i]), splat(mean_lefts[k, 0, i])
+            for at in range(0, whole, VECTOR_BYTES):
+                rest = (load(m + at, every) - a * load(p + at, every)) * inverse
+                if streamed:
+                    stream(e + at, rest)
+                else:
+                    store(e + at, rest, every)
+                store(m + at, b * load(q + at, every), every)
+            if whole < line:
+                store(e + whole, (load(m + whole, some) - a * load(p + whole, some)) * inverse, some)
+                store(m + whole, b * load(q + whole, some), some)
