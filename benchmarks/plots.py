@@ -26,20 +26,23 @@ plt.rcParams |= {
 }
 
 
-def step_time(medians_ms: Mapping[str, Mapping[str, float]], title: str, *, baseline: str) -> list[str]:
+def step_time(
+    medians_ms: Mapping[str, Mapping[str, float]], title: str, *, baselines: Sequence[str]
+) -> list[str]:
     """Step time against link rate, one line an algorithm; ours are solid.
 
     Args:
         medians_ms: By link rate, then algorithm.
         title: Of the figure, and part of its name.
-        baseline: The algorithm that sends nothing.
+        baselines: Those that send nothing, at most two.
     """
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rates = list(medians_ms)
     algorithms = list(medians_ms[rates[0]])
+    styles = dict(zip(baselines, ("k:", "k-."), strict=False))
     for algorithm in algorithms:
         is_peer = algorithm.startswith(("PyTorch", "epfml"))
-        style = "k:" if algorithm == baseline else "o--" if is_peer else "o-"
+        style = styles.get(algorithm, "o--" if is_peer else "o-")
         axes.plot(rates, [medians_ms[rate][algorithm] for rate in rates], style, label=algorithm)
     axes.set(yscale="log", xlabel="link rate of each host, a second", ylabel="ms a step, median", title=title)
     axes.yaxis.set_major_formatter("{x:.0f}")
