@@ -2,8 +2,8 @@
 
 A matrix is taken four rows at a time, so that a number of a factor that is loaded serves all four, sixteen
 columns of them at a time, and meanwhile later rows are on their way from memory. All addresses are in bytes;
-`line` is the distance from one row of a matrix to the next. Factors have four rows, and room for whole
-vectors: zeros, where they have less to say.
+`line` is the distance from one row of a matrix to the next, `stride` that of a factor. Factors are worked on
+in copies with room for whole vectors, which live as long as the loop that fills them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _products(m: int, e: int, line: int, scale: Vector, q: int, stride: int, cou
     for at in range(0, whole, VECTOR_BYTES):
         p = _add_products(m + at, e + at, line, scale, q + at, stride, p, count, LANES)
     if whole < line:
-        rest = (line - whole) // FLOAT_BYTES
-        p = _add_products(m + whole, e + whole, line, scale, q + whole, stride, p, count, rest)
+        lanes = (line - whole) // FLOAT_BYTES
+        p = _add_products(m + whole, e + whole, line, scale, q + whole, stride, p, count, lanes)
     return p
 
 
@@ -136,8 +136,8 @@ def _project(m: int, line: int, p: FourRows, t: int, stride: int, count: int) ->
         fetch_rows(m + at, line, count)
         _add_projections(load_rows(m + at, line, count, LANES), p, t + at, stride)
     if whole < line:
-        rest = (line - whole) // FLOAT_BYTES
-        _add_projections(load_rows(m + whole, line, count, rest), p, t + whole, stride)
+        lanes = (line - whole) // FLOAT_BYTES
+        _add_projections(load_rows(m + whole, line, count, lanes), p, t + whole, stride)
 
 
 @inlined
