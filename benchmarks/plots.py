@@ -34,12 +34,12 @@ def step_time(
     Args:
         medians_ms: By link rate, then algorithm.
         title: Of the figure, and part of its name.
-        baselines: Those that send nothing, at most two.
+        baselines: The two that send nothing.
     """
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rates = list(medians_ms)
     algorithms = list(medians_ms[rates[0]])
-    styles = dict(zip(baselines, ("k:", "k-."), strict=False))
+    styles = dict(zip(baselines, ("k:", "k-."), strict=True))
     for algorithm in algorithms:
         is_peer = algorithm.startswith(("PyTorch", "epfml"))
         style = styles.get(algorithm, "o--" if is_peer else "o-")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numba
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from catalog import spec
 from thinwire import PowerSGD
 from thinwire.algorithms import compilation, passes
 from thinwire.algorithms.compilation import compiled_for
+from thinwire.algorithms.compiled import compiler
 from thinwire.algorithms.matrices import Factors, MatrixGroup
 from thinwire.simulation import Simulation
 
@@ -126,10 +130,11 @@ def test_what_is_not_finite_shows_in_every_factor(value: float, columns: int) ->
 
 @pytest.mark.parametrize("shape", [(18, 33), (22, 64), (7, 1030), (6, 1040)], ids=str)
 @pytest.mark.parametrize("offset", [1, 2, 7])
-def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int) -> None:
+@pytest.mark.parametrize("matrix_rank", [1, 3])
+def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int, matrix_rank: int) -> None:
     """So that other buckets, as after a resume, give the same run."""
-    right, left = factor_of(2, 3, shape[1]), factor_of(2, 3, shape[0])
-    here, there = group_of(shape), group_of(shape, offset=offset)
+    right, left = factor_of(2, matrix_rank, shape[1]), factor_of(2, matrix_rank, shape[0])
+    here, there = group_of(shape, matrix_rank), group_of(shape, matrix_rank, offset=offset)
     products = [passes.products(group, right, None, add_error=True) for group in (here, there)]
     assert torch.equal(*products)
     assert torch.equal(passes.projections(here, left), passes.projections(there, left))
@@ -148,6 +153,24 @@ def test_they_serve_one_thread_and_small_matrix_ranks() -> None:
         assert compiled_for(torch.ones(8, 8), 3) is None
     finally:
         torch.set_num_threads(1)
+
+
+def doubled(x: float) -> float:
+    return x + x
+
+
+def test_what_was_compiled_of_other_sources_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache_hits() -> int:
+        function: Any = compiler.compiled(doubled)
+        assert function(1.5) == 3
+        return sum(function.stats.cache_hits.values())
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert [cache_hits(), cache_hits()] == [0, 1]
+    monkeypatch.setattr(compiler, "SOURCES", "others")
+    assert cache_hits() == 0
 
 
 @pytest.mark.parametrize("error", [ImportError("needs another NumPy"), RuntimeError("no locator available")])

@@ -27,7 +27,8 @@ def _compiled() -> ModuleType | None:
         return None
     try:
         return import_module("thinwire.algorithms.compiled")
-    except (ImportError, RuntimeError) as error:  # Numba's own, and that it finds no place for its cache
+    # Numba's own, that it finds no place for its cache, and that it keeps it otherwise than is known.
+    except (ImportError, RuntimeError, AttributeError) as error:
         warnings.warn(
             f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
             "about half as fast on one thread; install thinwire[numba] to mend it",

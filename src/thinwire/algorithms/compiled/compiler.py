@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -21,16 +23,35 @@ Addresses: TypeAlias = NDArray[np.int64]
 # As many as a factor has at most: the largest matrix rank that is served.
 FACTOR_ROWS = 4
 
-# Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning. What is cached
-# of a file is made anew when that file changes, not when one does whose functions it calls: touch it then.
+# Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
 OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},
     "nogil": True,
     "error_model": "numpy",
     "cache": True,
 }
-compiled = njit(**OPTIONS)
-inlined = njit(**OPTIONS, forceinline=True)
+
+# Numba keeps what it compiled until the function's own file changes, though it calls functions of others.
+SOURCES = sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function when it is called first, and keep that until any file of this folder changes."""
+    return cast("Function", _keyed_by_sources(njit(**OPTIONS)(function)))
+
+
+def inlined(function: Function) -> Function:
+    """The same for a function that becomes a part of those that call it."""
+    return cast("Function", _keyed_by_sources(njit(**OPTIONS, forceinline=True)(function)))
+
+
+def _keyed_by_sources(dispatcher: Any) -> Any:
+    dispatcher._cache._cache_file._source_stamp = SOURCES
+    return dispatcher
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:

@@ -1,9 +1,10 @@
 """The passes over one matrix after the other: each element is read and written once.
 
-A matrix is taken four rows at a time, so that a number of a factor that is loaded serves all four, sixteen
-columns of them at a time, and meanwhile later rows are on their way from memory. All addresses are in bytes;
-`line` is the distance from one row of a matrix to the next, `stride` that of a factor. Factors are worked on
-in copies with room for whole vectors, which live as long as the loop that fills them.
+A matrix is taken four rows at a time where that serves, so that a number of a factor that is loaded serves
+all four, sixteen columns of them at a time, and meanwhile later rows are on their way from memory. Addresses
+and distances are in bytes: `line` is that from one row of a matrix to the next, `stride` that of a factor.
+Right factors are worked on in copies with room for whole vectors, which live as long as the loop that fills
+them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from thinwire.algorithms.compiled.rows import (
     store_rows,
     stream_rows,
 )
-from thinwire.algorithms.compiled.vectors import LANES, VECTOR_BYTES, Vector, splat, total
+from thinwire.algorithms.compiled.vectors import LANES, VECTOR_BYTES, Vector, splat, streamed, total
 
 __all__ = ["all_products", "all_projections", "settle_all"]
 
@@ -181,6 +182,7 @@ def settle_all(
             m, e = matrices[k] + i * line, errors[k] + i * line
             a, b = _column(sent_lefts, k, i), _column(mean_lefts, k, i)
             _settle(m, e, line, inverse, (a, a, a, a), sent_at, (b, b, b, b), mean_at, stride, 1, False)
+    streamed()
 
 
 @inlined
@@ -195,14 +197,14 @@ def _settle(
     mean_right: int,
     stride: int,
     count: int,
-    streamed: bool,
+    past_caches: bool,
 ) -> None:
-    """Settle four rows of M, or one. `streamed`: the error does not go through the caches."""
+    """Settle four rows of M, or one. `past_caches`: the error is written so."""
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         fetch_rows(m + at, line, count)
         rest = _rest(m + at, line, inverse, sent_left, sent_right + at, stride, count, LANES)
-        if streamed:
+        if past_caches:
             stream_rows(e + at, line, rest)
         else:
             fetch_rows(e + at, line, count)

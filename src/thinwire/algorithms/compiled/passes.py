@@ -23,6 +23,7 @@ def products(
     """Add its error, if there are any, times `scale` to every matrix; (M Q)ᵀ, (matrices, r, rows)."""
     filled = _filled(right)
     left = right.new_empty(*filled.shape[:2], group.matrices[0].shape[0])
+    # Not the matrix itself: where the two overlap, a plain loop is not vectorised.
     added = errors or [torch.zeros_like(group.matrices[0])] * len(group.matrices)
     all_products = single.all_products if group.matrix_rank == 1 else four.all_products
     all_products(addresses(group.matrices), addresses(added), scale, filled.numpy(), left.numpy())

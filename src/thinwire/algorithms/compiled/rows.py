@@ -17,7 +17,7 @@ Four: TypeAlias = tuple[Vector, Vector, Vector, Vector]
 
 FLOAT_BYTES = 4
 
-# How far ahead memory is asked for, if four rows are not further.
+# About how far ahead memory is asked for, or four rows if that is further.
 AHEAD_BYTES = 16 * 1024
 
 
@@ -54,7 +54,7 @@ def stream_rows(address: int, stride: int, rows: Four) -> None:
 
 @inlined
 def fetch_rows(address: int, line: int, count: int) -> None:
-    """Ask for four rows that come later. One row at a time, the processor foresees that by itself."""
+    """Ask for four rows that come later; not for one, which the processor foresees by itself."""
     address += max(4 * line, AHEAD_BYTES // line * line)
     if count > 1:
         fetch(address)

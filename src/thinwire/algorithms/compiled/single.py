@@ -1,4 +1,4 @@
-"""The same passes for matrix rank 1, where factors are single rows: as fast as memory is."""
+"""The same passes for matrix rank 1, where factors are single rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import numpy as np
 
 from thinwire.algorithms.compiled.compiler import Addresses, Factors, Matrix, compiled, matrix_at
 from thinwire.algorithms.compiled.rows import FLOAT_BYTES
-from thinwire.algorithms.compiled.vectors import LANES, VECTOR_BYTES, first_lanes, load, splat, store, stream
+from thinwire.algorithms.compiled.vectors import (
+    LANES,
+    VECTOR_BYTES,
+    first_lanes,
+    load,
+    splat,
+    store,
+    stream,
+    streamed,
+)
 
 __all__ = ["all_products", "all_projections", "settle_all"]
 
@@ -81,13 +90,13 @@ def settle_all(
     some = first_lanes((line - whole) // FLOAT_BYTES)
     for k in range(len(matrices)):
         p, q = sent_rights.ctypes.data + k * line, mean_rights.ctypes.data + k * line
-        streamed = (errors[k] | line) % VECTOR_BYTES == 0
+        past_caches = (errors[k] | line) % VECTOR_BYTES == 0
         for i in range(rows):
             m, e = matrices[k] + i * line, errors[k] + i * line
             a, b = splat(sent_lefts[k, 0, i]), splat(mean_lefts[k, 0, i])
             for at in range(0, whole, VECTOR_BYTES):
                 rest = (load(m + at, every) - a * load(p + at, every)) * inverse
-                if streamed:
+                if past_caches:
                     stream(e + at, rest)
                 else:
                     store(e + at, rest, every)
@@ -95,3 +104,4 @@ def settle_all(
             if whole < line:
                 store(e + whole, (load(m + whole, some) - a * load(p + whole, some)) * inverse, some)
                 store(m + whole, b * load(q + whole, some), some)
+    streamed()
