@@ -135,6 +135,7 @@ def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int,
     """So that other buckets, as after a resume, give the same run."""
     right, left = factor_of(2, matrix_rank, shape[1]), factor_of(2, matrix_rank, shape[0])
     here, there = group_of(shape, matrix_rank), group_of(shape, matrix_rank, offset=offset)
+    assert not any(place.data_ptr() % 64 for place in [*here.matrices, *here.errors] if place is not None)
     products = [passes.products(group, right, None, add_error=True) for group in (here, there)]
     assert torch.equal(*products)
     assert torch.equal(passes.projections(here, left), passes.projections(there, left))

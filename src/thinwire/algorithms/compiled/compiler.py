@@ -9,9 +9,10 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from numba import carray, njit, types  # type: ignore[attr-defined]
-from numba.extending import intrinsic
+from numba import carray, njit  # type: ignore[attr-defined]
 from numpy.typing import NDArray
+
+from thinwire.algorithms.compiled.vectors import pointer
 
 __all__ = ["FACTOR_ROWS", "Addresses", "Factors", "Matrix", "addresses", "compiled", "inlined", "matrix_at"]
 
@@ -64,15 +65,4 @@ def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
 @compiled
 def matrix_at(address: int, rows: int, columns: int) -> Matrix:
     """The matrix that lies there."""
-    return carray(_pointer(address), (rows, columns))  # type: ignore[call-arg]
-
-
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    """To fp32 numbers at an address."""
-    pointer = types.CPointer(types.float32)  # type: ignore[no-untyped-call]
-
-    def cast(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(pointer))
-
-    return pointer(address), cast
+    return carray(pointer(address), (rows, columns))

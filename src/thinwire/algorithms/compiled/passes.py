@@ -6,6 +6,7 @@ Inside, factors have one row or four: those beyond the matrix rank are zero.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch.nn.functional import pad
@@ -25,8 +26,9 @@ def products(
     left = right.new_empty(*filled.shape[:2], group.matrices[0].shape[0])
     # Not the matrix itself: where the two overlap, a plain loop is not vectorised.
     added = errors or [torch.zeros_like(group.matrices[0])] * len(group.matrices)
-    all_products = single.all_products if group.matrix_rank == 1 else four.all_products
-    all_products(addresses(group.matrices), addresses(added), scale, filled.numpy(), left.numpy())
+    _kernels(group).all_products(
+        addresses(group.matrices), addresses(added), scale, filled.numpy(), left.numpy()
+    )
     return left[:, : group.matrix_rank]
 
 
@@ -34,8 +36,7 @@ def projections(group: MatrixGroup, left: torch.Tensor) -> torch.Tensor:
     """P̂ᵀ M of every matrix, (matrices, r, columns)."""
     filled = _filled(left)
     own = left.new_empty(*filled.shape[:2], group.matrices[0].shape[1])
-    all_projections = single.all_projections if group.matrix_rank == 1 else four.all_projections
-    all_projections(filled.numpy(), addresses(group.matrices), own.numpy())
+    _kernels(group).all_projections(filled.numpy(), addresses(group.matrices), own.numpy())
     return own[:, : group.matrix_rank]
 
 
@@ -48,8 +49,11 @@ def settle(
 ) -> None:
     """Write what was not sent of every M, over `scale`, to its error, and turn M into the mean."""
     factors = [_filled(factor).numpy() for factor in (*sent, *mean)]
-    settle_all = single.settle_all if group.matrix_rank == 1 else four.settle_all
-    settle_all(addresses(group.matrices), addresses(errors), 1 / scale, *factors)
+    _kernels(group).settle_all(addresses(group.matrices), addresses(errors), 1 / scale, *factors)
+
+
+def _kernels(group: MatrixGroup) -> ModuleType:
+    return single if group.matrix_rank == 1 else four
 
 
 def _filled(factors: torch.Tensor) -> torch.Tensor:

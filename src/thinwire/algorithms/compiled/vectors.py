@@ -24,6 +24,7 @@ __all__ = [
     "fetch",
     "first_lanes",
     "load",
+    "pointer",
     "splat",
     "store",
     "stream",
@@ -80,6 +81,12 @@ def _operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
         return intrinsic(typed)
 
     return decorated
+
+
+@_operation(types.CPointer(types.float32)(types.int64))  # type: ignore[no-untyped-call]
+def pointer(builder: Any, address: Any) -> Any:
+    """To fp32 numbers at an address."""
+    return builder.inttoptr(address, FLOAT.as_pointer())
 
 
 @_operation(vector(types.float32))
