@@ -225,9 +225,14 @@ def test_a_process_that_does_not_listen_is_killed() -> None:
 def test_killed_outright_it_leaves_nothing_that_the_next_one_does_not_remove() -> None:
     code = f"import subprocess; subprocess.Popen(['sleep', '60']); {SLEEP}"
     with started_lab("--hosts=2", code=code) as (lab, mark):
-        children = [
-            each for each in alive(mark) if b"sleep\x0060" in Path(f"/proc/{each}/cmdline").read_bytes()
-        ]
+        children: list[int] = []
+        deadline = time.monotonic() + 5
+        while (
+            len(children) < 2 and time.monotonic() < deadline
+        ):  # for a moment of its start none shows its mark
+            children = [
+                each for each in alive(mark) if b"sleep\x0060" in Path(f"/proc/{each}/cmdline").read_bytes()
+            ]
         assert len(children) == 2
         lab.kill()
         lab.wait()
