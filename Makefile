@@ -2,15 +2,24 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint types docs bench soak clean
+STAGES := lint types docs tests alone
+
+.PHONY: demo test $(STAGES) bench soak clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
+# Every stage runs, whatever became of those before it; the last line says which have failed.
 test: .venv/.installed
-	$(MAKE) --jobs 2 lint types docs
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone'
-	$(BIN)/python -m pytest -m alone
+	@rm -rf build/failed && mkdir -p build/failed
+	@$(MAKE) --no-print-directory --jobs 2 try-lint try-types try-docs
+	@$(MAKE) --no-print-directory try-tests
+	@$(MAKE) --no-print-directory try-alone
+	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
+	@echo "all passed:" $(STAGES)
+
+try-%:
+	@$(MAKE) --no-print-directory $* || touch build/failed/$*
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
@@ -23,6 +32,12 @@ docs: .venv/.installed
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r README.md docs benchmarks examples build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+tests: .venv/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone'
+
+alone: .venv/.installed
+	$(BIN)/python -m pytest -m alone
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
