@@ -30,7 +30,7 @@ types: .venv/.installed
 
 docs: .venv/.installed
 	rm -rf build/pages && mkdir -p build/pages
-	cp -r README.md docs benchmarks examples build/pages
+	cp -r README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff LICENSE docs benchmarks examples build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tests: .venv/.installed

@@ -1,0 +1,47 @@
+"""What README, CITATION and CHANGELOG say is so: the quickstart runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import thinwire
+from pool import Pool
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def quickstart() -> str:
+    """The block of code that README tells to paste, less the process group: the pool has one."""
+    code = README.partition("```python\n")[2].partition("```")[0]
+    group = re.compile(r"^dist\.(init|destroy)_process_group\(.*\)\n", re.MULTILINE)
+    without, removed = group.subn("", code)
+    assert removed == 2
+    return without
+
+
+def paste(code: str) -> tuple[int, float, float]:
+    """Run it; the processes in the group, the compression ratio, and the sum of the trained parameters."""
+    names: dict[str, object] = {}
+    exec(compile(code, "quickstart.py", "exec"), names)
+    sync, model = names["sync"], names["model"]
+    assert isinstance(sync, thinwire.GradientSync)
+    total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())  # type: ignore[attr-defined]
+    return names["dist"].get_world_size(), sync.stats().compression_ratio, total  # type: ignore[attr-defined]
+
+
+def test_the_quickstart_compresses_and_leaves_one_model(pool2: Pool) -> None:
+    answers = pool2.run(paste, quickstart())
+    assert [processes for processes, _, _ in answers] == [2, 2]
+    assert all(ratio > 10 for _, ratio, _ in answers)
+    assert answers[0][2] == answers[1][2]
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.split()) <= 600
+
+
+def test_one_version_everywhere() -> None:
+    assert f"\nversion: {thinwire.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {thinwire.__version__} " in (ROOT / "CHANGELOG.md").read_text()
