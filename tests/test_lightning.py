@@ -238,6 +238,8 @@ def test_the_callback_logs_and_a_second_fit_goes_on(pool2: Pool, tmp_path: Path)
         assert steps == [6, 12, 6]  # of another model anew
     lines = results[0][1].splitlines()
     assert "thinwire/compression_ratio" in lines[0]
+    assert "thinwire/total_message_bytes" in lines[0]
+    assert "thinwire/message_bytes" not in lines[0]  # of a record, in MetricsWriter
     assert len(lines) == 1 + 3
 
 

@@ -132,9 +132,9 @@ def test_logs_reach_the_other_callbacks(pool2: Pool, tmp_path: Path) -> None:
         losses = [log for log in reported if "loss" in log]
         assert len(losses) == 3
         assert all(log["thinwire_compression_ratio"] > 2 for log in losses)
-        assert losses[-1]["thinwire_message_bytes"] == message_bytes
-        assert losses[-1]["thinwire_skipped_steps"] == 0
-        assert [log for log in history if "loss" in log][-1]["thinwire_message_bytes"] == message_bytes
+        assert losses[-1]["thinwire_total_message_bytes"] == message_bytes
+        assert losses[-1]["thinwire_total_skipped_steps"] == 0
+        assert [log for log in history if "loss" in log][-1]["thinwire_total_message_bytes"] == message_bytes
 
 
 def _logged(folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:

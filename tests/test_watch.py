@@ -233,6 +233,8 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
         watch.log(loss=torch.ones(1))  # type: ignore[arg-type]
     with Watch(sync, Kept()) as watch, pytest.raises(ConfigError, match="log can't take step="):
         watch.log(loss=1.0, step=3)
+    with Watch(sync, Kept()) as watch, pytest.raises(ConfigError, match="loss must be a number that a float"):
+        watch.log(loss=10**400)
     with pytest.raises(ConfigError, match=r"make a thinwire.MetricsWriter"):
         Watch(sync, print)  # type: ignore[arg-type]
     (tmp_path / "mine.txt").write_text("important\n")
@@ -266,9 +268,12 @@ def test_loggers_take_numbers_by_name() -> None:
     writer = MetricsWriter(lambda metrics, step: logged.append((metrics, step)))
     with Watch(simulated.syncs[0], writer, norms_every_steps=2) as watch:
         train(simulated, range(2))
-        watch.log(loss=1.0)
-    assert [step for _, step in logged] == [1, 2, 2]
-    assert logged[0][0]["thinwire/message_bytes"] > 0
+        watch.log(loss=1.0, epoch=3)
+    assert [step for _, step in logged] == [1, 2, 2, 2]
+    stats = simulated.syncs[0].stats()
+    assert [metrics["thinwire/message_bytes"] for metrics, _ in logged[:2]] == 2 * [stats.message_bytes / 2]
+    assert logged[1][0]["thinwire/compression_ratio"] == stats.compression_ratio > 5
+    assert logged[3][0] == {"loss": 1.0, "epoch": 3.0}
     assert 0 < logged[2][0]["thinwire/relative_error/body.weight"] < 1
     assert all(isinstance(value, float) for metrics, _ in logged for value in metrics.values())
 
@@ -278,12 +283,15 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     simulated = simulation()
-    with Watch(simulated.syncs[0], thinwire.TensorBoardWriter(tmp_path), norms_every_steps=1):
+    with Watch(simulated.syncs[0], thinwire.TensorBoardWriter(tmp_path), norms_every_steps=1) as watch:
         train(simulated, range(3))
+        watch.log(loss=0.5)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert [each.step for each in events.Scalars("thinwire/messages")] == [1, 2, 3]
     assert "thinwire/error_norm/body.weight" in events.Tags()["scalars"]
+    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(3, 0.5)]
+    assert events.Scalars("thinwire/compression_ratio")[-1].value > 5
 
 
 def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -161,8 +161,9 @@ class ThinwireStrategy(DDPStrategy):
 class ThinwireCallback(Callback):
     """Logs statistics through the Trainer's loggers, and keeps the memory in the Trainer's checkpoints.
 
-    Logged are `thinwire/compression_ratio`, `thinwire/message_bytes`, `thinwire/skipped_steps` and
-    `thinwire/waiting_seconds`, of process 0, since the start of training. A resumed run is the run that
+    Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_skipped_steps`
+    and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
+    record, see `thinwire.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
     `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore.
 
@@ -208,9 +209,9 @@ class ThinwireCallback(Callback):
         stats = _remembering(trainer).stats()
         told = {
             "thinwire/compression_ratio": stats.compression_ratio,
-            "thinwire/message_bytes": stats.message_bytes,
-            "thinwire/skipped_steps": stats.skipped_steps,
-            "thinwire/waiting_seconds": stats.waiting_seconds,
+            "thinwire/total_message_bytes": stats.message_bytes,
+            "thinwire/total_skipped_steps": stats.skipped_steps,
+            "thinwire/total_waiting_seconds": stats.waiting_seconds,
         }
         for logger in trainer.loggers:
             logger.log_metrics(told, step=step)

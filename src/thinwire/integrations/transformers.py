@@ -83,9 +83,9 @@ def attach(
 class ThinwireCallback(TrainerCallback):
     """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
 
-    A log of the training loss also tells `thinwire_compression_ratio`, `thinwire_message_bytes` (since
-    the start of training, of this process) and `thinwire_skipped_steps`. A checkpoint has one file more,
-    `thinwire.pt`, the same for any number of processes.
+    A log of the training loss also tells `thinwire_compression_ratio`, `thinwire_total_message_bytes` and
+    `thinwire_total_skipped_steps`, of this process, since the start of training. A checkpoint has one file
+    more, `thinwire.pt`, the same for any number of processes.
 
     Args:
         trainer: Whose model to attach.
@@ -166,8 +166,8 @@ class ThinwireCallback(TrainerCallback):
         stats = self._sync.stats()
         told = {
             "thinwire_compression_ratio": stats.compression_ratio,
-            "thinwire_message_bytes": stats.message_bytes,
-            "thinwire_skipped_steps": stats.skipped_steps,
+            "thinwire_total_message_bytes": stats.message_bytes,
+            "thinwire_total_skipped_steps": stats.skipped_steps,
         }
         logs.update(told)
         state.log_history[-1].update(told)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from dataclasses import asdict
 from types import TracebackType
@@ -114,14 +115,19 @@ class Watch:
     def log(self, **values: float) -> None:
         """Record numbers of the last finished step, such as `loss=` and `heldout_loss=`: after `backward()`.
 
+        They go to the writer, whichever it is.
+
         Raises:
-            ConfigError: A value is not a number, or its name is "kind", "step" or "seconds".
+            ConfigError: A value is not a number or too large for a float, or its name is "kind", "step" or
+                "seconds".
         """
         for name, value in values.items():
             if name in RESERVED:
                 raise ConfigError(f"log can't take {name}=, which every record has; give it another name")
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
+            if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
+                raise ConfigError(f"{name} must be a number that a float can hold, got one that is too large")
         self._write("log", {"seconds": time.perf_counter() - self._start, **values})
 
     def _after_step(self, committed: bool) -> None:
@@ -144,6 +150,7 @@ class Watch:
                 "steps": self._steps,
                 "skipped_steps": self._skipped_steps if self._sync.tells_skips else None,
                 **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
+                "compression_ratio": counts.compression_ratio,
             },
         )
         self._last, self._last_end = counts, now

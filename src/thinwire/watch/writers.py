@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
-from thinwire.watch.fields import record_of
+from thinwire.watch.fields import RESERVED, record_of
 
 __all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer"]
 
@@ -75,6 +75,7 @@ class JSONLWriter:
 class MetricsWriter:
     """Passes records on as named numbers, to any logger: "thinwire/message_bytes" and so on.
 
+    They mean what they mean in the file, see docs/watching.md. What is given to `Watch.log` keeps its name.
     Lightning: `MetricsWriter(trainer.logger.log_metrics)`. Accelerate: `MetricsWriter(accelerator.log)`.
 
     Args:
@@ -92,16 +93,18 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Pass on steps and norms. What the user logs, the logger has anyway."""
+        """Pass on steps, norms and what the user logs."""
         if kind in ("step", "norms"):
             self._log(dict(_named("thinwire", values)), step)
+        elif kind == "log":
+            self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
 
     def close(self) -> None:
         """The logger is the caller's."""
 
 
 class TensorBoardWriter:
-    """Writes the numbers for TensorBoard; `pip install 'thinwire[tensorboard]'`.
+    """Writes the numbers of `MetricsWriter` for TensorBoard; `pip install 'thinwire[tensorboard]'`.
 
     Args:
         log_dir: As for `torch.utils.tensorboard.SummaryWriter`.
