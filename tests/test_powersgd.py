@@ -18,6 +18,7 @@ import thinwire
 from pool import Pool
 from reference_powersgd import ReferencePowerSGD
 from thinwire.algorithms.matrices import _first_rows
+from thinwire.channel import Channel, Pending, Told
 from thinwire.powersgd import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
 from thinwire.testing import InjectedError, fail_at, faults
 
@@ -543,3 +544,38 @@ def _failed_between_buckets() -> tuple[int, bool]:
             powersgd.average([torch.randn_like(parameter) for parameter in parameters])
     state = powersgd.state_dict()
     return state["step"], len(state["error"]) == 2
+
+
+def test_every_message_goes_through_the_channel_of_the_sync(pool2: Pool) -> None:
+    for counted, noted, ratio in pool2.run(_noted):
+        assert noted == counted == 2 * (1 + 1)  # in each step, who was used and one factor
+        assert ratio > 5
+
+
+class _Noting(Channel):
+    """Another channel, whose messages are counted."""
+
+    def __init__(self, inner: Channel) -> None:
+        self.traffic, self.inner, self.messages = inner.traffic, inner, 0
+
+    size = property(lambda self: self.inner.size)
+    process_rank = property(lambda self: self.inner.process_rank)
+
+    def agree(self, told: Told, purpose: str) -> None:
+        self.inner.agree(told, purpose)
+
+    def average(self, message: Tensor, purpose: str, **options: Any) -> Pending:
+        self.messages += 1
+        return self.inner.average(message, purpose, **options)
+
+    def _average(self, message: Tensor, purpose: str) -> Pending:
+        raise AssertionError("average() is passed on whole")
+
+
+def _noted() -> tuple[int, int, float]:
+    assert dist.get_world_size() == 2
+    powersgd = PowerSGD([torch.zeros(48, 32)], AT_ONCE)
+    powersgd.sync.channel = noting = _Noting(powersgd.sync.channel)
+    for _ in range(2):
+        powersgd.average([torch.randn(48, 32)])
+    return powersgd.stats().messages, noting.messages, powersgd.stats().compression_ratio

@@ -52,9 +52,10 @@ class StepFront(Joinable):
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
-        self._channel = ProcessGroupChannel(process_group, self.parameters[0].device)
+        channel = ProcessGroupChannel(process_group, self.parameters[0].device)
+        self._group = channel.group
         loss_scale = loss_scale_of(grad_scaler)
-        self.sync = GradientSync(algorithm, self._channel, self._specs, loss_scale=loss_scale)
+        self.sync = GradientSync(algorithm, channel, self._specs, loss_scale=loss_scale)
         self._divides_by_initial = True
 
     @torch.no_grad()
@@ -75,7 +76,7 @@ class StepFront(Joinable):
             CommunicationError: A collective failed; memory is as it was.
         """
         self._check(gradients)
-        with self.sync.clock.inside(self._channel.traffic):
+        with self.sync.clock.inside(self.sync.channel.traffic):
             return self._average(gradients)
 
     def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
@@ -130,7 +131,8 @@ class StepFront(Joinable):
         device = self.parameters[0].device
         flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=device)
         purpose = f"step {self.sync.steps}, which parameters were used"
-        shares = self._channel.average(flags, purpose).wait().tolist()
+        channel = self.sync.channel
+        shares = channel.average(flags, purpose, is_gradient=False, is_traffic=True).wait().tolist()
         return [index for index, share in enumerate(shares) if share > 0]
 
     def _buckets(self, indices: Iterable[int]) -> list[list[int]]:
@@ -162,7 +164,7 @@ class StepFront(Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group that is joined."""
-        return self._channel.group
+        return self._group
 
 
 class _Shadow(JoinHook):

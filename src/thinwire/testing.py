@@ -198,10 +198,17 @@ class _FaultyChannel(Channel):
     def agree(self, told: Told, purpose: str) -> None:
         self._inner.agree(told, purpose)
 
-    def average(self, message: torch.Tensor, purpose: str, *, is_gradient: bool = True) -> Pending:
+    def average(
+        self,
+        message: torch.Tensor,
+        purpose: str,
+        *,
+        is_gradient: bool = True,
+        is_traffic: bool | None = None,
+    ) -> Pending:
         if is_gradient:
             self._strike(message)
-        return self._inner.average(message, purpose, is_gradient=is_gradient)
+        return self._inner.average(message, purpose, is_gradient=is_gradient, is_traffic=is_traffic)
 
     def _average(self, message: torch.Tensor, purpose: str) -> Pending:
         raise AssertionError("average() is passed on whole")

@@ -57,19 +57,28 @@ class Channel(ABC):
     def process_rank(self) -> int:
         """This member's place in the group."""
 
-    def average(self, message: torch.Tensor, purpose: str, *, is_gradient: bool = True) -> Pending:
+    def average(
+        self,
+        message: torch.Tensor,
+        purpose: str,
+        *,
+        is_gradient: bool = True,
+        is_traffic: bool | None = None,
+    ) -> Pending:
         """Start to average `message`, a flat tensor that is given away, over the group.
 
         Args:
             message: Flat.
             purpose: What is averaged and in which step, for errors.
-            is_gradient: Whether it counts as traffic; saving a state does not.
+            is_gradient: Whether it holds gradients, or factors of them.
+            is_traffic: Whether it counts as traffic: saving a state does not, what a step sends does. None:
+                as `is_gradient`.
 
         Raises:
             CommunicationError: The backend refuses it, or (from `wait`) the collective fails.
         """
         self._place += 1
-        if not is_gradient:
+        if not (is_gradient if is_traffic is None else is_traffic):
             return self._average(message, purpose)
         self.traffic.messages += 1
         self.traffic.message_bytes += message.numel() * message.element_size()
