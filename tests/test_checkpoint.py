@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import resource
+import secrets
 import sys
 import tempfile
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,15 @@ from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_
 from conftest import Pools
 from pool import Pool
 from test_conformance import assert_same_state
-from thinwire import AllReduce, BatchedPowerSGD, GradientSync, MissingExtraError, PowerSGD, StateError
+from thinwire import (
+    AllReduce,
+    BatchedPowerSGD,
+    CheckpointError,
+    GradientSync,
+    MissingExtraError,
+    PowerSGD,
+    StateError,
+)
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import load, save
 from thinwire.simulation import Simulation
@@ -157,11 +169,101 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.pt")
     for name in FORMATS:
         (tmp_path / name).write_bytes(b"")
-        with pytest.raises(StateError, match=f"{name} can't be read.*load an earlier one"):
+        with pytest.raises(StateError, match=f"{name} can't be read: it is empty; load an earlier one"):
             load(tmp_path / name)
     torch.save({"weight": torch.ones(2)}, tmp_path / "model.pt")
     with pytest.raises(StateError, match="expected a state made by state_dict"):
         load(tmp_path / "model.pt")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_save_within_another_to_the_same_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two processes may do to each other, at its worst moment."""
+    first, second, path = (
+        trained_state(),
+        resumed(trained_state(), POWER, 1).state_dicts()[0],
+        tmp_path / name,
+    )
+    flush_to_disk, loaded = os.fsync, []
+
+    def meanwhile(number: int) -> None:
+        monkeypatch.setattr(os, "fsync", flush_to_disk)
+        save(second, path)
+        loaded.append(load(path))
+        flush_to_disk(number)
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    save(first, path)
+    assert_same_state(loaded[0], second)
+    assert_same_state(load(path), first)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whoever_loads_while_others_save_reads_a_whole_file(name: str, tmp_path: Path) -> None:
+    state, path = trained_state(), tmp_path / name
+    save(state, path)
+
+    def save_often() -> None:
+        for _ in range(15):
+            save(state, path)
+
+    with ThreadPoolExecutor(2) as savers:
+        saving = [savers.submit(save_often) for _ in range(2)]
+        for _ in range(30):
+            assert_same_state(load(path), state)
+        for each in saving:
+            each.result()
+    assert_same_state(load(path), state)
+    assert os.listdir(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_parts_of_others_are_let_be_and_links_are_not_written_through(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda num_bytes: "0" * 2 * num_bytes)
+    other, left = tmp_path / "other", tmp_path / f"{name}.part"
+    other.write_text("not ours")
+    left.symlink_to(other)
+    save(trained_state(), tmp_path / name)
+    foreseen = tmp_path / f"{name}.{'0' * 16}.part"
+    foreseen.symlink_to(other)
+    with pytest.raises(CheckpointError, match="File exists"):
+        save(trained_state(), tmp_path / name)
+    assert other.read_text() == "not ours"
+    assert left.is_symlink()
+    assert foreseen.is_symlink()
+    load(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_mode_is_as_the_umask_has_it(name: str, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        save(trained_state(), tmp_path / name)
+    finally:
+        os.umask(before)
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_disk_that_is_full_is_told_and_leaves_the_old_file(name: str, tmp_path: Path) -> None:
+    state, path = trained_state(), tmp_path / name
+    save(state, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=f"{name} can't be written: File too large; .* make room"):
+            save(state, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(CheckpointError, match=r"nowhere/.* can't be written: No such file or directory"):
+        save(state, tmp_path / "nowhere" / name)
+    assert_same_state(load(path), state)
+    assert os.listdir(tmp_path) == [name]
 
 
 def test_safetensors_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

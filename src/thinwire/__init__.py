@@ -12,6 +12,7 @@ from thinwire.ddp import attach
 from thinwire.errors import (
     AgreementError,
     AttachError,
+    CheckpointError,
     CommunicationError,
     ConfigError,
     GradientError,
@@ -36,6 +37,7 @@ __all__ = [
     "AttachError",
     "BatchedPowerSGD",
     "Cast",
+    "CheckpointError",
     "CommunicationError",
     "ConfigError",
     "GradientError",

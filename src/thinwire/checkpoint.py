@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +28,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import MissingExtraError, StateError
+from thinwire.errors import CheckpointError, MissingExtraError, StateError
 from thinwire.state import TENSORS, checked_state
 
 __all__ = ["load", "save"]
@@ -38,7 +39,12 @@ SAFETENSORS = ".safetensors"
 def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state that `state_dict` returned, on any one process: all have the same.
 
-    The file is there whole or not at all, whatever happens meanwhile.
+    The file is there whole or not at all, whatever happens meanwhile, and however many save to one path: the
+    last one stays. It is written beside its place, as `<name>.<16 hexadecimal digits>.part`, and then put
+    there, with the mode that the umask gives. Who is killed while saving leaves that part; nobody reads it,
+    and it may be deleted when nobody is saving.
+
+    Cost: the file is flushed to the disk; safetensors' format needs the state's size in memory meanwhile.
 
     Args:
         state: Of `GradientSync`, `PowerSGDState` or `thinwire.powersgd.PowerSGD`.
@@ -46,41 +52,53 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         StateError: It is no such state.
+        CheckpointError: It can't be written, such as to a full disk. What was there before is there still.
         MissingExtraError: safetensors is not installed.
     """
     checked_state(state, specs=None)
     path = Path(path)
-    part = path.with_name(path.name + ".part")
+    safetensors = _safetensors() if path.suffix == SAFETENSORS else None
+    part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        if path.suffix == SAFETENSORS:
-            tensors, metadata = _flat(state)
-            _safetensors().save_file(tensors, part, metadata)
-        else:
-            torch.save(dict(state), part)
-        with part.open("rb+") as file:
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+        file = part.open("xb")  # x: of its own, and not through a link that somebody has put there
+        try:
+            with file:
+                if safetensors is None:
+                    torch.save(dict(state), file)
+                else:
+                    file.write(safetensors.save(*_flat(state)))
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError out of a write that fails
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise CheckpointError(
+            f"{path} can't be written: {getattr(cause, 'strerror', None) or cause}; what was there before is "
+            "there still: make room, or save elsewhere"
+        ) from cause
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `save` or `torch.save` wrote, for `load_state_dict`.
 
     Raises:
-        StateError: The file is damaged, or not a Thinwire state.
+        StateError: The file is damaged, empty, or not a Thinwire state.
         MissingExtraError: safetensors is not installed.
         OSError: The file can't be opened.
     """
     path = Path(path)
-    path.open("rb").close()
+    with path.open("rb") as file:
+        if not file.read(1):
+            raise StateError(f"{path} can't be read: it is empty; load an earlier one")
     safetensors = _safetensors() if path.suffix == SAFETENSORS else None
     try:
         if safetensors is None:
             state = torch.load(path, weights_only=True, map_location="cpu")
         else:
-            with safetensors.safe_open(path, framework="pt") as file:
-                state = _nested(file)
+            with safetensors.safe_open(path, framework="pt") as tensors:
+                state = _nested(tensors)
         checked_state(state, specs=None)
     except Exception as error:  # readers raise what they like for what they can't read
         raise StateError(f"{path} can't be read: {error}; load an earlier one") from error

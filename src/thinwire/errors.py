@@ -7,6 +7,7 @@ ThinwireError
 ├── AgreementError        (also a RuntimeError)  the processes are configured differently
 ├── GradientError         (also a TypeError)     a gradient of a kind that can't be averaged
 ├── StateError            (also a ValueError)    a state dict does not fit
+├── CheckpointError       (also an OSError)      a checkpoint can't be written; the cause is attached
 ├── StepError             (also a RuntimeError)  start and finish were called out of order
 ├── CommunicationError    (also a RuntimeError)  a collective failed; the backend's error is the cause
 └── MissingExtraError     (also an ImportError)  an optional package is not installed
@@ -20,6 +21,7 @@ from __future__ import annotations
 __all__ = [
     "AgreementError",
     "AttachError",
+    "CheckpointError",
     "CommunicationError",
     "ConfigError",
     "GradientError",
@@ -52,6 +54,10 @@ class GradientError(ThinwireError, TypeError):
 
 class StateError(ThinwireError, ValueError):
     """A state dict belongs to another model or another version. Nothing was loaded."""
+
+
+class CheckpointError(ThinwireError, OSError):
+    """A checkpoint can't be written: a full disk, no permission. What was there before is there still."""
 
 
 class StepError(ThinwireError, RuntimeError):
