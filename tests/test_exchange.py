@@ -209,6 +209,53 @@ def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str
     assert channel.events.count("ieee") == 3
 
 
+LEVELS = [(backend, of) for backend in ("cuda", "mkldnn") for of in ("all", "matmul")]
+
+
+def _own_settings() -> dict[tuple[str, str], str]:
+    """What each level has been set to itself; leaves all of them unset."""
+    own = {}
+    for level in [("generic", "all"), *LEVELS]:  # the getter tells what is in effect: no wider one is left
+        own[level] = torch._C._get_fp32_precision_getter(*level)
+        torch._C._set_fp32_precision_setter(*level, "none")
+    return own
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_set_fp32_precision_setter"), reason="torch has one level only")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {("generic", "all"): "tf32"},
+        {("generic", "all"): "tf32", ("cuda", "matmul"): "tf32"},
+        {("generic", "all"): "tf32", ("cuda", "all"): "tf32", ("mkldnn", "matmul"): "ieee"},
+        {("cuda", "all"): "tf32", ("mkldnn", "all"): "bf16"},
+        {("generic", "all"): "ieee", ("mkldnn", "matmul"): "bf16"},
+    ],
+    ids=str,
+)
+def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, str], str]) -> None:
+    """`torch.backends.fp32_precision = "tf32"` is a wider setting: products follow it, and go on to."""
+    inside: list[tuple[str, str]] = []
+
+    class Looking(Recording):
+        def _average(self, message: torch.Tensor, purpose: str) -> Pending:
+            inside.append(
+                (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
+            )
+            return super()._average(message, purpose)
+
+    _own_settings()
+    for level, precision in settings.items():
+        torch._C._set_fp32_precision_setter(*level, precision)
+    try:
+        step(GradientSync(PowerSGD(matrix_rank=2), Looking()))
+    finally:
+        left = _own_settings()
+    assert left == {level: settings.get(level, "none") for level in left}
+    assert len(inside) == 3
+    assert {precision for both in inside for precision in both} <= {"ieee", "none"}
+
+
 def test_a_worker_that_sends_something_else_is_named() -> None:
     channels = InProcessChannel.group(2)
     pending = [
