@@ -16,6 +16,7 @@ from thinwire import PowerSGD
 from thinwire.algorithms import compilation, passes
 from thinwire.algorithms.compilation import compiled_for
 from thinwire.algorithms.compiled import compiler
+from thinwire.algorithms.compiled import passes as compiled_passes
 from thinwire.algorithms.matrices import Factors, MatrixGroup
 from thinwire.simulation import Simulation
 
@@ -146,9 +147,10 @@ def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int,
     torch.testing.assert_close(of_here, of_there, rtol=0, atol=0)
 
 
-def test_they_serve_one_thread_and_small_matrix_ranks() -> None:
+def test_they_serve_fp32_one_thread_and_small_matrix_ranks() -> None:
     assert compiled_for(torch.ones(8, 8), 4) is not None
     assert compiled_for(torch.ones(8, 8), 5) is None
+    assert compiled_for(torch.ones(8, 8).double(), 4) is None
     torch.set_num_threads(2)
     try:
         assert compiled_for(torch.ones(8, 8), 3) is None
@@ -272,4 +274,4 @@ def test_what_is_no_batch() -> None:
 @pytest.mark.parametrize("tensor", [torch.ones(4, 8).t(), torch.ones(8, 4).double()], ids=["strided", "fp64"])
 def test_compiled_code_reads_only_what_it_may(tensor: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="not contiguous or not fp32"):
-        passes.products(MatrixGroup(["a"], [tensor], [None], 2), torch.ones(1, 2, 4), None, add_error=False)
+        compiled_passes.products(MatrixGroup(["a"], [tensor], [None], 2), [], torch.ones(1, 2, 4), 1.0)

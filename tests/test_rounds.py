@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from catalog import spec
-from thinwire import PowerSGD
+from thinwire import BatchedPowerSGD, PowerSGD
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.cast import WireDtype
 from thinwire.algorithms.matrices import round_into
 from thinwire.simulation import Simulation
@@ -45,3 +46,34 @@ def test_what_travels_in_16_bits_is_what_counts_as_paid(wire_dtype: WireDtype, a
     owed = dict(simulation.state_dicts()[0]["error"])["weight"].view(-1)
     assert (true - sent - owed).norm() < 1e-6 * true.norm()
     assert simulation.syncs[0].stats().compression_ratio > 10
+
+
+DOUBLES: list[Algorithm] = [
+    PowerSGD(matrix_rank=2),
+    PowerSGD(matrix_rank=2, power_iterations=2),
+    PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
+    PowerSGD(matrix_rank=2, wire_dtype="bf16"),
+    PowerSGD(matrix_rank=2, warmup_steps=2),
+    BatchedPowerSGD(),
+]
+
+
+@pytest.mark.parametrize("algorithm", DOUBLES, ids=str)
+def test_float64_gradients_are_float64_all_through(algorithm: Algorithm) -> None:
+    """One worker, so that its average and its error add up to the gradient and what it owed before."""
+    weight = spec("weight", 48, 40, dtype=torch.float64)
+    simulation = Simulation(algorithm, [(weight,)], num_workers=1)
+    generator = torch.Generator().manual_seed(0)
+    owed = torch.zeros(48 * 40, dtype=torch.float64)
+    for step in range(5):
+        flat = torch.randn(48 * 40, generator=generator, dtype=torch.float64)
+        put_in = flat + owed
+        assert simulation.step([[flat]])
+        state = simulation.state_dicts()[0]
+        owed = dict(state["error"]).get("weight", torch.zeros(48 * 40, dtype=torch.float64)).view(-1)
+        assert (put_in - flat - owed).norm() < 1e-15 * put_in.norm()
+        if step == 2:  # from here on it is another one, with what the first has saved
+            simulation = Simulation(algorithm, [(weight,)], num_workers=1)
+            simulation.syncs[0].load_state_dict(state)
+    assert {each.dtype for _, each in (*state["error"], *state["factor"])} == {torch.float64}
+    assert simulation.syncs[0].plan.compression_ratio > 5

@@ -40,4 +40,4 @@ def missed(plan: Plan, memory: Memory) -> Missed | None:
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
-    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms)))
+    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms).double()))

@@ -59,6 +59,11 @@ class ParameterSpec(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     @property
+    def memory_dtype(self) -> torch.dtype:
+        """The type of its error and its factors: fp64 for fp64, fp32 for every other."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def matrix_shape(self) -> tuple[int, int] | None:
         """The gradient as a matrix, (rows, columns), in its order of memory; None for vectors and scalars.
 

@@ -139,7 +139,8 @@ class PowerSGD(StepFront, _Synchronised):
     Source: Vogels et al., "PowerSGD" (arXiv 1905.13727), in the form of the reference implementation, which
     is algorithm 2 of "PowerGossip" (arXiv 2008.01425): one round an iteration, left and right in turn.
 
-    Each matrix is normalised on its own. Gradients of any floating type; error and factors are fp32.
+    Each matrix is normalised on its own. Gradients of any floating type; error and factors are fp32, of fp64
+    gradients fp64.
 
     Args:
         params: The model's parameters, in an order that is the same in every run: saved state tells them by

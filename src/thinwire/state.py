@@ -37,8 +37,8 @@ class LoadedState(NamedTuple):
         step: Committed steps.
         skipped_steps: Skipped ones.
         shapes: Of all the parameters that were trained, by name.
-        error: By parameter name, fp32 in the parameter's shape.
-        factor: By route, fp32, (matrix rank, columns).
+        error: By parameter name, fp32 or fp64, in the parameter's shape.
+        factor: By route, fp32 or fp64, (matrix rank, columns).
         checksum: Of all of it.
     """
 
@@ -183,7 +183,7 @@ def warn_of_cuts(loaded: LoadedState, plan: Plan) -> None:
 
 
 def laid_out(error: torch.Tensor, spec: ParameterSpec, device: torch.device) -> torch.Tensor:
-    """The error as memory holds it: flat, in the parameter's order of memory, on its device.
+    """The error as memory holds it: flat, in the parameter's order of memory and type, on its device.
 
     Raises:
         StateError: It has another shape than the parameter.
@@ -193,7 +193,7 @@ def laid_out(error: torch.Tensor, spec: ParameterSpec, device: torch.device) -> 
             f"the state's error of {spec.name} has shape {tuple(error.shape)}, the model's parameter has "
             f"{spec.shape}; load the state of the same model"
         )
-    strided = torch.empty_strided(spec.shape, spec.stride, dtype=torch.float32, device=device)
+    strided = torch.empty_strided(spec.shape, spec.stride, dtype=spec.memory_dtype, device=device)
     return strided.copy_(error).as_strided((spec.numel,), (1,))
 
 
@@ -259,7 +259,10 @@ def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
             raise StateError(f"{key} must pair names with floating tensors, got {name!r}: {_kind(tensor)}")
         if not tensor.isfinite().all():
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
-    return {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in state[key]}
+    return {
+        name: tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True)
+        for name, tensor in state[key]
+    }
 
 
 def _kind(value: object) -> str:

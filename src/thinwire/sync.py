@@ -367,7 +367,8 @@ class GradientSync:
         """For fronts: what is owed on a parameter, which is the caller's from now on; None if nothing is.
 
         Returns:
-            fp32, shape (elements,), in the parameter's order of memory, in units of the unscaled loss.
+            fp32 (fp64 of fp64 gradients), shape (elements,), in the parameter's order of memory, in units
+            of the unscaled loss.
         """
         self._error_is_mean = False
         self._memory.sent.pop(name, None)
@@ -442,7 +443,11 @@ class GradientSync:
         pending = {}
         for spec in owed:
             own = error.get(spec.name)
-            message = torch.zeros(spec.numel, device=self._device) if own is None else own.clone()
+            message = (
+                torch.zeros(spec.numel, dtype=spec.memory_dtype, device=self._device)
+                if own is None
+                else own.clone()
+            )
             pending[spec.name] = self.channel.average(message, f"{purpose}, {spec.name}", is_gradient=False)
         yield
         means = {name: each.wait() for name, each in pending.items()}

@@ -45,7 +45,8 @@ def keep_owed(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: 
     ]
     for (bucket, (spec, gradient)), share in zip(parts, shares.tolist(), strict=True):
         if share == 0 and gradient.any():
-            owed = gradient.float() if bucket.loss_scale is None else gradient.float() / bucket.loss_scale
+            owed = gradient.to(spec.memory_dtype)
+            owed = owed if bucket.loss_scale is None else owed / bucket.loss_scale
             error = memory.error.get(spec.name)
             memory.error[spec.name] = owed.clone() if error is None else error.add_(owed)
             gradient.zero_()

@@ -58,9 +58,9 @@ class Memory:
 
     Attributes:
         step: Committed steps so far; skipped ones do not count.
-        error: What this process still owes: fp32, shape (elements,), in the parameter's order of
-            memory, in units of the unscaled loss. Differs between processes.
-        factor: The last mean factors, fp32, shape (matrix rank, columns); of the left ones, after
+        error: What this process still owes: fp32 (fp64 of fp64 gradients), shape (elements,), in the
+            parameter's order of memory, in units of the unscaled loss. Differs between processes.
+        factor: The last mean factors, of the same type, shape (matrix rank, columns); of the left ones, after
             a turn of `alternating`, (matrix rank, rows). The same on all processes.
         sent: This process's own part of them, from which the relative error is told. Not saved.
     """

@@ -79,7 +79,7 @@ class BatchedPowerSGD(LowRank):
     @staticmethod
     def _matrix(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.Tensor:
         """Gradients plus error, padded with zeros."""
-        matrix = bucket.flat.new_zeros(shape, dtype=torch.float32)
+        matrix = bucket.flat.new_zeros(shape, dtype=bucket.specs[0].memory_dtype)
         flat = matrix.view(-1)[: bucket.flat.numel()]
         flat.copy_(bucket.flat)
         for spec, gradient in zip(bucket.specs, bucket.split(flat), strict=True):

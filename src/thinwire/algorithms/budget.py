@@ -176,5 +176,5 @@ def _sketch(route: Route, memory: Memory) -> torch.Tensor:
     error = memory.error.get(route.label)
     if error is None:
         return torch.zeros(rows, SKETCH_COLUMNS)
-    directions = random_rows(SKETCH_SEED, (SKETCH_COLUMNS, columns), error.device)
-    return error.view(rows, columns) @ directions.t()
+    directions = random_rows(SKETCH_SEED, (SKETCH_COLUMNS, columns), error.device).to(error.dtype)
+    return (error.view(rows, columns) @ directions.t()).float()

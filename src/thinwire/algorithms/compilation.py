@@ -1,4 +1,4 @@
-"""Where compiled arithmetic serves: matrix ranks up to 4 on the CPU, on one thread, with Numba installed."""
+"""Where compiled arithmetic serves: fp32 and matrix ranks up to 4, on one thread of the CPU, with Numba."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["compiled_for"]
 
 def compiled_for(tensor: torch.Tensor, matrix_rank: int) -> ModuleType | None:
     """`thinwire.algorithms.compiled`, if it serves a tensor like this one."""
-    if tensor.device.type != "cpu" or torch.get_num_threads() > 1:
+    if tensor.device.type != "cpu" or tensor.dtype != torch.float32 or torch.get_num_threads() > 1:
         return None
     compiled = _compiled()
     return compiled if compiled is not None and matrix_rank <= compiled.FACTOR_ROWS else None

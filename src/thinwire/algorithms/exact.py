@@ -68,7 +68,7 @@ class Payment(NamedTuple):
         parts: Flat gradients; new tensors where something was owed. Then, if any of it may not fit, one
             element more that tells whether something remains unpaid on this process.
         unpaid: What would not have fitted into the range of the types on the way, by parameter name,
-            fp32, in units of the unscaled loss. The same names on all processes.
+            in its type, in units of the unscaled loss. The same names on all processes.
     """
 
     parts: list[torch.Tensor]
@@ -106,7 +106,7 @@ def _most(*dtypes: torch.dtype | None) -> float | None:
 
 def _fitting(owed: torch.Tensor, gradient: torch.Tensor, most: float) -> torch.Tensor:
     """As much of `owed` as leaves the sum within ±`most`; a gradient that is not finite stays so."""
-    room = (most - gradient.float().abs()).clamp_min(0)
+    room = (most - gradient.to(owed.dtype).abs()).clamp_min(0)
     return owed.clamp(-room, room)
 
 

@@ -75,7 +75,7 @@ class LowRank(Algorithm):
         return matrix_rank if factor_bytes * self.min_compression_ratio < whole_bytes else None
 
     def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which the first message of a bucket of `dtype` travels; the second, as of fp32."""
+        """The type in which the messages of a bucket of `dtype` travel."""
         return (
             torch.promote_types(dtype, torch.float32) if self.wire_dtype is None else self.whole_dtype(dtype)
         )
@@ -94,9 +94,7 @@ class LowRank(Algorithm):
 
     def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
         """Bytes of a step's left and right factors of one (rows, columns) matrix."""
-        left = shape[0] * self.message_dtype(dtype).itemsize
-        right = shape[1] * self.message_dtype(torch.float32).itemsize
-        return matrix_rank * (left + right) * self.power_iterations
+        return matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.power_iterations
 
 
 def _whole(spec: ParameterSpec, dtype: torch.dtype) -> Route:

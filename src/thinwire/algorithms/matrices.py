@@ -40,7 +40,7 @@ class MatrixGroup:
 
     Attributes:
         labels: One a matrix, the key of its factor in memory.
-        matrices: M, fp32, each (rows, columns); on entry the gradients alone.
+        matrices: M, fp32 or fp64, each (rows, columns); on entry the gradients alone.
         errors: What is owed on each, (rows, columns); None if nothing.
         matrix_rank: r.
     """
@@ -96,14 +96,14 @@ def round_into(
 
     Args:
         gradient: Flat, of any floating type, written.
-        mean: Flat fp32 of the same length.
-        error: Flat fp32, takes up what rounding and the type's range lose; None to forget it.
+        mean: Flat, of the same length, in fp32 or fp64.
+        error: Flat, in the type of `mean`, takes up what rounding and the range lose; None to forget it.
         loss_scale: What the loss was multiplied by, None for 1.
     """
-    most = min(torch.finfo(gradient.dtype).max, torch.finfo(torch.float32).max)
+    most = min(torch.finfo(gradient.dtype).max, torch.finfo(mean.dtype).max)
     gradient.copy_(mean.clamp(-most, most))
     if error is not None:
-        lost = mean - gradient.float()
+        lost = mean - gradient.to(mean.dtype)
         error.add_(lost if loss_scale is None else lost.div_(loss_scale))
 
 
@@ -131,6 +131,7 @@ def _starting_rows(config: LowRank, memory: Memory, group: MatrixGroup, *, left:
         drawn = _first_rows(config.seed, shape, matrix.device)
     else:
         drawn = random_rows(config.seed + SEED_STRIDE * memory.step, shape, matrix.device)
+    drawn = drawn.to(matrix.dtype)
     rows = torch.stack([fitted(memory.factor.get(label), drawn) for label in group.labels])
     is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
     return rows.addcmul_(is_dead.to(rows.dtype), drawn)
@@ -152,9 +153,9 @@ def remember(
 
 
 def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """`factor` with the rows of `like`: cut, or zeros appended; all zeros if it has other columns."""
+    """`factor` in the type and with the rows of `like`: cut, or zeros appended; zeros if other columns."""
     if factor is not None and factor.shape == like.shape:
-        return factor.to(like.device)
+        return factor.to(like)
     fitted = torch.zeros_like(like)
     if factor is not None and factor.shape[1] == like.shape[1]:
         rows = min(len(factor), len(like))
@@ -169,6 +170,6 @@ def _first_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
 
 
 def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Standard normal, drawn on the CPU so that processes with different devices agree."""
+    """Standard normal in fp32, drawn on the CPU so that processes with different devices agree."""
     generator = torch.Generator().manual_seed(seed % 2**63)
-    return torch.randn(shape, generator=generator).to(device)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)

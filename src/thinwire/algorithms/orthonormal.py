@@ -28,11 +28,11 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     anything back from the device.
 
     Args:
-        batches: fp32 tensors of shape (matrices, rows, columns), few rows and many columns; they
+        batches: fp32 or fp64 tensors of shape (matrices, rows, columns), few rows and many columns; they
             may differ in all three.
 
     Returns:
-        A new fp32 tensor of the same shape for each batch.
+        A new tensor of the same shape and type for each batch.
 
     Cost: two float64 copies of each batch, each read twice.
     """
@@ -42,7 +42,7 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if compiled is not None:
         return [compiled.orthonormal_rows(batch) for batch in batches]
     once = _pass([batch.double() for batch in batches])
-    return [basis.float() for basis in _pass(once)]
+    return [basis.to(batch.dtype) for basis, batch in zip(_pass(once), batches, strict=True)]
 
 
 def _pass(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:

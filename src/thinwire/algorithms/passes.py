@@ -1,8 +1,8 @@
 """The passes of a step over its matrices: by PyTorch's products, or compiled ones where they serve.
 
 A matrix is far larger than its factors, and products as thin as these wait for memory: what counts is how
-often a matrix is read and written. The compiled passes do it once each. They serve matrix ranks up to 4 on
-the CPU, where PyTorch computes with one thread (as `torchrun` sets it) and Numba is installed.
+often a matrix is read and written. The compiled passes do it once each. They serve fp32 and matrix ranks up
+to 4 on the CPU, where PyTorch computes with one thread (as `torchrun` sets it) and Numba is installed.
 
 On accelerators what counts for small matrices is the number of operations: matrices of one shape that lie at
 equal distances, as those of a model's equal layers do in a bucket, are one batch.
@@ -142,7 +142,7 @@ def subtract_own(group: MatrixGroup, factors: Factors) -> None:
 def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
     """Slices of rows that fit in a core's cache; all rows at once on an accelerator."""
     rows, columns = matrix.shape
-    step = max(1, BLOCK_BYTES // (4 * columns)) if matrix.device.type == "cpu" else rows
+    step = max(1, BLOCK_BYTES // (matrix.itemsize * columns)) if matrix.device.type == "cpu" else rows
     for start in range(0, rows, step):
         yield slice(start, start + step)
 

@@ -33,7 +33,8 @@ class PowerSGD(LowRank):
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019, arXiv 1905.13727), algorithms 1 and 2,
     with one change: a process's error is what remains of its own gradient, M − P̂ P̂ᵀ M, not of the mean.
 
-    Gradients of any floating type: factors are computed, and the error kept, in fp32. Vectors,
+    Gradients of any floating type: factors are computed, and the error kept, in fp32 (of fp64 gradients
+    in fp64, by PyTorch's products). Vectors,
     scalars and matrices that would shrink too little ride along whole in the first message.
 
     Args:
@@ -47,8 +48,8 @@ class PowerSGD(LowRank):
             the result is biased and training usually stalls.
         warm_start: Start each step's power iteration from the last step's right factor.
         seed: Of the random factors, the same on every process.
-        wire_dtype: "fp16" or "bf16" to send every message in 16 bits; None for fp32 (fp64 for what
-            rides along of fp64 gradients). "bf16" has fp32's range. "fp16" is for gradients that a loss
+        wire_dtype: "fp16" or "bf16" to send every message in 16 bits; None for fp32 (fp64 of
+            fp64 gradients). "bf16" has fp32's range. "fp16" is for gradients that a loss
             scale keeps in its range: of factors, what is above 65 504 is cut off and what is below
             6e-8 vanishes (both stay owed); gradients that ride along overflow as with `Cast`.
         power_iterations: How often the two rounds are repeated in a step. With `alternating`, how
@@ -67,8 +68,8 @@ class PowerSGD(LowRank):
             the next. Half the bytes and messages at the same matrix rank, and a rougher approximation.
 
     Cost a step: two rounds, the second of all buckets together, of r · (rows + columns) elements a
-    matrix; an fp32 error of the size of the gradients and, of gradients in another type, an fp32 copy
-    until the step's end; one host synchronisation, for the finite check (none
+    matrix; an fp32 error of the size of the gradients (fp64 of fp64) and, of gradients in 16 bits, an fp32
+    copy until the step's end; one host synchronisation, for the finite check (none
     without `host_check`).
 
     Raises:
@@ -218,18 +219,18 @@ class PowerSGD(LowRank):
             yield from self.exchange_uncompressed(bucket, memory)
             return
         names, gradients = [spec.name for spec in bucket.specs], bucket.gradients()
-        groups = [self._group(names, gradients, memory, family) for family in layout.families]
+        groups = [self._group(bucket, memory, family) for family in layout.families]
         payment = with_owed(bucket, memory, layout.whole, self.message_dtype(bucket.flat.dtype))
         rounds = alternate if self.alternating else approximate
         terms, whole_means = yield from rounds(self, groups, payment.parts, memory, bucket)
-        errors = self._errors(names, gradients, memory, layout)
+        errors = self._errors(bucket, memory, layout)
         yield None
         for family, group, found in zip(layout.families, groups, terms, strict=True):
             owed = [errors[name].view(family.shape) for name in group.labels] if errors else None
             settle(group, owed, found, bucket.loss_scale)
             remember(self, memory, group.labels, found, bucket.loss_scale)
             for index, matrix in zip(family.indices, group.matrices, strict=True):
-                if gradients[index].dtype != torch.float32:
+                if gradients[index].dtype != matrix.dtype:
                     error = errors.get(names[index])
                     round_into(gradients[index], matrix.view(-1), error, bucket.loss_scale)
         memory.error.update(errors)
@@ -239,29 +240,27 @@ class PowerSGD(LowRank):
         remaining = torch.cat([bucket.flat[:0], *whole_means[count:]])
         keep_unpaid(memory, [names[index] for index in layout.whole], payment, remaining)
 
-    def _group(
-        self, names: Sequence[str], gradients: Sequence[torch.Tensor], memory: Memory, family: _Family
-    ) -> MatrixGroup:
-        """Gradients and errors as matrices: views where the gradient is fp32."""
-        errors = [memory.error.get(names[index]) for index in family.indices]
+    def _group(self, bucket: Bucket, memory: Memory, family: _Family) -> MatrixGroup:
+        """Gradients and errors as matrices: views unless the gradient is of 16 bits."""
+        names, gradients = [bucket.specs[index].name for index in family.indices], bucket.gradients()
+        errors = [memory.error.get(name) for name in names]
+        dtype = bucket.specs[0].memory_dtype
         return MatrixGroup(
-            [names[index] for index in family.indices],
-            matrices=[gradients[index].float().view(family.shape) for index in family.indices],
+            names,
+            matrices=[gradients[index].to(dtype).view(family.shape) for index in family.indices],
             errors=[None if error is None else error.view(family.shape) for error in errors],
             matrix_rank=family.matrix_rank,
         )
 
-    def _errors(
-        self, names: Sequence[str], gradients: Sequence[torch.Tensor], memory: Memory, layout: _Layout
-    ) -> dict[str, torch.Tensor]:
+    def _errors(self, bucket: Bucket, memory: Memory, layout: _Layout) -> dict[str, torch.Tensor]:
         """Where to write what stays owed, by name: the tensors of memory, or new ones, one batch a family."""
         errors: dict[str, torch.Tensor] = {}
         for family in layout.families if self.error_feedback else ():
-            labels = [names[index] for index in family.indices]
+            labels = [bucket.specs[index].name for index in family.indices]
             kept = [memory.error[label] for label in labels if label in memory.error]
-            like = gradients[family.indices[0]]
+            like = bucket.gradients()[family.indices[0]]
             if len(kept) < len(labels) or (like.device.type != "cpu" and stacked(kept) is None):
-                kept = list(like.new_empty(len(labels), like.numel(), dtype=torch.float32))
+                kept = list(like.new_empty(len(labels), like.numel(), dtype=bucket.specs[0].memory_dtype))
             errors.update(zip(labels, kept, strict=True))
         return errors
 

@@ -34,7 +34,7 @@ def approximate(
         groups: The matrices.
         whole: Flat gradients that ride along in the first message.
         memory: Only read.
-        bucket: Its type is that of the first message; its loss scale that of the matrices.
+        bucket: Its type decides that of the messages; its loss scale that of the matrices.
 
     Returns:
         The factors of each group, and the means of `whole`.
@@ -42,20 +42,20 @@ def approximate(
     Cost: two rounds a power iteration; in each, every matrix is read twice (and once written).
     """
     rights = starting_bases(config, memory, groups, left=False)
+    dtype = config.message_dtype(bucket.flat.dtype)
     whole_means: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         first, last = iteration == 0, iteration + 1 == config.power_iterations
         lefts = [
             products(*pair, bucket.loss_scale, add_error=first) for pair in zip(groups, rights, strict=True)
         ]
-        dtype = config.message_dtype(bucket.flat.dtype)
         mean = yield packed(lefts, dtype, riding=whole if first else ())
         if first:
             whole_means = riders(mean, lefts, whole)
         lefts = orthonormal_rows(unpacked(mean, like=lefts))
 
         owns = [projections(group, left) for group, left in zip(groups, lefts, strict=True)]
-        message = packed(owns, config.message_dtype(torch.float32))
+        message = packed(owns, dtype)
         owns = as_sent(config, message, owns)
         means = unpacked((yield message), like=owns)
         if not last:
@@ -80,9 +80,9 @@ def _saturated(factor: torch.Tensor, most: float) -> torch.Tensor:
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The head of `flat` as fp32 tensors shaped like `like`."""
+    """The head of `flat` as tensors of the shapes and the type of `like`."""
     sizes = [tensor.numel() for tensor in like]
-    parts = flat[: sum(sizes)].float().split_with_sizes(sizes)
+    parts = flat[: sum(sizes)].to(like[0].dtype).split_with_sizes(sizes)
     return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
 
 
@@ -96,4 +96,4 @@ def riders(
 
 def as_sent(config: LowRank, message: torch.Tensor, owns: list[torch.Tensor]) -> list[torch.Tensor]:
     """`owns` as they travel: rounded, if in 16 bits. What travels is what counts as paid."""
-    return owns if config.wire_dtype is None else unpacked(message.float(), like=owns)
+    return owns if config.wire_dtype is None else unpacked(message, like=owns)
