@@ -10,7 +10,9 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ import thinwire
 from pool import Pool
 from thinwire import hooks
 from thinwire.algorithms import Algorithm
+from thinwire.channel import ProcessGroupChannel
 
 STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
 WRAPPERS = ["fp16_compress_wrapper", "bf16_compress_wrapper"]
@@ -75,10 +78,14 @@ def hook_named(name: str) -> Callable[..., Any]:
         ("bf16_compress_hook", 1e-4, 1e-2),
         ("fp16_compress_wrapper(allreduce_hook)", 1e-6, 1e-3),
         ("bf16_compress_wrapper(allreduce_hook)", 1e-4, 1e-2),
+        ("fp16_compress_wrapper(fp16_compress_hook)", 1e-6, 1e-3),
+        ("fp16_compress_wrapper(bf16_compress_hook)", 1e-4, 1e-2),
+        ("quantization_pertensor_hook", 1e-4, 0.1),
+        ("bf16_compress_wrapper(quantization_perchannel_hook)", 1e-4, 0.1),
     ],
 )
 def test_hooks_without_state(pool2: Pool, name: str, least_gap: float, most_gap: float) -> None:
-    """16 bits leave their mark on the gradient, and no more than that."""
+    """16 and 8 bits leave their mark on the gradient, and no more than that."""
     results = pool2.run(_gap_to_plain, name)
     assert len(results) == 2
     for gap, gradient in results:
@@ -121,6 +128,46 @@ def _power(name: str) -> tuple[float, thinwire.Plan, list[Tensor], int]:
     ddp_model.register_comm_hook(state, hook_named(name))
     gradients = gradients_of(ddp_model, range(4))
     return state.stats().compression_ratio, state.plan, gradients, state.stats().steps
+
+
+def test_eight_bits_are_off_by_half_a_step_and_show_what_is_not_finite(pool2: Pool) -> None:
+    for off, most, types, not_finite in pool2.run(_in_8_bits):
+        assert 0 < off <= most
+        assert types == {torch.uint8}
+        assert not_finite == [True, True]
+
+
+def _in_8_bits() -> tuple[float, float, set[torch.dtype], list[bool]]:
+    """One layer, whose gradient is known: of 100 elements with a scale, the last ones of 88."""
+    own = torch.linspace(-1, 3, 64 * 32) * (dist.get_rank() + 1)
+    types = set()
+    gather_later = ProcessGroupChannel.gather_later
+
+    def looked_at(channel: ProcessGroupChannel, message: Tensor, purpose: str) -> Any:
+        types.add(message.dtype)
+        return gather_later(channel, message, purpose)
+
+    with patch.object(ProcessGroupChannel, "gather_later", looked_at):
+        got = [_gradient_through(hook, own) for hook in (hooks.quantization_pertensor_hook, _per_100)]
+        infinite, not_a_number = own.clone(), own.clone()
+        infinite[7], not_a_number[7] = torch.inf, torch.nan
+        spoiled = [_gradient_through(_per_100, each) for each in (infinite, not_a_number)]
+    expected = torch.linspace(-1, 3, 64 * 32) * 1.5
+    off = max((each - expected).abs().max().item() for each in got)
+    not_finite = [not each[:100].isfinite().any() and bool(each[100:].isfinite().all()) for each in spoiled]
+    return off, (4 / 255 / 2 + 8 / 255 / 2) / 2 * 1.0001, types, not_finite
+
+
+def _per_100(state, bucket):  # type: ignore[no-untyped-def]
+    return hooks.quantization_perchannel_hook(state, bucket, 100)
+
+
+def _gradient_through(hook: hooks.Hook, gradient: Tensor) -> Tensor:
+    model = DistributedDataParallel(nn.Linear(64, 32, bias=False))
+    model.register_comm_hook(None, hook)
+    model(torch.eye(64)).backward(gradient.view(32, 64).t())
+    assert model.module.weight.grad is not None
+    return cast(Tensor, model.module.weight.grad).flatten()
 
 
 def test_the_settings_as_an_algorithm() -> None:
@@ -405,6 +452,8 @@ def _copies_of_a_loaded_state() -> list[dict[str, Any]]:
         "fp16_compress_wrapper(powerSGD_hook)",
         "bf16_compress_wrapper(allreduce_hook)",
         "post_localSGD_hook",
+        "fp16_compress_wrapper(post_localSGD_hook)",
+        "quantization_pertensor_hook",
     ],
 )
 def test_a_state_of_the_wrong_kind_is_told(pool2: Pool, name: str) -> None:
@@ -440,7 +489,7 @@ def _sparse() -> tuple[tuple[str, str], tuple[str, str]]:
 
 def test_wrapping_another_hook_is_refused() -> None:
     for wrapper in (hooks.fp16_compress_wrapper, hooks.bf16_compress_wrapper):
-        for other in (stock_power.powerSGD_hook, hooks.fp16_compress_hook, None, "powerSGD_hook"):
+        for other in (stock_power.powerSGD_hook, stock_default.fp16_compress_hook, None, "powerSGD_hook"):
             with pytest.raises(thinwire.ConfigError, match="use torch's own wrapper"):
                 wrapper(other)  # type: ignore[arg-type]
 
@@ -465,6 +514,159 @@ def test_wrapping_another_hook_is_refused() -> None:
 def test_bad_settings_are_refused_at_once(setting: str, value: Any) -> None:
     with pytest.raises(thinwire.ConfigError, match=repr(value)):
         hooks.PowerSGDState(**{"process_group": None} | {setting: value})
+
+
+def test_torchs_attributes_can_all_be_read(pool2: Pool) -> None:
+    for missing, before, after, stats in pool2.run(_attributes):
+        assert missing == []
+        assert before == {
+            "matrix_approximation_rank": 2,
+            "start_powerSGD_iter": 1,
+            "min_compression_rate": 3,
+            "use_error_feedback": True,
+            "warm_start": True,
+            "orthogonalization_epsilon": 1e-8,
+            "batch_tensors_with_same_shape": True,
+            "compression_stats_logging_frequency": 10_000,
+            "next_stats_report": 10_000,
+            "iter": 0,
+            "total_numel_before_compression": 0,
+            "total_numel_after_compression": 0,
+            "error": [],
+            "q": [],
+            "rng": np.random.RandomState(5).randint(1000),
+        }
+        whole, factors = 2 * 64 * 64, 2 * 2 * (64 + 64)
+        expected = (3 * (whole + 128), 3 * (factors + 128))  # three steps past the warm-up, biases whole
+        changed = {
+            "iter": 4,
+            "total_numel_before_compression": expected[0],
+            "total_numel_after_compression": expected[1],
+            "error": ["0.weight", "1.weight"],
+            "q": ["0.weight", "1.weight"],
+        }
+        assert after == before | changed
+        assert stats == (expected[0] / expected[1], *expected)
+
+
+def _attributes() -> tuple[list[str], dict[str, Any], dict[str, Any], tuple[float, int, int]]:
+    state = hooks.PowerSGDState(
+        None, 2, 1, 3, orthogonalization_epsilon=1e-8, random_seed=5, batch_tensors_with_same_shape=True
+    )
+    assert state.compression_stats() == (0, 0, 0)
+    missing = [name for name in stock_power.PowerSGDState.__slots__ if not hasattr(state, name)]
+    before = _read(state)
+    ddp_model = new_model()
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(ddp_model, range(4))
+    return missing, before, _read(state), state.compression_stats()
+
+
+def _read(state: hooks.PowerSGDState) -> dict[str, Any]:
+    names = set(stock_power.PowerSGDState.__slots__) - {"process_group", "error_dict", "rng"}
+    told = {name: getattr(state, name) for name in names if "memory" not in name}
+    dicts = {"error": sorted(state.error_dict), "q": sorted(state.q_memory_dict)}
+    assert state.process_group is None
+    assert not state.p_memory_dict
+    return told | dicts | {"rng": state.rng.randint(1000)}
+
+
+def test_settings_of_a_state_can_be_set_from_the_next_step_on(pool2: Pool) -> None:
+    """Before the first step and after; what is owed is kept, and what `sync.use` has set is told."""
+    for ranks, owed, told, differing, refused in pool2.run(_set):
+        assert ranks == [2, 8, 1, 3]
+        assert min(owed) > 0
+        assert told == (3, 2, 0, False, False)
+        assert differing[0] == "AgreementError"
+        assert "process 0 has matrix_rank 4, process 1 has matrix_rank 5" in differing[1]
+        assert refused == ("ConfigError", "AllReduce() in place of PowerSGD")
+
+
+def _set() -> tuple[list[int], list[float], tuple[Any, ...], tuple[str, str], tuple[str, str]]:
+    ddp_model = new_model()
+    state = hooks.PowerSGDState(None, 1, 1)
+    state.matrix_approximation_rank = 2
+    state.start_powerSGD_iter = 0
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    ranks, owed = [], []
+
+    def step(number: int) -> None:
+        gradients_of(ddp_model, range(number, number + 1))
+        ranks.append(len(state.q_memory_dict["0.weight"]))
+        owed.append(state.error_dict["0.weight"].norm().item())
+
+    step(0)
+    state.matrix_approximation_rank = 8
+    step(1)
+    state.sync.use(thinwire.PowerSGD(matrix_rank=1))
+    step(2)
+    assert state.matrix_approximation_rank == 1
+    state.matrix_approximation_rank = 3
+    state.warm_start = False
+    state.min_compression_rate = 2.0
+    step(3)
+    state.use_error_feedback = False
+    told = (
+        state.matrix_approximation_rank,
+        state.min_compression_rate,
+        state.start_powerSGD_iter,
+        state.use_error_feedback,
+        state.warm_start,
+    )
+    state.matrix_approximation_rank = 4 + dist.get_rank()
+    differing = error_of(lambda: gradients_of(ddp_model, range(4, 5)))
+    state.sync.abandon()
+    state.sync.use(thinwire.AllReduce())
+    name, message = error_of(lambda: setattr(state, "matrix_approximation_rank", 2))
+    refused = "AllReduce() in place of PowerSGD"
+    return ranks, owed, told, differing, (name, refused if refused in message else message)
+
+
+@pytest.mark.parametrize("wrapper", ["", "fp16_compress_wrapper"])
+def test_a_states_algorithm_can_be_switched(pool2: Pool, wrapper: str) -> None:
+    """To any other, several buckets, and back."""
+    for kinds, ratio, equal in pool2.run(_switched, wrapper):
+        assert kinds == ["PowerSGD", "AllReduce", "BatchedPowerSGD", "PowerSGD"]
+        assert ratio > 2
+        assert equal
+
+
+def _switched(wrapper: str) -> tuple[list[str], float, bool]:
+    ddp_model = new_model()
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    hook = hook_named(f"{wrapper}(powerSGD_hook)" if wrapper else "powerSGD_hook")
+    ddp_model.register_comm_hook(state, hook)
+    gradients_of(ddp_model, range(2))
+    kinds = [type(state.sync.algorithm).__name__]
+    others = (thinwire.AllReduce(), thinwire.BatchedPowerSGD(), thinwire.PowerSGD(matrix_rank=1))
+    for number, algorithm in enumerate(others):
+        state.sync.use(algorithm)
+        gradients = gradients_of(ddp_model, range(2 + number, 3 + number))
+        kinds.append(type(state.sync.algorithm).__name__)
+    mine = torch.cat([each.flatten() for each in gradients])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return kinds, state.stats().compression_ratio, torch.equal(everyone[0], everyone[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("iter", 3, "load_state_dict"),
+        ("rng", None, "random_seed="),
+        ("orthogonalization_epsilon", 1e-8, "does not use it"),
+        ("error_dict", {}, "load_state_dict"),
+        ("matrix_rank", 4, "no setting 'matrix_rank'"),
+        ("matrix_approximation_rank", 0, "got 0"),
+        ("compression_stats_logging_frequency", 0, "got 0"),
+        ("process_group", "gloo", "got 'gloo'"),
+    ],
+)
+def test_an_attribute_that_would_have_no_effect_is_not_set(name: str, value: Any, message: str) -> None:
+    state = hooks.PowerSGDState(None, 2)
+    with pytest.raises(thinwire.ConfigError, match=message):
+        setattr(state, name, value)
+    assert state.matrix_approximation_rank == 2
 
 
 def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:

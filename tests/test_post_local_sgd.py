@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
+import os
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +33,7 @@ from test_local_sgd import (
     train,
 )
 from thinwire import LocalSGD, hooks
+from thinwire.channel import ProcessGroupChannel
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles functions with torch.jit as it is imported
@@ -131,26 +135,68 @@ def _mistake(settings: dict[str, Any]) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with an accelerator the machine's processes are known")
-def test_without_an_accelerator_the_subgroup_must_be_given(pool2: Pool) -> None:
-    for ours, theirs in pool2.run(_no_subgroup):
-        assert ours.startswith("ConfigError: without an accelerator")
-        assert "pass subgroup=" in ours
-        assert theirs == 3
+def test_without_a_subgroup_local_steps_need_the_launchers_word(pool4: Pool) -> None:
+    """The warm-up does not; the first step warns."""
+    for iters, refused, warnings_seen, seen in pool4.run(_no_subgroup):
+        assert iters == [3, 3]
+        assert refused.startswith("ConfigError: local SGD starts")
+        assert "pass subgroup=" in refused
+        assert len(warnings_seen) == 1
+        assert warnings_seen[0].startswith("step 3 will fail: ")
+        assert seen == (True, False)
 
 
-def _no_subgroup() -> tuple[str, int]:
-    """torch's fails as well, but only after `start_localSGD_iter` steps."""
-    model = new_ddp_model()
-    state = stock.PostLocalSGDState(None, None, 3)  # type: ignore[no-untyped-call]
-    model.register_comm_hook(state, stock.post_localSGD_hook)
-    steps_taken = 0
-    try:
-        for step in range(5):
-            train(model, new_optimizer(model), range(step, step + 1))
-            steps_taken += 1
-    except ValueError:
-        pass
-    return error_of(lambda: hooks.PostLocalSGDState(None, None, 3)), steps_taken
+def _no_subgroup() -> tuple[list[int], str, list[str], tuple[bool, bool]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("thinwire.post_local_sgd")
+    logger.addHandler(handler)
+    models, states = [new_ddp_model() for _ in range(2)], []
+    for model, told in zip(models, ({}, {"LOCAL_WORLD_SIZE": "2"}), strict=True):
+        states.append(hooks.PostLocalSGDState(None, None, 3))
+        model.register_comm_hook(states[-1], hooks.post_localSGD_hook)
+        with patch.dict(os.environ, told):
+            train(model, new_optimizer(model), range(3))
+    refused = error_of(lambda: train(models[0], new_optimizer(models[0]), range(3, 4)))
+    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
+        train(models[1], new_optimizer(models[1]), range(3, 5))
+    logger.removeHandler(handler)
+    return [state.iter for state in states], refused, lines, halves(models[1])
+
+
+def test_a_state_can_be_made_before_any_group_exists() -> None:
+    assert not dist.is_initialized()
+    assert hooks.PostLocalSGDState(None, None, 3).subgroup is None
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_its_messages_in_16_bits(pool4: Pool, wire: str) -> None:
+    for gaps, seen, types in pool4.run(_in_16_bits, wire):
+        assert seen == (True, False)
+        assert types == {torch.float16 if wire == "fp16" else torch.bfloat16}
+        assert all(0 < gap < 0.02 for gap in gaps)
+
+
+def _in_16_bits(wire: str) -> tuple[list[float], tuple[bool, bool], set[torch.dtype]]:
+    subgroup = pairs()
+    wrapper = hooks.fp16_compress_wrapper if wire == "fp16" else hooks.bf16_compress_wrapper
+    whole, small = new_ddp_model(), new_ddp_model()
+    whole.register_comm_hook(hooks.PostLocalSGDState(None, subgroup, 2), hooks.post_localSGD_hook)
+    small.register_comm_hook(hooks.PostLocalSGDState(None, subgroup, 2), wrapper(hooks.post_localSGD_hook))
+    optimizers, gaps, types = [new_optimizer(whole), new_optimizer(small)], [], set()
+    average_later = ProcessGroupChannel.average_later
+
+    def looked_at(channel: ProcessGroupChannel, message: Tensor, purpose: str) -> Any:
+        types.add(message.dtype)
+        return average_later(channel, message, purpose)
+
+    for step in range(4):
+        train(whole, optimizers[0], range(step, step + 1))
+        with patch.object(ProcessGroupChannel, "average_later", looked_at):
+            train(small, optimizers[1], range(step, step + 1))
+        gaps.append(((flat(whole) - flat(small)).norm() / flat(whole).norm()).item())
+    return gaps, halves(small), types
 
 
 # FACTS 15

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from thinwire import algorithms, channel, checkpoint, errors, hooks, testing
+from thinwire import algorithms, channel, checkpoint, ddp_comm_hooks, errors, hooks, testing
 
 SOURCE = Path(thinwire.__file__).parent
 
@@ -37,8 +37,9 @@ FLOORS = [
         "all_gather",
     },
     {"sync"},
-    {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "join", "testing"},
+    {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "stateless_hooks", "join", "testing"},
     {"hooks", "powersgd"},
+    {"ddp_comm_hooks"},
     {"integrations", "watch"},
     {"job"},
     {"probe"},
@@ -91,7 +92,7 @@ def test_algorithms_are_pure_tensor_code() -> None:
         assert "distributed" not in path.read_text(), path
 
 
-PUBLIC = [thinwire, hooks, errors, algorithms, channel, checkpoint, testing]
+PUBLIC = [thinwire, hooks, ddp_comm_hooks, errors, algorithms, channel, checkpoint, testing]
 
 
 @pytest.mark.parametrize("module", PUBLIC, ids=lambda m: m.__name__)

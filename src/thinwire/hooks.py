@@ -12,7 +12,8 @@ What behaves differently is told in docs/powersgd.md.
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -20,22 +21,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from thinwire.algorithms import AllReduce, BatchedPowerSGD, Bucket, Cast, Memory, PowerSGD
+from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.cast import WireDtype
+from thinwire.algorithms.lowrank import LowRank
 from thinwire.channel import ProcessGroupChannel
 from thinwire.checks import number, true_or_false, whole_number
-from thinwire.contributors import divide_by_contributors
-from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where
+from thinwire.ddp import BucketFront, front_of, models_where
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.loss_scale import loss_scale_of
 from thinwire.plan import Plan
-from thinwire.post_local_sgd import PostLocalSGDState, post_localSGD_hook
+from thinwire.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
 from thinwire.state import checked_state, packed_state
+from thinwire.stateless_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
 from thinwire.stats import Stats
 from thinwire.sync import GradientSync
-from thinwire.version import __version__
 
 __all__ = [
     "PostLocalSGDState",
@@ -46,13 +53,36 @@ __all__ = [
     "bf16_compress_wrapper",
     "fp16_compress_hook",
     "fp16_compress_wrapper",
+    "noop_hook",
     "post_localSGD_hook",
     "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
 ]
 
 logger = logging.getLogger(__name__)
 
 Hook: TypeAlias = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+# torch's attributes that can't be set, and what to do instead.
+READ_ONLY = {
+    "orthogonalization_epsilon": "Thinwire's orthonormalisation is safe without, and does not use it",
+    "batch_tensors_with_same_shape": "what gains from batching always is batched",
+    "rng": "give random_seed= when the state is made",
+    "iter": "it is counted; load_state_dict() goes on from a saved step, and start_powerSGD_iter says from "
+    "which step on gradients are compressed",
+    "error_dict": "load_state_dict() loads what is owed, and switching use_error_feedback off pays it back",
+    "p_memory_dict": "left factors are not kept",
+    "q_memory_dict": "load_state_dict() loads the factors",
+    "total_numel_before_compression": "it is counted",
+    "total_numel_after_compression": "it is counted",
+    "next_stats_report": "it follows from compression_stats_logging_frequency",
+}
+
+
+def _setting(name: str, doc: str) -> property:
+    """One of torch's attributes that is a setting of the algorithm."""
+    return property(lambda state: state._get(name), lambda state, value: state._change(name, value), doc=doc)
 
 
 class PowerSGDState:
@@ -78,8 +108,15 @@ class PowerSGDState:
         grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
             `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.
 
+    torch's attributes can all be read. `matrix_approximation_rank`, `start_powerSGD_iter`,
+    `min_compression_rate`, `use_error_feedback` and `warm_start` can be set, between steps and on every
+    process alike: they hold from the next step on, and what is owed is kept.
+    `compression_stats_logging_frequency` can be set at any time, `process_group` before the first step. One
+    state serves one hook on one model.
+
     Raises:
-        ConfigError: A setting is of the wrong type or out of range.
+        ConfigError: A setting is of the wrong type or out of range; or an attribute is set that can't be.
+        StepError: A setting is set during a backward pass.
     """
 
     def __init__(
@@ -97,12 +134,14 @@ class PowerSGDState:
         *,
         grad_scaler: GradScaler | Callable[[], float] | None = None,
     ) -> None:
-        number("orthogonalization_epsilon", orthogonalization_epsilon, least=0)
-        true_or_false("batch_tensors_with_same_shape", batch_tensors_with_same_shape)
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise ConfigError(
-                f"process_group must be a torch.distributed process group or None, got {process_group!r}"
-            )
+        self._orthogonalization_epsilon = number(
+            "orthogonalization_epsilon", orthogonalization_epsilon, least=0
+        )
+        self._batch_tensors_with_same_shape = true_or_false(
+            "batch_tensors_with_same_shape", batch_tensors_with_same_shape
+        )
+        self._front: BucketFront | None = None
+        self._kind: tuple[type[LowRank], WireDtype | None] | None = None  # of its hook
         self.process_group = process_group
         self._settings: dict[str, Any] = {
             "matrix_rank": matrix_approximation_rank,
@@ -113,20 +152,149 @@ class PowerSGDState:
             "seed": random_seed,
         }
         PowerSGD(**self._settings)
-        self._log_every_steps = whole_number(
-            "compression_stats_logging_frequency", compression_stats_logging_frequency, least=1
-        )
+        self.compression_stats_logging_frequency = compression_stats_logging_frequency
         loss_scale_of(grad_scaler)
         self._grad_scaler = grad_scaler
-        self._front: BucketFront | None = None
         self._loaded: dict[str, Any] | None = None
         self._strict = True
+        self._numel_before, self._numel_after = 0, 0
+        self._counted: tuple[object, int, int] = (None, 0, 0)
+
+    matrix_approximation_rank = _setting("matrix_rank", "Matrix rank of the factors; may be set.")
+    start_powerSGD_iter = _setting(
+        "warmup_steps", "Committed steps that average whole gradients; may be set."
+    )
+    min_compression_rate = _setting(
+        "min_compression_ratio", "A matrix is compressed only if that shrinks it more than this; may be set."
+    )
+    use_error_feedback = _setting("error_feedback", "Whether errors are fed back; may be set.")
+    warm_start = _setting("warm_start", "Whether a step starts from the last one's factor; may be set.")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse what would have no effect."""
+        if name in READ_ONLY:
+            raise ConfigError(f"{name} of a PowerSGDState can't be set: {READ_ONLY[name]}")
+        if not name.startswith("_") and not hasattr(type(self), name):
+            raise ConfigError(
+                f"a PowerSGDState has no setting {name!r}; see its constructor for those there are"
+            )
+        object.__setattr__(self, name, value)
+
+    def _get(self, name: str) -> Any:
+        """A setting of the algorithm in use, or as given last if that one has no such setting."""
+        in_use = None if self._front is None else self._front.sync.algorithm
+        return getattr(in_use, name, self._settings[name])
+
+    def _change(self, name: str, value: Any) -> None:
+        """Set one from the next step on."""
+        changed = self._settings | {name: value}
+        if self._front is None:
+            PowerSGD(**changed)
+        else:
+            in_use = self._front.sync.algorithm
+            if not isinstance(in_use, LowRank):
+                raise ConfigError(f"sync.use() has put {in_use} in place of PowerSGD, which has no {name}")
+            self._front.sync.use(replace(in_use, **{name: value}))
+        self._settings = changed
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """As given; may be set before the first step."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"process_group must be a torch.distributed process group or None, got {group!r}"
+            )
+        if self._front is not None:
+            raise ConfigError("process_group can't be set after the first step; make a new state")
+        self._process_group = group
+
+    @property
+    def compression_stats_logging_frequency(self) -> int:
+        """Every so many steps the statistics are logged; may be set."""
+        return self._log_every_steps
+
+    @compression_stats_logging_frequency.setter
+    def compression_stats_logging_frequency(self, steps: int) -> None:
+        self._log_every_steps = whole_number("compression_stats_logging_frequency", steps, least=1)
+
+    @property
+    def next_stats_report(self) -> int:
+        """The step after which the statistics are logged next."""
+        steps = 0 if self._front is None else self._front.sync.steps
+        return (steps // self._log_every_steps + 1) * self._log_every_steps
+
+    @property
+    def orthogonalization_epsilon(self) -> float:
+        """As given; not used."""
+        return self._orthogonalization_epsilon
+
+    @property
+    def batch_tensors_with_same_shape(self) -> bool:
+        """As given; not used."""
+        return self._batch_tensors_with_same_shape
+
+    @property
+    def rng(self) -> Any:
+        """A new NumPy generator of `random_seed`, where torch keeps its own; Thinwire draws from none."""
+        import numpy as np  # noqa: PLC0415 (torch's state needs it, Thinwire does not)
+
+        return np.random.RandomState(self._get("seed"))
+
+    @property
+    def iter(self) -> int:
+        """Committed steps so far: as long as it is below `start_powerSGD_iter`, whole gradients travel."""
+        if self._front is None:
+            return 0 if self._loaded is None else int(self._loaded["step"])
+        counts = self._front.sync.counts()
+        return counts.steps - counts.skipped_steps
+
+    @property
+    def error_dict(self) -> Mapping[str, torch.Tensor]:
+        """What this process owes, by parameter name (torch's is by bucket): fp32, flat, unscaled; to read."""
+        return MappingProxyType({} if self._front is None else self._front.sync._memory.error)
+
+    @property
+    def q_memory_dict(self) -> Mapping[str, torch.Tensor]:
+        """The last mean right factors, by name: fp32, shape (matrix rank, columns); to read."""
+        return MappingProxyType({} if self._front is None else self._front.sync._memory.factor)
+
+    @property
+    def p_memory_dict(self) -> Mapping[str, torch.Tensor]:
+        """Nothing: left factors are not kept from step to step."""
+        return MappingProxyType({})
+
+    @property
+    def total_numel_before_compression(self) -> int:
+        """Elements of the gradients of all steps past the warm-up."""
+        return self._numel_before
+
+    @property
+    def total_numel_after_compression(self) -> int:
+        """Elements that were sent for them."""
+        return self._numel_after
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Elements before over after compression, before, and after, since the warm-up; (0, 0, 0) until then.
+
+        `stats()` has the bytes of all steps.
+        """
+        rate = self._numel_before / self._numel_after if self._numel_after else 0
+        return rate, self._numel_before, self._numel_after
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
         """A state with the same settings. What it has done stays behind: a copied model has no hook."""
-        copied = PowerSGDState(self.process_group, grad_scaler=self._grad_scaler)
-        copied._settings = dict(self._settings)
-        copied._log_every_steps = self._log_every_steps
+        copied = PowerSGDState(
+            self.process_group,
+            orthogonalization_epsilon=self._orthogonalization_epsilon,
+            compression_stats_logging_frequency=self._log_every_steps,
+            batch_tensors_with_same_shape=self._batch_tensors_with_same_shape,
+            grad_scaler=self._grad_scaler,
+        )
+        copied._settings = {name: self._get(name) for name in self._settings}
         copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
         return copied
 
@@ -143,7 +311,7 @@ class PowerSGDState:
 
     @property
     def sync(self) -> GradientSync:
-        """What averages; known from the first step on.
+        """What averages, from the first step on; `sync.use(…)` switches the algorithm for the next one.
 
         Raises:
             AttachError: There was no step yet.
@@ -206,19 +374,18 @@ class PowerSGDState:
             ConfigError: The state has been used with another hook, wrapper or model.
             StateError: The loaded state is of another model.
         """
-        algorithm = self.algorithm(kind, wire_dtype)
         if self._front is None:
+            algorithm = self.algorithm(kind, wire_dtype)
             self._front = self._new_front(algorithm, bucket.buffer().device)
-            self._loaded = None
-        if self._front.sync.algorithm != algorithm:
+            self._front.sync.observers.append(self._after_step)
+            self._loaded, self._kind = None, (kind, wire_dtype)
+        if self._kind != (kind, wire_dtype):
             raise ConfigError(
-                f"this PowerSGDState has been used with {self._front.sync.algorithm}, now with {algorithm}; "
-                "make one state for each model and hook"
+                f"this PowerSGDState has been used with {_told(self._kind)}, now with "
+                f"{_told((kind, wire_dtype))}; make one state for each model and hook, or switch with "
+                "state.sync.use(…)"
             )
-        future = self._front.run(bucket)
-        if bucket.is_last():
-            self._log(self._front.sync)
-        return future
+        return self._front.run(bucket)
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
         models = models_where(lambda state: state is self)
@@ -237,10 +404,35 @@ class PowerSGDState:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
         return front
 
-    def _log(self, sync: GradientSync) -> None:
+    def _after_step(self, committed: bool) -> None:
+        """Count and log."""
+        sync = self.sync
+        if self.iter - committed >= self._get("warmup_steps"):
+            counted_for = (sync.algorithm, sync.buckets)
+            if self._counted[0] != counted_for:
+                self._counted = (counted_for, *_elements(sync))
+            self._numel_before += self._counted[1]
+            self._numel_after += self._counted[2]
         if logger.isEnabledFor(logging.INFO) and sync.steps % self._log_every_steps == 0:
             stats = sync.stats()
             logger.info("step %d: compression ratio %.1f, %s", stats.steps, stats.compression_ratio, stats)
+
+
+def _elements(sync: GradientSync) -> tuple[int, int]:
+    """A compressed step's elements before and after compression, as torch counts them."""
+    numel = {spec.name: spec.numel for bucket in sync.buckets for spec in bucket}
+    after = 0.0
+    for route in sync.plan.routes:
+        if route.matrix_shape is None or route.matrix_rank is None:
+            after += sum(numel[name] for name in route.names)
+        else:
+            after += route.matrix_rank * sum(route.matrix_shape) * getattr(sync.algorithm, "factor_pairs", 1)
+    return sum(numel.values()), int(after)
+
+
+def _told(kind: tuple[type[LowRank], WireDtype | None] | None) -> str:
+    name, wire_dtype = ("no hook", None) if kind is None else (kind[0].__name__, kind[1])
+    return name if wire_dtype is None else f"{name} in {wire_dtype}"
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -262,27 +454,10 @@ def _checked(state: object) -> PowerSGDState:
     return state
 
 
-def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average whole gradients, as DDP does without a hook."""
-    return _one_round(AllReduce(), process_group, bucket)
-
-
-def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average gradients in fp16; see `thinwire.Cast`."""
-    return _one_round(Cast("fp16"), process_group, bucket)
-
-
-def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average gradients in bf16, on any backend that carries it, Gloo included; see `thinwire.Cast`."""
-    return _one_round(Cast("bf16"), process_group, bucket)
-
-
-# DDP refuses hooks of the usual name unless CUDA and NCCL are there.
-bf16_compress_hook.__name__ = "thinwire_bf16_compress_hook"
-
-
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """`hook` with its messages in fp16: the factors of PowerSGD, not its memory, which stays fp32.
+
+    Hooks whose messages have 16 or 8 bits already, or that send none, are given back as they are.
 
     Raises:
         ConfigError: Not one of this module's hooks: the messages of another can't be reached.
@@ -299,6 +474,15 @@ def bf16_compress_wrapper(hook: Hook) -> Hook:
     return _wrapped(hook, "bf16")
 
 
+SMALL_ALREADY: tuple[Hook, ...] = (
+    fp16_compress_hook,
+    bf16_compress_hook,
+    quantization_pertensor_hook,
+    quantization_perchannel_hook,
+    noop_hook,
+)
+
+
 def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
     if hook is powerSGD_hook or hook is batched_powerSGD_hook:
         kind = PowerSGD if hook is powerSGD_hook else BatchedPowerSGD
@@ -307,43 +491,17 @@ def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
             return _checked(state).run(kind, wire_dtype, bucket)
 
         return low_rank_in_16_bits
+    if hook is post_localSGD_hook:
+
+        def post_local_in_16_bits(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+            return averaged(state, bucket, wire_dtype)
+
+        return post_local_in_16_bits
     if hook is allreduce_hook:
         return fp16_compress_hook if wire_dtype == "fp16" else bf16_compress_hook
+    if any(hook is each for each in SMALL_ALREADY):
+        return hook
     raise ConfigError(
-        f"expected powerSGD_hook, batched_powerSGD_hook or allreduce_hook of thinwire.hooks, got {hook!r}; "
-        "the messages of another hook can't be reached from outside: use torch's own wrapper for it"
+        f"expected one of thinwire.hooks, got {hook!r}; the messages of another hook can't be reached from "
+        "outside: use torch's own wrapper for it"
     )
-
-
-def _one_round(
-    algorithm: AllReduce | Cast, process_group: dist.ProcessGroup | None, bucket: GradBucket
-) -> Future[torch.Tensor]:
-    """One message a bucket, which DDP waits for; nothing is kept between steps."""
-    flat = dense_buffer(bucket)
-    channel = ProcessGroupChannel(process_group, flat.device)
-    _agree(algorithm, channel, bucket.parameters())
-    divide_by_contributors(bucket.parameters(), flat)
-    rounds = algorithm.exchange(Bucket((), flat), Memory())
-    message = next(rounds)
-    if message is None:
-        raise AssertionError(f"{algorithm} sent no message")
-
-    def write_back(done: Future[torch.Tensor]) -> torch.Tensor:
-        with suppress(StopIteration):
-            rounds.send(done.value())
-        return flat
-
-    return channel.average_later(message, f"a bucket of {flat.numel()} gradients").then(write_back)
-
-
-# By the first parameter of a bucket: gradients in other types would be summed as if they were of one.
-_agreed = WeakTensorKeyDictionary()
-
-
-def _agree(algorithm: AllReduce | Cast, channel: ProcessGroupChannel, parameters: list[torch.Tensor]) -> None:
-    """Where a bucket is new to a hook: do all processes use the hook for it?"""
-    agreed = (algorithm, channel.group.group_name)
-    if parameters and (parameters[0] not in _agreed or _agreed[parameters[0]] != agreed):
-        told = {"thinwire": __version__, "algorithm": repr(algorithm), "parameters": str(len(parameters))}
-        channel.agree(told, "a bucket's first step")
-        _agreed[parameters[0]] = agreed

@@ -2,12 +2,14 @@
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import logging
+import os
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.channel import ProcessGroupChannel
 from thinwire.channel.process_group import checked_group
 from thinwire.checks import true_or_false, whole_number
@@ -16,9 +18,15 @@ from thinwire.ddp import dense_buffer, left_alone
 from thinwire.errors import ConfigError
 from thinwire.version import __version__
 
-__all__ = ["PostLocalSGDState", "post_localSGD_hook"]
+__all__ = ["PostLocalSGDState", "averaged", "post_localSGD_hook"]
 
 logger = logging.getLogger(__name__)
+
+NO_MACHINE = (
+    "with subgroup=None gradients are averaged by the processes of this machine, which can't be told without "
+    "an accelerator or LOCAL_WORLD_SIZE; pass subgroup=, such as "
+    "torch.distributed.new_subgroups(group_size=…)[0]"
+)
 
 
 class PostLocalSGDState:
@@ -32,8 +40,9 @@ class PostLocalSGDState:
 
     Args:
         process_group: The group of the first steps, None for the default one.
-        subgroup: The group of later steps; None for the processes of this machine, as many as it has
-            accelerators.
+        subgroup: The group of later steps; None for the processes of this machine, which is divided off in
+            the first later step: as many as the machine has accelerators or, without any, as the launcher
+            tells in `LOCAL_WORLD_SIZE`. May be set until then.
         start_localSGD_iter: Steps at the start that average over `process_group`.
         post_local_gradient_allreduce: Whether later steps average within `subgroup`, or not at all.
 
@@ -42,8 +51,7 @@ class PostLocalSGDState:
         is_agreed: Whether all processes have compared these settings.
 
     Raises:
-        ConfigError: A setting is of the wrong type or out of range, or the processes of this machine can't
-            be told because it has no accelerator.
+        ConfigError: A setting is of the wrong type or out of range.
         AttachError: This process is not a member of a group.
     """
 
@@ -56,11 +64,6 @@ class PostLocalSGDState:
     ) -> None:
         whole_number("start_localSGD_iter", start_localSGD_iter, least=0)
         true_or_false("post_local_gradient_allreduce", post_local_gradient_allreduce)
-        if subgroup is None and post_local_gradient_allreduce and not torch.cuda.is_available():
-            raise ConfigError(
-                "without an accelerator the processes of a machine can't be told; pass subgroup=, such as "
-                "torch.distributed.new_subgroups(group_size=…)[0]"
-            )
         self.process_group = None if process_group is None else checked_group(process_group)
         self.subgroup = None if subgroup is None else checked_group(subgroup)
         self.start_localSGD_iter = start_localSGD_iter
@@ -87,35 +90,49 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
         AgreementError: The processes have other settings (told at the first step).
         CommunicationError: A collective failed.
     """
+    return averaged(state, bucket, None)
+
+
+def averaged(
+    state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
+) -> Future[torch.Tensor]:
+    """`post_localSGD_hook` with its messages in 16 bits if `wire_dtype` says so; for hooks."""
     if not isinstance(state, PostLocalSGDState):
         raise ConfigError(
             "post_localSGD_hook needs a thinwire.hooks.PostLocalSGDState, got "
             f"{type(state).__module__}.{type(state).__name__}"
         )
     flat = dense_buffer(bucket)
-    purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
-    if state.subgroup is None and state.post_local_gradient_allreduce:
-        state.subgroup = _processes_of_this_machine(state.process_group)
     if not state.is_agreed:
-        _agree(state, flat.device)
-    if state.iter < state.start_localSGD_iter:
+        _agree(state, wire_dtype, flat.device)
+    is_local = state.iter >= state.start_localSGD_iter
+    if is_local and not state.post_local_gradient_allreduce:
+        return left_alone(flat)
+    if is_local and state.subgroup is None:
+        state.subgroup = _processes_of_this_machine(state.process_group)
+    channel = ProcessGroupChannel(state.subgroup if is_local else state.process_group, flat.device)
+    purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
+    if not is_local:
         divide_by_contributors(bucket.parameters(), flat)
         _count(state, bucket)
-        return ProcessGroupChannel(state.process_group, flat.device).average_later(flat, purpose)
-    if state.post_local_gradient_allreduce:
-        return ProcessGroupChannel(state.subgroup, flat.device).average_later(flat, purpose)
-    return left_alone(flat)
+    if wire_dtype is None:
+        return channel.average_later(flat, purpose)
+    mean = channel.average_later(flat.to(wire_dtype_of(wire_dtype)), purpose)
+    return mean.then(lambda done: flat.copy_(done.value()))
 
 
-def _agree(state: PostLocalSGDState, device: torch.device) -> None:
+def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch.device) -> None:
     told = {
         "thinwire": __version__,
         "start_localSGD_iter": str(state.start_localSGD_iter),
         "post_local_gradient_allreduce": str(state.post_local_gradient_allreduce),
         "iter": str(state.iter),
+        "wire_dtype": str(wire_dtype),
     }
     ProcessGroupChannel(state.process_group, device).agree(told, "the first step")
     state.is_agreed = True
+    if state.post_local_gradient_allreduce and state.subgroup is None and _processes_a_machine() is None:
+        logger.warning("step %d will fail: %s", state.start_localSGD_iter, NO_MACHINE)
 
 
 def _count(state: PostLocalSGDState, bucket: GradBucket) -> None:
@@ -125,9 +142,20 @@ def _count(state: PostLocalSGDState, bucket: GradBucket) -> None:
             logger.info("local SGD starts after %d steps", state.iter)
 
 
+def _processes_a_machine() -> int | None:
+    """How many there are, by its accelerators or by the launcher; None if neither tells."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(told) if told.isdecimal() else None
+
+
 def _processes_of_this_machine(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    size = _processes_a_machine()
+    if size is None:
+        raise ConfigError(f"local SGD starts: {NO_MACHINE}")
     try:
-        subgroup: dist.ProcessGroup = dist.new_subgroups(group=group)[0]  # type: ignore[no-untyped-call]
+        subgroup: dist.ProcessGroup = dist.new_subgroups(size, group)[0]  # type: ignore[no-untyped-call]
     except ValueError as error:
         raise ConfigError(
             f"{error}; pass subgroup=, this process's group of processes on one machine"

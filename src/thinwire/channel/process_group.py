@@ -61,6 +61,24 @@ class ProcessGroupChannel(Channel):
 
         return cast("Future[torch.Tensor]", collective.work.get_future().then(mean))
 
+    def gather_later(self, message: torch.Tensor, purpose: str) -> Future[list[torch.Tensor]]:
+        """Gather `message`, of one shape and type on all processes, as a future of a list by process rank.
+
+        Raises:
+            CommunicationError: The collective failed; from the call or from the future.
+        """
+        gathered = [torch.empty_like(message) for _ in range(self.size)]
+        where = f"{purpose}: the gather of {message.numel()} × {message.dtype}"
+        with told_where(where):
+            work = cast(dist.Work, dist.all_gather(gathered, message, group=self.group, async_op=True))
+
+        def arrived(done: Future[object]) -> list[torch.Tensor]:
+            with told_where(where):
+                done.value()
+            return gathered
+
+        return cast("Future[list[torch.Tensor]]", work.get_future().then(arrived))
+
     def agree(self, told: Told, purpose: str) -> None:
         """Compare digests, and only where they differ what they are of.
 

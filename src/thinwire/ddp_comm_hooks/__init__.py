@@ -1,0 +1,117 @@
+"""The modules and names of `torch.distributed.algorithms.ddp_comm_hooks`, on Thinwire's core.
+
+Change the package's name, and leave the rest of the script as it is:
+
+    from thinwire.ddp_comm_hooks import powerSGD_hook as powerSGD
+
+    state = powerSGD.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=100)
+    ddp_model.register_comm_hook(state, powerSGD.powerSGD_hook)
+
+`thinwire.hooks` has all hooks in one module. What behaves differently is told in docs/powersgd.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire import ddp, hooks
+from thinwire.errors import AttachError, ConfigError
+
+__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
+
+
+@dataclass(frozen=True)
+class _Registration:
+    """Registers a hook on a model: `DDPCommHookType.….value`.
+
+    Args:
+        comm_hook: One of `thinwire.hooks`.
+        matrix_approximation_rank: Of PowerSGD's hooks, for which a state is made; None for others.
+    """
+
+    comm_hook: Callable[..., Any]
+    matrix_approximation_rank: int | None = None
+
+    def __call__(
+        self, model: torch.nn.Module, state: object = None, start_powerSGD_iter: int | None = None
+    ) -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise AttachError(f"expected a DistributedDataParallel model, got {type(model).__name__}")
+        if not (state is None or isinstance(state, dist.ProcessGroup)):
+            raise ConfigError(
+                f"state must be a process group or None, got {type(state).__name__}; with a state of your "
+                "own call model.register_comm_hook(state, hook)"
+            )
+        given: dict[str, Any] = (
+            {} if start_powerSGD_iter is None else {"start_powerSGD_iter": start_powerSGD_iter}
+        )
+        if self.matrix_approximation_rank is not None:
+            state = hooks.PowerSGDState(state, self.matrix_approximation_rank, **given)
+        elif given:
+            raise ConfigError("start_powerSGD_iter is for PowerSGD's hooks; leave it out")
+        ddp.register(model, state, self.comm_hook)
+
+
+class DDPCommHookType(Enum):
+    """torch's names for hooks; each value registers its hook: `….value(model=model, state=process_group)`.
+
+    A PowerSGD hook gets a `PowerSGDState` of its own, with the defaults: it compresses after 1 000 steps,
+    unless the value is called with `start_powerSGD_iter` as well.
+    """
+
+    ALLREDUCE = _Registration(hooks.allreduce_hook)
+    FP16_COMPRESS = _Registration(hooks.fp16_compress_hook)
+    BF16_COMPRESS = _Registration(hooks.bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = _Registration(hooks.quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = _Registration(hooks.quantization_perchannel_hook)
+    POWER_SGD = _Registration(hooks.powerSGD_hook, 1)
+    POWER_SGD_RANK2 = _Registration(hooks.powerSGD_hook, 2)
+    BATCHED_POWER_SGD = _Registration(hooks.batched_powerSGD_hook, 1)
+    BATCHED_POWER_SGD_RANK2 = _Registration(hooks.batched_powerSGD_hook, 2)
+    NOOP = _Registration(hooks.noop_hook)
+
+
+BUILT_IN = {
+    BuiltinCommHookType.ALLREDUCE: DDPCommHookType.ALLREDUCE,
+    BuiltinCommHookType.FP16_COMPRESS: DDPCommHookType.FP16_COMPRESS,
+}
+
+
+def register_ddp_comm_hook(
+    comm_hook_type: DDPCommHookType | BuiltinCommHookType,
+    model: torch.nn.Module,
+    state: dist.ProcessGroup | None = None,
+) -> None:
+    """Register a hook by its name on a DDP model.
+
+    Args:
+        comm_hook_type: Or one of torch's own `torch.distributed.BuiltinCommHookType`, in whose place the hook
+            of the same name is registered.
+        model: The DDP model.
+        state: Its process group, None for the default one.
+
+    Raises:
+        ConfigError: Not such a type (torch's own `DDPCommHookType` names torch's hooks), or no process group.
+        AttachError: Not a DDP model, or it has a hook already.
+
+    Examples:
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
+        >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ddp_model)
+        >>> ddp_model(torch.ones(1, 8)).sum().backward()
+    """
+    if isinstance(comm_hook_type, BuiltinCommHookType):
+        comm_hook_type = BUILT_IN[comm_hook_type]
+    if not isinstance(comm_hook_type, DDPCommHookType):
+        raise ConfigError(
+            "comm_hook_type must be one of thinwire.ddp_comm_hooks.DDPCommHookType or "
+            f"torch.distributed.BuiltinCommHookType, got {comm_hook_type!r}"
+        )
+    comm_hook_type.value(model=model, state=state)

@@ -1,0 +1,21 @@
+"""torch's `optimizer_overlap_hooks` has no public names, and its private ones have no use here."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from thinwire.errors import ConfigError
+
+__all__: list[str] = []
+
+TORCHS = ("_OptimizerHookState", "_apply_optim_in_backward_hook", "_hook_then_optimizer")
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name in TORCHS:
+        raise ConfigError(
+            f"{name} is not offered: the means of all buckets are known together, so an optimizer in the "
+            "hook would overlap nothing, and would take steps that are to be skipped; call optimizer.step() "
+            "after the backward pass"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

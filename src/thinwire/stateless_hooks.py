@@ -1,0 +1,162 @@
+"""torch's hooks that keep nothing between steps: one message a bucket, or none."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thinwire.algorithms import AllReduce, Bucket, Cast, Memory
+from thinwire.channel import ProcessGroupChannel
+from thinwire.checks import whole_number
+from thinwire.contributors import divide_by_contributors
+from thinwire.ddp import dense_buffer, left_alone
+from thinwire.version import __version__
+
+__all__ = [
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "noop_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+]
+
+MOST_CODE = 255  # of 8 bits
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average whole gradients, as DDP does without a hook."""
+    return _one_round(AllReduce(), process_group, bucket)
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average gradients in fp16; see `thinwire.Cast`."""
+    return _one_round(Cast("fp16"), process_group, bucket)
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average gradients in bf16, on any backend that carries it, Gloo included; see `thinwire.Cast`."""
+    return _one_round(Cast("bf16"), process_group, bucket)
+
+
+# DDP refuses hooks of the usual name unless CUDA and NCCL are there.
+bf16_compress_hook.__name__ = "thinwire_bf16_compress_hook"
+
+
+def quantization_pertensor_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """Average gradients in 8 bits, with one scale a bucket.
+
+    Every process gets the 8-bit gradients of all, and averages them itself: each is off by at most half of
+    (largest − smallest, 0 included) / 255 of its bucket. There is no error feedback.
+
+    Cost: one gather a bucket, of 1 byte an element and 8 bytes, to every process from every other: with n
+    processes each receives n − 1 bytes an element, whatever the backend. An fp32 copy of the bucket.
+
+    Raises:
+        GradientError: The gradients are sparse.
+        AgreementError: The processes use other hooks (told where a bucket is new).
+        CommunicationError: A collective failed.
+    """
+    return _in_8_bits(process_group, bucket, None)
+
+
+def quantization_perchannel_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
+) -> Future[torch.Tensor]:
+    """Like `quantization_pertensor_hook`, with one scale for every `bucket_size` elements.
+
+    Cost: as there, with 8 bytes for each scale.
+
+    Raises:
+        ConfigError: `bucket_size` is not a whole number of at least 1.
+    """
+    return _in_8_bits(process_group, bucket, whole_number("bucket_size", bucket_size, least=1))
+
+
+def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average nothing, to find out what a step takes without communication; the models drift apart."""
+    return left_alone(bucket.buffer())
+
+
+def _one_round(
+    algorithm: AllReduce | Cast, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """One message a bucket, which DDP waits for; nothing is kept between steps."""
+    flat = dense_buffer(bucket)
+    channel = ProcessGroupChannel(process_group, flat.device)
+    _agree(repr(algorithm), channel, bucket.parameters())
+    divide_by_contributors(bucket.parameters(), flat)
+    rounds = algorithm.exchange(Bucket((), flat), Memory())
+    message = next(rounds)
+    if message is None:
+        raise AssertionError(f"{algorithm} sent no message")
+
+    def write_back(done: Future[torch.Tensor]) -> torch.Tensor:
+        with suppress(StopIteration):
+            rounds.send(done.value())
+        return flat
+
+    return channel.average_later(message, f"a bucket of {flat.numel()} gradients").then(write_back)
+
+
+def _in_8_bits(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, scaled_elements: int | None
+) -> Future[torch.Tensor]:
+    """One gather a bucket: the scales travel with the codes, so no future's callback issues a collective."""
+    flat = dense_buffer(bucket)
+    channel = ProcessGroupChannel(process_group, flat.device)
+    each = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
+    _agree(f"8 bits, a scale for {each}", channel, bucket.parameters())
+    divide_by_contributors(bucket.parameters(), flat)
+    message = _codes(flat, scaled_elements or flat.numel())
+
+    def write_back(done: Future[list[torch.Tensor]]) -> torch.Tensor:
+        total = torch.zeros_like(flat, dtype=torch.float32)
+        for codes in done.value():
+            total += _gradients(codes, flat.numel(), scaled_elements or flat.numel())
+        flat.copy_(total.div_(channel.size))
+        return flat
+
+    return channel.gather_later(message, f"a bucket of {flat.numel()} gradients").then(write_back)
+
+
+def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
+    """Gradients in 8 bits after their scales and zeros: uint8, shape (8 bytes a scale + elements,).
+
+    What is not finite makes its scale so, and with it all that is read with the scale.
+    """
+    padded = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % scaled_elements))
+    rows = padded.view(-1, scaled_elements)
+    least, most = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
+    scale = most / MOST_CODE - least / MOST_CODE
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    zero = (-least / scale).round()
+    codes = (rows / scale).add_(zero).round_().clamp_(0, MOST_CODE).to(torch.uint8)
+    return torch.cat([torch.cat([scale, zero]).view(-1).view(torch.uint8), codes.view(-1)])
+
+
+def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.Tensor:
+    """What `_codes` was given, rounded: fp32, shape (numel,)."""
+    count = -(-numel // scaled_elements)
+    scale, zero = codes[: 8 * count].view(torch.float32).view(2, count, 1)
+    rows = codes[8 * count :].view(count, scaled_elements)
+    return ((rows.float() - zero) * scale).view(-1)[:numel]
+
+
+# By the first parameter of a bucket: gradients in other types would be summed as if they were of one.
+_agreed = WeakTensorKeyDictionary()
+
+
+def _agree(how: str, channel: ProcessGroupChannel, parameters: list[torch.Tensor]) -> None:
+    """Where a bucket is new to a hook: do all processes use the hook for it?"""
+    agreed = (how, channel.group.group_name)
+    if parameters and (parameters[0] not in _agreed or _agreed[parameters[0]] != agreed):
+        told = {"thinwire": __version__, "algorithm": how, "parameters": str(len(parameters))}
+        channel.agree(told, "a bucket's first step")
+        _agreed[parameters[0]] = agreed

@@ -1,0 +1,137 @@
+"""torch's package of hooks under our name: migrating is one prefix."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms import ddp_comm_hooks as stock
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import ddp_comm_hooks, hooks
+
+MODULES = [
+    "default_hooks",
+    "powerSGD_hook",
+    "post_localSGD_hook",
+    "quantization_hooks",
+    "debugging_hooks",
+    "optimizer_overlap_hooks",
+]
+
+
+def module_of(package: Any, name: str) -> Any:
+    return importlib.import_module(f"{package.__name__}.{name}")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_modules_have_torchs_public_names_and_parameters(name: str) -> None:
+    theirs, ours = module_of(stock, name), module_of(ddp_comm_hooks, name)
+    own = [key for key, each in vars(theirs).items() if getattr(each, "__module__", "") == theirs.__name__]
+    public = sorted(getattr(theirs, "__all__", [key for key in own if not key.startswith("_")]))
+    assert ours.__all__ == public
+    for key in public:
+        assert getattr(ours, key) is getattr(hooks, key)
+        expected = list(inspect.signature(getattr(theirs, key)).parameters)
+        assert list(inspect.signature(getattr(ours, key)).parameters)[: len(expected)] == expected
+
+
+def test_as_the_documents_write_it() -> None:
+    from thinwire.ddp_comm_hooks import default_hooks as default  # noqa: PLC0415
+    from thinwire.ddp_comm_hooks import post_localSGD_hook as post_local  # noqa: PLC0415
+    from thinwire.ddp_comm_hooks import powerSGD_hook as powerSGD  # noqa: PLC0415
+
+    assert default.fp16_compress_wrapper(default.allreduce_hook) is hooks.fp16_compress_hook
+    assert powerSGD.PowerSGDState(process_group=None, matrix_approximation_rank=1).iter == 0
+    assert post_local.post_localSGD_hook is hooks.post_localSGD_hook
+
+
+def test_the_package_has_torchs_names() -> None:
+    assert sorted(ddp_comm_hooks.__all__) == sorted(stock.__all__)
+    assert list(ddp_comm_hooks.DDPCommHookType.__members__) == list(stock.DDPCommHookType.__members__)
+    theirs = inspect.signature(stock.register_ddp_comm_hook).parameters
+    assert list(inspect.signature(ddp_comm_hooks.register_ddp_comm_hook).parameters) == list(theirs)
+
+
+@pytest.mark.parametrize("name", ["_OptimizerHookState", "_hook_then_optimizer"])
+def test_what_makes_no_sense_says_so(name: str) -> None:
+    module = module_of(ddp_comm_hooks, "optimizer_overlap_hooks")
+    with pytest.raises(thinwire.ConfigError, match="would overlap nothing"):
+        getattr(module, name)
+    with pytest.raises(AttributeError):
+        module.no_such_name  # noqa: B018
+
+
+def test_every_type_registers_its_hook(pool2: Pool) -> None:
+    """Those that average leave one gradient on both processes, in buckets of their own."""
+    for agree, ranks, builtin, twice in pool2.run(_registered):
+        assert {name for name, same in agree.items() if not same} == {"NOOP"}
+        assert len(agree) == 10
+        assert ranks == {
+            "POWER_SGD": 1,
+            "POWER_SGD_RANK2": 2,
+            "BATCHED_POWER_SGD": 1,
+            "BATCHED_POWER_SGD_RANK2": 2,
+        }
+        assert builtin == [hooks.allreduce_hook, hooks.fp16_compress_hook]
+        assert twice == "AttachError"
+
+
+def _registered() -> tuple[dict[str, bool], dict[str, int], list[Any], str]:
+    agree, ranks = {}, {}
+    for kind in ddp_comm_hooks.DDPCommHookType:
+        model = new_model()
+        if "POWER" in kind.name:
+            kind.value(model=model, state=None, start_powerSGD_iter=0)
+            state = model._comm_hooks[0][1]
+            ranks[kind.name] = state.matrix_approximation_rank
+        else:
+            ddp_comm_hooks.register_ddp_comm_hook(kind, model)
+        model(torch.ones(2, 64) * (dist.get_rank() + 1)).square().sum().backward()
+        assert "POWER" not in kind.name or state.stats().compression_ratio > 4
+        mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        agree[kind.name] = torch.equal(everyone[0], everyone[1])
+    builtin = []
+    for built_in in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+        model = new_model()
+        ddp_comm_hooks.register_ddp_comm_hook(built_in, model)
+        builtin.append(model._comm_hooks[0][0])
+    try:
+        ddp_comm_hooks.register_ddp_comm_hook(ddp_comm_hooks.DDPCommHookType.NOOP, model)
+    except thinwire.AttachError as error:
+        return agree, ranks, builtin, type(error).__name__
+    return agree, ranks, builtin, ""
+
+
+def new_model() -> DistributedDataParallel:
+    torch.manual_seed(7)
+    return DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), bucket_cap_mb=0.01)
+
+
+BAD: dict[str, tuple[Callable[[], Any], str]] = {
+    "torch's own types": (
+        lambda: ddp_comm_hooks.register_ddp_comm_hook(stock.DDPCommHookType.NOOP, nn.Linear(2, 2)),  # type: ignore[arg-type]
+        "thinwire.ddp_comm_hooks.DDPCommHookType",
+    ),
+    "no model": (
+        lambda: ddp_comm_hooks.register_ddp_comm_hook(ddp_comm_hooks.DDPCommHookType.NOOP, nn.Linear(2, 2)),
+        "got Linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_mistakes_are_refused_at_once(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(thinwire.ThinwireError, match=message):
+        call()
