@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 import thinwire
 from pool import Pool
 from thinwire import Advice, ConfigError
+from thinwire.advice.measure import _slowest_of
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
@@ -49,6 +51,15 @@ def test_a_probe_of_a_known_network_tells_its_rate() -> None:
 def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
     """A byte takes 2 ms."""
     assert Timeline(sent, 1.0).step_seconds(lambda num_bytes: 0.002 * num_bytes) == pytest.approx(expected)
+
+
+def test_the_slowest_of_so_many_processes() -> None:
+    """Against all pairs of steps; and at once for the most processes that there may be."""
+    seconds = [0.3, 0.1, 0.4, 0.2]
+    slowest = sorted(map(max, product(seconds, repeat=2)))
+    assert _slowest_of(seconds, 2) == (slowest[7], slowest[3], slowest[11])
+    assert _slowest_of(seconds, 1) == (0.2, 0.1, 0.3)
+    assert _slowest_of(seconds, 1 << 20) == (0.4, 0.4, 0.4)
 
 
 def new_model() -> nn.Sequential:
@@ -106,11 +117,16 @@ def test_what_can_not_be_advised(pool2: Pool) -> None:
     for messages in pool2.run(_refused):
         assert "must run a backward pass on the model that it is given" in messages[0]
         assert "budget_seconds must be above 0" in messages[1]
+        assert "budget_seconds must be above 0 and finite" in messages[2]
 
 
 def _refused() -> list[str]:
     messages = []
-    for options in ({"one_step": lambda model: None}, {"one_step": one_step, "budget_seconds": 0.0}):
+    for options in (
+        {"one_step": lambda model: None},
+        {"one_step": one_step, "budget_seconds": 0.0},
+        {"one_step": one_step, "budget_seconds": float("inf")},
+    ):
         with pytest.raises(ConfigError) as caught:
             thinwire.advise(new_model(), probe=network(1e8, 0.001), **options)
         messages.append(str(caught.value))

@@ -258,6 +258,7 @@ def test_no_records_no_summary() -> None:
         ({"algorithms": ("int8",)}, "algorithm must be one of exact, .*, got 'int8'"),
         ({"algorithms": ("fp16", "fp16")}, "twice"),
         ({"matrix_rank": 0}, "matrix_rank must be"),
+        ({"seed": 10**22}, r"seed must be below 2\*\*64, which torch's generators take, got 10000"),
     ],
 )
 def test_impossible_options_are_refused_at_once(changes: dict[str, object], message: str) -> None:

@@ -16,7 +16,7 @@ from pool import Pool
 from test_lab import real
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.job import alone
-from thinwire.probe import PairTiming, Probe, Timing, probe
+from thinwire.probe import PairTiming, Probe, Timing, probe, result
 from thinwire.probe.result import nodes_of
 
 THINWIRE = [sys.executable, "-m", "thinwire"]
@@ -164,6 +164,71 @@ def test_what_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text(text)
     with pytest.raises(ConfigError, match=r"probe\.json is not what `thinwire probe --save` writes"):
         Probe.load(tmp_path / "probe.json")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"world_size": 0}, "world_size must be a whole number from 2 to 1048576, got 0"),
+        ({"world_size": -1}, "world_size must be a whole number from 2 to 1048576, got -1"),
+        ({"world_size": 10**9}, "world_size must be a whole number from 2 to 1048576, got 1000000000"),
+        ({"world_size": 10**400}, "world_size must be a whole number from 2 to 1048576, got 1000"),
+        ({"world_size": "2"}, "world_size must be a whole number from 2 to 1048576, got '2'"),
+        ({"version": True}, "version must be a whole number"),
+        ({"backend": 5}, "backend must be text"),
+        ({"timings": []}, "timings must be a list of 2 to 100"),
+        ({"timings": 200 * [{"message_bytes": 4, "seconds": [1.0]}]}, "timings must be a list of 2 to 100"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [1.0]}]}, "timings must be of ascending"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": []}]}, "seconds must be a list of 1 to 1000"),
+        (
+            {"timings": 2 * [{"message_bytes": 4, "seconds": 2000 * [1]}]},
+            "seconds must be a list of 1 to 1000",
+        ),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [-1.0]}]}, "seconds must be a number from 0 to"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [1.7e308]}]}, "seconds must be a number from 0 to"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [float("nan")]}]}, "it has NaN, expected finite"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [float("inf")]}]}, "it has Infinity, expected"),
+        ({"timings": 2 * [{"message_bytes": 0, "seconds": [1.0]}]}, "message_bytes must be a whole number"),
+        ({"timings": [[], []]}, "there is no seconds"),
+        (
+            {"pairs": [{"processes": [], "message_bytes": 4, "seconds": 1.0}]},
+            "processes of a pair must be two",
+        ),
+        ({"pairs": [{"processes": [1, 1], "message_bytes": 4, "seconds": 1.0}]}, "must be two, got 1"),
+        ({"pairs": [{"processes": [0, 2], "message_bytes": 4, "seconds": 1.0}]}, "from 0 to 1, got 2"),
+        ({"pairs": [{}]}, "there is no processes"),
+        ({"nodes": [[0, "1"]]}, "a node must be a whole number from 0 to 1"),
+        ({"nodes": 7}, "nodes must be a list"),
+    ],
+)
+def test_strange_values_in_a_probe_are_refused(changed: dict[str, object], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(json.loads(example().to_json()) | changed))
+    with pytest.raises(
+        ConfigError, match=r"probe\.json is not what `thinwire probe --save` writes"
+    ) as caught:
+        Probe.load(path)
+    assert told in str(caught.value)
+    assert len(str(caught.value).removeprefix(str(path))) < 250
+
+
+def test_a_probe_nested_deeply_or_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(200_000 * "[")
+    with pytest.raises(ConfigError, match="it is nested too deeply"):
+        Probe.load(path)
+    monkeypatch.setattr(result, "MOST_FILE_BYTES", 1000)
+    path.write_text(example().to_json() + 2000 * " ")
+    with pytest.raises(ConfigError, match="it is longer than 1,000 bytes"):
+        Probe.load(path)
+
+
+def test_text_in_a_probe_that_is_none_can_be_printed(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(json.loads(example().to_json()) | {"backend": "gl\ud800oo"}))
+    assert Probe.load(path).backend == "gl?oo"
 
 
 def test_a_later_version_and_half_a_file_are_refused(tmp_path: Path) -> None:

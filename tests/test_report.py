@@ -15,6 +15,7 @@ import pytest
 from catalog import buckets, random_gradients
 from thinwire import Cast, ConfigError, PowerSGD, Watch, read_run
 from thinwire.algorithms import Algorithm
+from thinwire.report import figures, page
 from thinwire.report.command import write_report
 from thinwire.report.figures import VARIABLES
 from thinwire.report.page import report_page
@@ -136,6 +137,54 @@ def test_a_run_without_losses_or_norms(tmp_path: Path) -> None:
     told = checked(report_page([read_run(tmp_path / "run.jsonl")]))
     assert "Bytes" in told
     assert "against" not in told.partition("Bytes")[0]
+
+
+def test_names_that_are_no_text_are_shown_without_it(tmp_path: Path) -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
+    path = tmp_path / "run\udcff.jsonl"
+    with Watch(simulation.syncs[0], path, norms_every_steps=1, name="mine\ud800") as watch:
+        for step in range(3):
+            simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
+            watch.log(**{"loss\udcff": 1.0, "huge": 1e100})
+    path.write_text(path.read_text().replace("body.weight", "body\\ud83d"))
+    output = tmp_path / "page\udcff.html"
+    write_report([path, path], output)
+    told = checked(output.read_text(encoding="utf-8"))
+    for words in ("mine? (", "run?.jsonl)", "loss?", "body?", "1e+100"):
+        assert words in told
+
+
+def test_too_much_for_a_page_is_left_out_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), steps=20)
+    lines = path.read_text().splitlines()
+    plan = next(line for line in lines if '"kind": "plan"' in line)
+    for number in range(4):
+        lines.append(json.dumps(json.loads(plan) | {"algorithm": f"another-{number}", "step": 20}))
+    log = {"kind": "log", "step": 20, "seconds": 9.0} | {f"n{k}": k for k in range(300)}
+    path.write_text("\n".join([*lines, json.dumps(log), json.dumps(log)]) + "\n")
+    monkeypatch.setattr(page, "MOST_NAMES", 3)
+    monkeypatch.setattr(page, "MOST_PLANS", 2)
+    monkeypatch.setattr(figures, "MOST_LABELS", 1)
+    run = read_run(path)
+    num_labels = len(run.norms[0]["relative_error"])
+    assert num_labels > 1
+    write_report([path], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    told = checked(html)
+    left_out = [
+        "of 302 names that were logged, the first 3 are shown",
+        f"of the relative errors of {num_labels} parameters of 'run', the first 1 are shown",
+        "of 5 plans of 'run', the last 2 are shown",
+    ]
+    assert capsys.readouterr().err.splitlines() == [f"thinwire: {each}" for each in left_out]
+    assert all(f"Not all is here: {each}." in told for each in left_out)
+    assert "N0 against steps" in told
+    assert "N1 against" not in told
+    assert "another-3" in told
+    assert "another-1" not in told
+    assert html.count("<svg") == 2 * 2 + 2 + 1
 
 
 def test_nothing_to_report_is_refused(tmp_path: Path) -> None:

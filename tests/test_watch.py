@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import re
 import sys
 import time
@@ -33,6 +34,7 @@ from thinwire import (
 )
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.simulation import Simulation
+from thinwire.watch import reading
 from thinwire.watch.growth import GrowthAlarm
 
 STEPS = 6
@@ -177,8 +179,66 @@ def test_a_resumed_run_is_one(tmp_path: Path) -> None:
         (lambda text: re.sub('"messages": .', '"messages": null', text), 2, "line 3 is damaged"),
         (lambda text: text.replace('"loss": 1.0', '"loss": "low"'), 3, "line 4 is damaged"),
         (lambda text: text.replace('"routes": [', '"routes": [5, '), 1, "line 2 is damaged"),
+        (
+            lambda text: text.replace('"matrix_shape": [', '"matrix_shape": [[], '),
+            1,
+            "line 2 is damaged (matrix_shape must be a list of 2 to 2",
+        ),
+        (
+            lambda text: text.replace('"waiting_seconds": ', '"waiting_seconds": -'),
+            2,
+            "line 3 is damaged (waiting_seconds must be a number from 0",
+        ),
+        (
+            lambda text: re.sub('"step_seconds": [^,]*', '"step_seconds": NaN', text),
+            2,
+            "line 3 is damaged (it has NaN, expected finite numbers)",
+        ),
+        (
+            lambda text: re.sub('"step_seconds": [^,]*', '"step_seconds": 1e999', text),
+            2,
+            "line 3 is damaged (step_seconds must be a number from 0 to 1e+10, got inf)",
+        ),
+        (
+            lambda text: text.replace('"loss": 1.0', '"loss": 1.7e308'),
+            3,
+            "line 4 is damaged ('loss' must be a number from -1e+100 to 1e+100, got 1.7e+308)",
+        ),
+        (
+            lambda text: text.replace('"loss": 1.0', f'"loss": {10**400}'),
+            3,
+            "line 4 is damaged ('loss' must be a number from -1e+100 to 1e+100, got 1000",
+        ),
+        (
+            lambda text: text.replace('"messages": ', f'"messages": {5000 * "1"}'),
+            2,
+            "line 3 is damaged (Exceeds the limit",
+        ),
+        (
+            lambda text: text.replace('"loss"', f'"{20_000 * "x"}"'),
+            3,
+            "line 4 is damaged (a name must be text of at most 10000 characters",
+        ),
     ],
-    ids=["cut off", "another type", "zeros", "no object", "nested", "no steps", "null", "text", "route"],
+    ids=[
+        "cut off",
+        "another type",
+        "zeros",
+        "no object",
+        "nested",
+        "no steps",
+        "null",
+        "text",
+        "route",
+        "shape",
+        "negative",
+        "nan",
+        "infinite",
+        "large",
+        "larger",
+        "digits",
+        "name",
+    ],
 )
 def test_a_damaged_file_is_read_up_to_the_damage(damage: Any, lines: int, told: str, tmp_path: Path) -> None:
     simulated, path = simulation(), tmp_path / "run.jsonl"
@@ -217,6 +277,61 @@ def test_what_is_no_record_is_refused(content: bytes | None, told: str, tmp_path
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=told):
         read_run(path)
+
+
+@pytest.mark.parametrize("processes", ["0", "-1", "1000000000", "true", "2.0", "1e400"])
+def test_a_run_of_so_many_processes_is_refused(processes: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    Watch(simulation().syncs[0], path).close()
+    path.write_text(path.read_text().replace('"processes": 2', f'"processes": {processes}'))
+    with pytest.raises(ConfigError, match="processes must be a whole number from 1 to 1048576, got"):
+        read_run(path)
+
+
+def test_a_long_line_and_a_long_file_are_not_read_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated, path = simulation(), tmp_path / "run.jsonl"
+    with Watch(simulated.syncs[0], path):
+        train(simulated, range(STEPS))
+    text = path.read_text()
+    monkeypatch.setattr(reading, "MOST_BYTES", len(text) - 1)
+    run = read_run(path)
+    assert run.damage is not None
+    assert run.damage.endswith("read up to there; give Watch a larger every_steps")
+    assert len(run.steps) == STEPS - 1
+    monkeypatch.undo()
+    monkeypatch.setattr(reading, "LONGEST_LINE_BYTES", 20_000)
+    path.write_text(text.replace('"kind": "step"', f'"kind": "step", "more": "{20_000 * "x"}"'))
+    assert read_run(path).damage == "line 3 is damaged (it is longer than 20,000 bytes); read up to there"
+
+
+def test_what_no_report_takes_is_written_as_null(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Watch(simulation().syncs[0], path) as watch:
+        for loss in (1e99, 1.7e308, 10**200, float("nan"), float("-inf")):
+            watch.log(loss=loss)
+    run = read_run(path)
+    assert run.damage is None
+    assert [each["loss"] for each in run.logs] == [1e99, None, None, None, None]
+
+
+def test_logs_of_steps_that_were_undone_are_forgotten() -> None:
+    """As if every return had gone through all logs."""
+    draw = random.Random(0)
+    for _ in range(100):
+        logs: list[dict[str, Any]] = []
+        expected: list[dict[str, Any]] = []
+        undone: list[tuple[int, int]] = []
+        for _ in range(30):
+            step = draw.randrange(20)
+            if draw.random() < 0.2:
+                undone.append((len(logs), step))
+                expected = [each for each in expected if each["step"] <= step]
+            else:
+                logs.append({"step": step})
+                expected.append(logs[-1])
+        assert reading._without(logs, undone) == expected
 
 
 def test_what_can_not_be_watched(tmp_path: Path) -> None:

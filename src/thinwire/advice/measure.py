@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -44,7 +43,6 @@ LOCAL_EVERY_STEPS = 10
 LOCAL_SGD = f"LocalSGD(every_steps={LOCAL_EVERY_STEPS})"
 UNTIMED_ROUNDS = 3
 LEAST_ROUNDS = 5
-DRAWS = 400
 
 OneStep = Callable[[nn.Module], object]
 Network = Callable[[float], float]
@@ -63,8 +61,8 @@ def advise(
 
     The model is copied (a DDP model's options are not); a step of the copy is timed with every algorithm
     on this process, without any network, noting which message would have been sent when. The probe tells
-    how long each would have been under way, and as many steps as there are processes are drawn at a time:
-    the slowest sets the pace.
+    how long each would have been under way, and of as many steps as there are processes the slowest sets
+    the pace.
 
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken.
@@ -86,9 +84,10 @@ def advise(
             range.
         AttachError: There is no process group, or the model can't be wrapped.
     """
-    if not budget_seconds > 0 or not least_gain >= 0:
+    if not 0 < budget_seconds < math.inf or not 0 <= least_gain < 1:
         raise ConfigError(
-            f"budget_seconds must be above 0 and least_gain at least 0, got {budget_seconds} and {least_gain}"
+            f"budget_seconds must be above 0 and finite, least_gain at least 0 and below 1, got "
+            f"{budget_seconds} and {least_gain}"
         )
     channel = ProcessGroupChannel()
     given = getattr(model, "_orig_mod", model)
@@ -236,11 +235,16 @@ def _local(alone: Sequence[Timeline], num_bytes: int, network: Network, world_si
 
 
 def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
-    """Median and quartiles of the slowest of as many steps as there are processes."""
-    draw = random.Random(0)
-    slowest = [max(draw.choices(seconds, k=world_size)) for _ in range(DRAWS)]
-    low, middle, high = quantiles(slowest, n=4)
-    return middle, low, high
+    """Median and quartiles of the slowest of as many steps as there are processes.
+
+    Of k independent steps, all are below a time with the k-th power of the chance that one is.
+    """
+    ordered = sorted(seconds)
+
+    def below(share: float) -> float:
+        return ordered[math.ceil(len(ordered) * math.pow(share, 1 / world_size)) - 1]
+
+    return below(0.5), below(0.25), below(0.75)
 
 
 def _break_even(predictions: Callable[[Network], list[Prediction]], probe: Probe, least_gain: float) -> float:

@@ -13,6 +13,8 @@ from thinwire.errors import ConfigError
 
 ALGORITHMS = ("exact", "fp16", "bf16", "powersgd", "batched-powersgd")
 
+SEEDS = 1 << 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
@@ -40,6 +42,8 @@ class DemoOptions:
         whole_number("processes", self.processes, least=2)
         whole_number("steps", self.steps, least=1)
         whole_number("seed", self.seed, least=0)
+        if self.seed >= SEEDS:
+            raise ConfigError(f"seed must be below 2**64, which torch's generators take, got {self.seed}")
         _check_choice("model_size", self.model_size, tuple(SIZES))
         if not self.algorithms:
             raise ConfigError(f"got no algorithms, expected at least one of {', '.join(ALGORITHMS)}")

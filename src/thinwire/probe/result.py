@@ -9,13 +9,25 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.foreign import (
+    LONGEST_SECONDS,
+    MOST_PROCESSES,
+    field_of,
+    list_of,
+    number_of,
+    parsed,
+    text_of,
+    whole_number_of,
+)
 
 __all__ = ["PairTiming", "Probe", "Timing", "nodes_of"]
 
 VERSION = 1
+MOST_FILE_BYTES = 1 << 24
+MOST_TIMINGS = 100
+MOST_SECONDS = 1000
 
 # Two processes are near each other if a message between them takes less than this share of the slowest.
 NEAR_BELOW = 1 / 3
@@ -123,36 +135,57 @@ class Probe:
             ConfigError: It is not such a file, or of another version.
         """
         try:
-            return cls._from_plain(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            with path.open("rb") as file:
+                read = file.read(MOST_FILE_BYTES + 1)
+            if len(read) > MOST_FILE_BYTES:
+                raise ValueError(f"it is longer than {MOST_FILE_BYTES:,} bytes")
+            return cls._from_plain(parsed(read.decode()))
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is not what `thinwire probe --save` writes ({error}); measure again"
             ) from error
 
     @classmethod
-    def _from_plain(cls, plain: dict[str, Any]) -> Probe:
-        if plain["version"] != VERSION:
-            raise ValueError(f"version {plain['version']}, expected {VERSION}")
-        timings = [
-            Timing(int(each["message_bytes"]), list(map(float, each["seconds"]))) for each in plain["timings"]
-        ]
-        if len(timings) < 2 or not all(each.seconds for each in timings):
-            raise ValueError("there are not two timings")
+    def _from_plain(cls, plain: object) -> Probe:
+        version = whole_number_of("version", field_of(plain, "version"))
+        if version != VERSION:
+            raise ValueError(f"version {version}, expected {VERSION}")
+        world_size = whole_number_of("world_size", field_of(plain, "world_size"), 2, MOST_PROCESSES)
+        timings = [_timing(each) for each in list_of("timings", field_of(plain, "timings"), 2, MOST_TIMINGS)]
+        if any(small.message_bytes >= large.message_bytes for small, large in pairwise(timings)):
+            raise ValueError("timings must be of ascending message_bytes")
+        nodes = list_of("nodes", field_of(plain, "nodes"))
         return cls(
-            world_size=int(plain["world_size"]),
-            backend=str(plain["backend"]),
-            device=str(plain["device"]),
+            world_size=world_size,
+            backend=text_of("backend", field_of(plain, "backend")),
+            device=text_of("device", field_of(plain, "device")),
             timings=timings,
-            pairs=[
-                PairTiming(
-                    (each["processes"][0], each["processes"][1]),
-                    int(each["message_bytes"]),
-                    float(each["seconds"]),
-                )
-                for each in plain["pairs"]
-            ],
-            nodes=[list(map(int, node)) for node in plain["nodes"]],
+            pairs=[_pair(each, world_size) for each in list_of("pairs", field_of(plain, "pairs"))],
+            nodes=[_process_ranks("a node", each, world_size) for each in nodes],
         )
+
+
+def _timing(plain: object) -> Timing:
+    seconds = list_of("seconds", field_of(plain, "seconds"), 1, MOST_SECONDS)
+    return Timing(
+        whole_number_of("message_bytes", field_of(plain, "message_bytes"), 1),
+        [number_of("seconds", each, 0, LONGEST_SECONDS) for each in seconds],
+    )
+
+
+def _pair(plain: object, world_size: int) -> PairTiming:
+    processes = _process_ranks("processes of a pair", field_of(plain, "processes"), world_size)
+    if len(processes) != 2 or processes[0] == processes[1]:
+        raise ValueError(f"processes of a pair must be two, got {len(set(processes))}")
+    return PairTiming(
+        (processes[0], processes[1]),
+        whole_number_of("message_bytes", field_of(plain, "message_bytes"), 1),
+        number_of("seconds", field_of(plain, "seconds"), 0, LONGEST_SECONDS),
+    )
+
+
+def _process_ranks(name: str, plain: object, world_size: int) -> list[int]:
+    return [whole_number_of(name, each, 0, world_size - 1) for each in list_of(name, plain)]
 
 
 def ring_share(world_size: int) -> float:

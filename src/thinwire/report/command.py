@@ -11,6 +11,7 @@ import typer
 
 from thinwire.errors import ConfigError
 from thinwire.watch import read_run
+from thinwire.watch.reading import printable
 
 __all__ = ["report", "write_report"]
 
@@ -27,7 +28,7 @@ def report(
     Example: `thinwire report exact.jsonl powersgd.jsonl -o report.html`
     """
     write_report(runs, output)
-    print(f"saved as {output}")
+    print(f"saved as {printable(output)}")
 
 
 def write_report(paths: Sequence[Path], output: Path) -> None:
@@ -38,11 +39,14 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
         OSError: The page can't be written.
     """
     if output.resolve() in [path.resolve() for path in paths]:
-        raise ConfigError(f"{output} is one of the files to read; give another --output")
-    from thinwire.report.page import report_page  # noqa: PLC0415 - slow to import, needed here alone
+        raise ConfigError(f"{printable(output)} is one of the files to read; give another --output")
+    from thinwire.report.page import left_out, report_page  # noqa: PLC0415 - slow to import, needed here alone
 
     runs = [read_run(path) for path in paths]
+    page = report_page(runs)
     for run in runs:
         if run.damage is not None:
-            print(f"thinwire: {run.path}: {run.damage}", file=sys.stderr)
-    output.write_text(report_page(runs), encoding="utf-8")
+            print(f"thinwire: {printable(run.path)}: {run.damage}", file=sys.stderr)
+    for told in left_out(runs):
+        print(f"thinwire: {told}", file=sys.stderr)
+    output.write_text(page, encoding="utf-8")

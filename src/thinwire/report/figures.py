@@ -16,7 +16,15 @@ from matplotlib.figure import Figure
 
 from thinwire.watch.reading import Point, Run
 
-__all__ = ["SERIES", "bytes_against_steps", "error_map", "logged", "time_bars"]
+__all__ = [
+    "MOST_LABELS",
+    "SERIES",
+    "bytes_against_steps",
+    "error_map",
+    "labels_of",
+    "logged",
+    "time_bars",
+]
 
 # Matplotlib writes these; the page's style sheet says what they are.
 INK, RULE = "#010203", "#040506"
@@ -52,6 +60,7 @@ SIZE_INCHES = (5.2, 3.1)
 SMOOTHED_PARTS = 40
 MAP_COLUMNS = 80
 LONGEST_NAME = 36
+MOST_LABELS = 600
 
 
 def logged(runs: Sequence[Run], name: str, across: str) -> str:
@@ -73,7 +82,7 @@ def logged(runs: Sequence[Run], name: str, across: str) -> str:
                 axes.plot(at, _smoothed(points), color=color, linewidth=1.8)
             else:
                 axes.plot(at, values, "o-", color=color, markersize=4, linewidth=1.8)
-        axes.set(xlabel="steps" if across == "step" else "seconds", ylabel=name.replace("_", " "))
+        axes.set(xlabel="steps" if across == "step" else "seconds", ylabel=_shortened(name.replace("_", " ")))
 
     return _svg(draw)
 
@@ -116,7 +125,7 @@ def time_bars(runs: Sequence[Run]) -> str:
 
 def error_map(run: Run) -> str:
     """The relative error of each compressed parameter, steps from left to right."""
-    labels = list(dict.fromkeys(label for each in run.norms for label in each["relative_error"]))
+    labels = labels_of(run)[:MOST_LABELS]
     columns = list(_binned(run.norms, MAP_COLUMNS))
     values = [[_mean_error(column, label) for column in columns] for label in labels]
 
@@ -137,6 +146,11 @@ def error_map(run: Run) -> str:
         bar.outline.set_visible(False)
 
     return _svg(draw, height_inches=1.0 + 0.2 * len(labels))
+
+
+def labels_of(run: Run) -> list[str]:
+    """The parameters that errors were recorded of."""
+    return list(dict.fromkeys(label for each in run.norms for label in each["relative_error"]))
 
 
 def _svg(draw: Callable[[Axes], None], height_inches: float = SIZE_INCHES[1]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -13,10 +14,14 @@ import jinja2
 from thinwire.errors import ConfigError
 from thinwire.report import figures
 from thinwire.version import __version__
-from thinwire.watch.fields import Record
-from thinwire.watch.reading import Run
+from thinwire.watch.fields import RESERVED, Record
+from thinwire.watch.reading import Run, printable
 
-__all__ = ["report_page"]
+__all__ = ["left_out", "report_page"]
+
+# A page is to be read, and drawing takes time.
+MOST_NAMES = 12
+MOST_PLANS = 20
 
 
 @dataclass(frozen=True)
@@ -39,36 +44,64 @@ def report_page(runs: Sequence[Run]) -> str:
         raise ConfigError("there are no runs to report on; give at least one file of a thinwire.Watch")
     for run in runs:
         if not run.steps:
-            raise ConfigError(f"{run.path} has no step{f': {run.damage}' if run.damage else ''}")
+            damage = f": {run.damage}" if run.damage else ""
+            raise ConfigError(f"{printable(run.path)} has no step{damage}")
     runs = _with_names_of_their_own(runs)
+    names = _logged_names(runs)[:MOST_NAMES]
     template = files("thinwire.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(template).render(
-        runs=[_summary(run, number) for number, run in enumerate(runs)],
-        names=_logged_names(runs),
-        figures=list(_figures(runs)),
+        runs=[_summary(run, number, names) for number, run in enumerate(runs)],
+        names=names,
+        left_out=left_out(runs),
+        figures=list(_figures(runs, names)),
         maps=[_map(run) for run in runs if run.norms],
         plans=[
-            (run.name, plan["step"], plan["algorithm"], _routes(plan)) for run in runs for plan in run.plans
+            (run.name, plan["step"], plan["algorithm"], _routes(plan))
+            for run in runs
+            for plan in run.plans[-MOST_PLANS:]
         ],
         series=figures.SERIES,
         version=__version__,
     )
 
 
+def left_out(runs: Sequence[Run]) -> list[str]:
+    """What the page of these runs has not, in words."""
+    told = []
+    num_names = len(_logged_names(runs))
+    if num_names > MOST_NAMES:
+        told.append(f"of {num_names} names that were logged, the first {MOST_NAMES} are shown")
+    for run in runs:
+        num_labels = len(figures.labels_of(run))
+        if num_labels > figures.MOST_LABELS:
+            told.append(
+                f"of the relative errors of {num_labels} parameters of {reprlib.repr(run.name)}, the first "
+                f"{figures.MOST_LABELS} are shown"
+            )
+        if len(run.plans) > MOST_PLANS:
+            told.append(
+                f"of {len(run.plans)} plans of {reprlib.repr(run.name)}, the last {MOST_PLANS} are shown"
+            )
+    return told
+
+
 def _with_names_of_their_own(runs: Sequence[Run]) -> list[Run]:
     """Runs of one name are told apart by their files."""
     names = [run.name for run in runs]
     return [
-        replace(run, name=f"{run.name} ({run.path})") if names.count(run.name) > 1 else run for run in runs
+        replace(run, name=f"{run.name} ({printable(run.path)})") if names.count(run.name) > 1 else run
+        for run in runs
     ]
 
 
 def _logged_names(runs: Sequence[Run]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run.logged if run.points(name)))
+    """Those with a number, in one pass."""
+    found = (name for run in runs for each in run.logs for name, value in each.items() if value is not None)
+    return [name for name in dict.fromkeys(found) if name not in RESERVED]
 
 
-def _summary(run: Run, number: int) -> dict[str, Any]:
+def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
     steps = sum(each["steps"] for each in run.steps)
     sent = sum(each["message_bytes"] for each in run.steps)
     whole = sum(each["gradient_bytes"] for each in run.steps)
@@ -85,7 +118,7 @@ def _summary(run: Run, number: int) -> dict[str, Any]:
         "exposed_ms": 1e3 * median(each["exposed_seconds"] / each["steps"] for each in run.steps),
         "step_megabytes": sent / steps / 1e6,
         "compression_ratio": whole / sent if sent else 1.0,
-        "last": {name: _last(run, name) for name in run.logged},
+        "last": {name: _last(run, name) for name in names},
     }
 
 
@@ -100,9 +133,9 @@ def _last(run: Run, name: str) -> float | None:
     return fmean(values[-max(1, len(values) // 20) :]) if values else None
 
 
-def _figures(runs: Sequence[Run]) -> list[_Figure]:
+def _figures(runs: Sequence[Run], names: Sequence[str]) -> list[_Figure]:
     found = []
-    curves = [name for name in _logged_names(runs) if any(len(run.points(name)) > 1 for run in runs)]
+    curves = [name for name in names if any(len(run.points(name)) > 1 for run in runs)]
     for name in curves:
         told = name.replace("_", " ")
         for across, words in (("step", "steps"), ("seconds", "wall-clock")):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from thinwire.errors import ConfigError
-from thinwire.watch.fields import FORMAT, RESERVED, Record, record_of
+from thinwire.watch.fields import FORMAT, LONGEST_LINE_BYTES, RESERVED, Record, checked_record
 
-__all__ = ["Point", "Run", "read_run"]
+__all__ = ["Point", "Run", "printable", "read_run"]
+
+MOST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -68,54 +72,81 @@ class Run:
         named = dict.fromkeys(name for each in self.logs for name in each)
         return [name for name in named if name not in RESERVED]
 
-    def go_back_to(self, step: int) -> None:
-        """Forget what came after a step."""
-        for kept in (self.plans, self.steps, self.norms, self.logs):
-            kept[:] = [each for each in kept if each["step"] <= step]
-
 
 def read_run(path: str | os.PathLike[str]) -> Run:
-    """Read the file of a `Watch`, up to the first line that is damaged.
+    """Read the file of a `Watch`, up to the first line that is damaged, or to 256 MiB.
+
+    Memory: about three times the file.
 
     Raises:
         ConfigError: It can't be read, or not even its first line is a `Watch`'s, or it is of a later version.
     """
     path = Path(path)
-    run = Run(path, _printable(path.stem))
+    run, shown = Run(path, printable(path.stem)), printable(path)
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        segments = list(_segments(_undamaged(path, run)))
     except OSError as error:
-        raise ConfigError(f"{_printable(str(path))} can't be read: {error.strerror}") from error
-    segments = list(_segments(_undamaged(lines, run)))
+        raise ConfigError(f"{shown} can't be read: {error.strerror}") from error
     if not segments:
-        raise ConfigError(f"{path} is no file of a thinwire.Watch: {run.damage or 'it is empty'}")
+        raise ConfigError(f"{shown} is no file of a thinwire.Watch: {run.damage or 'it is empty'}")
     later = max(segment[0]["format"] for segment in segments)
     if later > FORMAT:
         raise ConfigError(
-            f"{path} has format {later}, this Thinwire reads up to {FORMAT}: install a later version"
+            f"{shown} has format {later}, this Thinwire reads up to {FORMAT}: install a later version"
         )
+    undone: list[tuple[int, int]] = []
     for segment in segments:
-        _append(run, segment)
+        _append(run, segment, undone)
+    run.logs = _without(run.logs, undone)
     run.resumed = len(segments) - 1
     return run
 
 
-def _undamaged(lines: Iterable[str], run: Run) -> Iterator[Record]:
+def printable(path: str | os.PathLike[str]) -> str:
+    """A file's name, which may have bytes that are no text."""
+    return os.fspath(path).encode("utf-8", "replace").decode()
+
+
+def _undamaged(path: Path, run: Run) -> Iterator[Record]:
     process_rank = None
-    for number, line in enumerate(lines, start=1):
-        record = record_of(line) if line.endswith("\n") else None
-        if record is None or (number == 1 and record["kind"] != "run"):
-            run.damage = f"line {number} is damaged; read up to there"
-            return
-        if record["kind"] == "run":
-            process_rank = record["process_rank"] if process_rank is None else process_rank
-            if record["process_rank"] != process_rank:
+    read_bytes = 0
+    with path.open("rb") as file:
+        for number in count(start=1):
+            line = file.readline(LONGEST_LINE_BYTES)
+            read_bytes += len(line)
+            if not line:
+                return
+            if read_bytes > MOST_BYTES:
                 run.damage = (
-                    f"line {number} is of process {record['process_rank']}, the first of process "
-                    f"{process_rank}: read up to there; give each process a file of its own"
+                    f"line {number} is beyond {MOST_BYTES:,} bytes; read up to there; give Watch a larger "
+                    "every_steps"
                 )
                 return
-        yield record
+            try:
+                record = _record(line)
+                if number == 1 and record["kind"] != "run":
+                    raise ValueError("the first line must be of kind run")
+            except ValueError as error:
+                run.damage = f"line {number} is damaged ({error}); read up to there"
+                return
+            if record["kind"] == "run":
+                process_rank = record["process_rank"] if process_rank is None else process_rank
+                if record["process_rank"] != process_rank:
+                    run.damage = (
+                        f"line {number} is of process {record['process_rank']}, the first of process "
+                        f"{process_rank}: read up to there; give each process a file of its own"
+                    )
+                    return
+            yield record
+
+
+def _record(line: bytes) -> Record:
+    if not line.endswith(b"\n"):
+        is_too_long = len(line) == LONGEST_LINE_BYTES
+        raise ValueError(
+            f"it is longer than {LONGEST_LINE_BYTES:,} bytes" if is_too_long else "it is cut off"
+        )
+    return checked_record(line.decode("utf-8", "replace"))
 
 
 def _segments(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -130,10 +161,11 @@ def _segments(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield segment
 
 
-def _append(run: Run, segment: list[Record]) -> None:
+def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> None:
+    """Append one start of training, and note where it went back: after how many logs, to which step."""
     first = next((each["step"] - each["steps"] for each in segment if each["kind"] == "step"), None)
     if first is not None:
-        run.go_back_to(first)
+        _go_back_to(first, run, undone)
     before_seconds = run.steps[-1]["seconds"] if run.steps else 0.0
     lists = {"step": run.steps, "norms": run.norms, "log": run.logs}
     for record in segment:
@@ -146,10 +178,26 @@ def _append(run: Run, segment: list[Record]) -> None:
                 run.plans.append(record)
         else:
             if record["kind"] == "step" and run.steps and record["step"] <= run.steps[-1]["step"]:
-                run.go_back_to(record["step"] - record["steps"])
+                _go_back_to(record["step"] - record["steps"], run, undone)
             lists[record["kind"]].append(record)
 
 
-def _printable(name: str) -> str:
-    """A file's name may have bytes that are no text."""
-    return name.encode("utf-8", "replace").decode()
+def _go_back_to(step: int, run: Run, undone: list[tuple[int, int]]) -> None:
+    """Forget what came after a step, from the end; `_without` does so with the logs, all at once."""
+    for kept in (run.plans, run.steps, run.norms):
+        while kept and kept[-1]["step"] > step:
+            kept.pop()
+    undone.append((len(run.logs), step))
+
+
+def _without(logs: list[Record], undone: list[tuple[int, int]]) -> list[Record]:
+    """Logs, less those of steps that training went back before: in one pass, from the end."""
+    kept: list[Record] = []
+    returns = list(undone)
+    lowest = math.inf
+    for index in reversed(range(len(logs))):
+        while returns and returns[-1][0] > index:
+            lowest = min(lowest, returns.pop()[1])
+        if logs[index]["step"] <= lowest:
+            kept.append(logs[index])
+    return kept[::-1]

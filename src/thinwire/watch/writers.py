@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
-from thinwire.watch.fields import RESERVED, record_of
+from thinwire.foreign import LARGEST_NUMBER
+from thinwire.watch.fields import LONGEST_LINE_BYTES, RESERVED, record_of
 
 __all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer"]
 
 Metrics = dict[str, float]
-LONGEST_LINE_BYTES = 1 << 24
 
 _strict = json.JSONEncoder(allow_nan=False).encode
 
@@ -59,13 +58,8 @@ class JSONLWriter:
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line. What is not finite is written as null."""
-        record = {"kind": kind, "step": step, **values}
-        try:
-            line = _strict(record)
-        except ValueError:
-            line = _strict(_finite(record))
-        self._file.write(line + "\n")
+        """Write one line. A number that is not finite, or beyond 1e100, is written as null."""
+        self._file.write(_strict(_readable({"kind": kind, "step": step, **values})) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -146,13 +140,13 @@ def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
     return found
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
+def _readable(value: Any) -> Any:
+    if isinstance(value, int | float):
+        return value if -LARGEST_NUMBER <= value <= LARGEST_NUMBER else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _readable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_readable(each) for each in value]
     return value
 
 
