@@ -19,8 +19,8 @@ THINWIRE = [sys.executable, "-m", "thinwire"]
 # What people type. Adding is free; what is here stays.
 SURFACE = {
     "": ["--debug", "--version", "--install-completion", "--show-completion"],
-    "check": ["--backend", "--json"],
-    "probe": ["--budget-seconds", "--backend", "--all-pairs", "--save", "--plot", "--json"],
+    "check": ["--backend", "--processes", "--json"],
+    "probe": ["--budget-seconds", "--backend", "--all-pairs", "--save", "--plot", "--processes", "--json"],
     "advise": ["--probe", "--model", "--step", "--budget-seconds", "--json"],
     "lab": ["COMMAND", "--hosts", "--rate", "--hosts-per-node", "--grace-seconds", "--report"],
     "demo": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from thinwire import cli
+from crash import listening_on
+from thinwire import cli, local_job
 from thinwire.demo.evaluate import heldout_loss
 from thinwire.demo.launch import JobError, run_job
 from thinwire.demo.model import GPT, SIZES, GPTConfig, next_byte_loss
@@ -301,11 +303,11 @@ def test_missing_packages_are_named(package: str) -> None:
 
 
 def test_a_failing_process_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-network")
+    monkeypatch.setattr(local_job, "loopback_interface", lambda: "no-such-network")
     options = DemoOptions(steps=1, model_size="tiny", output=tmp_path)
     with pytest.raises(JobError) as error_info:
         run_job(options, lambda record: None)
-    assert str(error_info.value).startswith("the training job failed: ")
+    assert re.match(r"the training job failed: process [01]: ", str(error_info.value))
     assert "no-such-network" in str(error_info.value)
     assert "\n" not in str(error_info.value)
 
@@ -349,11 +351,11 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert powersgd < fp16 / 4
 
 
-def processes_with(argument: str) -> list[str]:
-    """Command lines of the running processes that mention `argument`."""
+def processes_with(argument: str) -> list[int]:
+    """The running processes whose command line mentions `argument`."""
     if not Path("/proc/self/cmdline").exists():
-        listing = subprocess.run(["ps", "-A", "-o", "args"], capture_output=True, text=True, check=True)
-        return [line for line in listing.stdout.splitlines() if argument in line]
+        listing = subprocess.run(["ps", "-A", "-o", "pid,args"], capture_output=True, text=True, check=True)
+        return [int(line.split()[0]) for line in listing.stdout.splitlines() if argument in line]
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -361,16 +363,21 @@ def processes_with(argument: str) -> list[str]:
         except OSError:
             continue
         if argument in command:
-            found.append(command)
+            found.append(int(path.parent.name))
     return found
 
 
-def test_ctrl_c_ends_every_process(tmp_path: Path) -> None:
+def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, "--steps", "100000")
     deadline = time.monotonic() + 60
     while not read_records(tmp_path / "fp16.jsonl") and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(processes_with(str(tmp_path))) == 4
+    running = processes_with(str(tmp_path))
+    assert len(running) == 3
+    if Path("/proc/net/tcp").exists():
+        addresses = {each for process_id in running for each in listening_on(process_id)}
+        assert addresses
+        assert all(address.is_loopback for address in addresses)
     os.killpg(demo.pid, signal.SIGINT)
     _, stderr = demo.communicate(timeout=30)
     assert demo.returncode == 130

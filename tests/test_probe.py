@@ -112,10 +112,9 @@ def test_json_and_a_plot(tmp_path: Path) -> None:
     )
     assert run.returncode == 2
     assert run.stderr == "thinwire: --plot must end in one of .png, .svg, .pdf, got found.bmp\n"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     plot = tmp_path / "probe.svg"
     run = subprocess.run(
-        [*torchrun, "-m", "thinwire", "probe", "--json", "--budget-seconds=1", f"--plot={plot}"],
+        [*THINWIRE, "probe", "--processes=2", "--json", "--budget-seconds=1", f"--plot={plot}"],
         capture_output=True,
         text=True,
         timeout=100,

@@ -18,12 +18,10 @@ from thinwire import exchange
 from thinwire.selftest.checks import CHECKS, Bench
 from thinwire.sync import GradientSync
 
-JOB = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "thinwire"]
-
 
 def test_all_is_well_here() -> None:
     run = subprocess.run(
-        [*JOB, "check", "--json"],
+        [sys.executable, "-m", "thinwire", "check", "--processes=2", "--json"],
         capture_output=True,
         text=True,
         timeout=100,
@@ -31,6 +29,7 @@ def test_all_is_well_here() -> None:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stderr
+    assert run.stderr == ""
     told = json.loads(run.stdout)
     assert told["checks"] == len(CHECKS) >= 12
     assert told["failed_on_processes"] == {}

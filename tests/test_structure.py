@@ -18,7 +18,7 @@ SOURCE = Path(thinwire.__file__).parent
 
 # From the bottom up; a module imports from its own floor or a lower one only.
 FLOORS = [
-    {"errors", "version", "end_signals"},
+    {"errors", "version", "end_signals", "lifeline"},
     {"plan", "checks", "checksum", "foreign"},
     {"algorithms", "channel"},
     {
@@ -41,7 +41,7 @@ FLOORS = [
     {"hooks", "powersgd"},
     {"ddp_comm_hooks"},
     {"integrations", "watch"},
-    {"job"},
+    {"job", "local_job"},
     {"probe"},
     {"advice"},
     {"__init__"},

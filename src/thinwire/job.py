@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from thinwire.errors import ConfigError
+from thinwire.local_job import is_in_local_job, join_local_job
 
 __all__ = ["alone", "joined_job"]
 
@@ -33,8 +34,8 @@ def joined_job(
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ConfigError(
-            f"{command} runs on the processes of a job: start it on all of them, such as "
-            f"torchrun --nproc-per-node 2 --no-python thinwire {command}"
+            f"{command} runs on the processes of a job: start it on all of them, such as torchrun "
+            f"--nproc-per-node 2 --no-python thinwire {command}; or on this machine alone, with --processes 2"
         )
     device = torch.device("cpu")
     try:
@@ -42,7 +43,10 @@ def joined_job(
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
         chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
+        if is_in_local_job():
+            join_local_job(chosen, timeout_seconds=timeout_seconds)
+        else:
+            dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"the process group of the job can't be joined: {error}") from error
     try:

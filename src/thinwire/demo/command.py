@@ -49,9 +49,9 @@ def demo(
 ) -> None:
     """Train a small GPT on Python's own standard library, once per algorithm, and compare them.
 
-    Every algorithm starts from the same model and sees the same batches. The training processes are
-    a torchrun job on this machine that exchanges gradients with Gloo over TCP. At the end, a page of HTML
-    compares them.
+    Every algorithm starts from the same model and sees the same batches. The training processes run on this
+    machine and exchange gradients with Gloo over its loopback interface. At the end, a page of HTML compares
+    them.
 
     Example: `thinwire demo --steps 100 --algorithm exact --algorithm powersgd`
     """

@@ -1,4 +1,4 @@
-"""One process of the training job: `torchrun -m thinwire.demo.train OPTIONS_AS_JSON`."""
+"""One process of the training job, which `thinwire.demo.launch` starts with its options as JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.demo.evaluate import heldout_loss
-from thinwire.demo.lifeline import follow_launcher
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+from thinwire.local_job import join_local_job
 
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
+TIMEOUT_SECONDS = 1800.0
 MAX_GRADIENT_NORM = 1.0  # Without it, the first steps overshoot, and training ends 0.4 worse.
 
 
@@ -82,12 +83,11 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
 
 @record
 def main() -> None:
-    """Train with each algorithm in turn, as told by the first argument and torchrun's environment."""
+    """Train with each algorithm in turn, as told by the first argument and the job's environment."""
     options = DemoOptions.from_json(sys.argv[1])
-    follow_launcher()
     torch.set_num_threads(max(1, available_cores() // options.processes))
+    join_local_job("gloo", timeout_seconds=TIMEOUT_SECONDS)
     text = load_text()
-    dist.init_process_group("gloo")
     for algorithm in options.algorithms:
         train(options, algorithm, text)
     dist.destroy_process_group()

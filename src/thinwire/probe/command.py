@@ -12,6 +12,7 @@ from rich.table import Table
 
 from thinwire.errors import ConfigError
 from thinwire.job import joined_job
+from thinwire.local_job import run_here
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, ring_share
 
@@ -40,11 +41,19 @@ def probe(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw time against message size: .png, .svg, .pdf.")
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Start so many on this machine, joined over its loopback interface only.",
+            show_default="this is one of a job",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
 
-    To be started on every process, as the training is.
+    To be started on every process, as the training is; or with `--processes`, to see what this machine alone
+    can do.
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire probe --save probe.json`
 
@@ -52,6 +61,7 @@ def probe(
     """
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
+    run_here(processes)
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
         console = Console(stderr=True, quiet=not is_first)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import typer
 
 from thinwire.job import joined_job
+from thinwire.local_job import run_here
 from thinwire.selftest.checks import CHECKS, Bench, Check
 
 __all__ = ["check"]
@@ -26,14 +27,25 @@ def check(
         str | None,
         typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
     ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Start so many on this machine, joined over its loopback interface only.",
+            show_default="this is one of a job",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
-    To be started on every process, as the training is. The exit code is 1 if something does not work.
+    To be started on every process, as the training is; or with `--processes`, which needs no job. The exit
+    code is 1 if something does not work.
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire check`
+
+    Example: `thinwire check --processes 2`
     """
+    run_here(processes)
     with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as device:
         bench = Bench(device)
         start = time.perf_counter()
@@ -43,7 +55,7 @@ def check(
         failures = bench.sum(torch.tensor([float(not works) for works in own.values()])).tolist()
         if bench.channel.process_rank == 0:
             outcomes = dict(zip(own, map(round, failures), strict=True))
-            print(_json(outcomes, title) if as_json else _printed(outcomes, title))
+            print(_json(outcomes, title) if as_json else _printed(outcomes, title), flush=True)
         bench.sum(torch.zeros(1))  # all have printed
     if any(failures):
         raise typer.Exit(1)

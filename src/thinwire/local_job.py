@@ -1,0 +1,215 @@
+"""A job whose processes are all on this machine, and can't be reached from any other.
+
+They find each other by a file that other users can't open, and listen on the loopback interface only. The
+other way would be torchrun; but its rendezvous listens on every address, and loads pickles from whoever
+reaches it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import IO
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from thinwire.checks import whole_number
+from thinwire.end_signals import EndSignals
+from thinwire.errors import ConfigError
+from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
+
+__all__ = ["LocalJob", "is_in_local_job", "join_local_job", "run_here"]
+
+STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
+LOOPBACKS = ("lo", "lo0")
+LOOK_EVERY_SECONDS = 0.1
+END_WITHIN_SECONDS = 10.0
+
+
+class LocalJob:
+    """While open, the processes of a job run; all of them have ended afterwards.
+
+    The first that fails ends the others, at the next look.
+
+    Args:
+        command: The same for all. Each finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its
+            environment, and joins the others by `join_local_job`.
+        processes: How many.
+        out: Where their output goes, errors too; None for where this process's own goes.
+
+    Attributes:
+        failure: What the first that failed died of, in one line; None if none has.
+        exit_code: Of that one, as a shell tells it (128 + the signal that ended it); 0 if none has failed.
+
+    Raises:
+        ConfigError: This machine has no loopback interface.
+    """
+
+    def __init__(self, command: Sequence[str], processes: int, *, out: IO[bytes] | None = None) -> None:
+        self.failure: str | None = None
+        self.exit_code = 0
+        self._command, self._size, self._out = list(command), processes, out
+        self._interface = loopback_interface()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._open = ExitStack()
+
+    def __enter__(self) -> LocalJob:
+        with ExitStack() as opened:
+            # Of mode 0700: whoever could write to the file could tell the processes to connect elsewhere.
+            self._folder = Path(opened.enter_context(TemporaryDirectory(prefix="thinwire-job-")))
+            opened.callback(self._end)
+            for process_rank in range(self._size):
+                self._processes.append(self._started(process_rank))
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.close()
+
+    def is_running(self) -> bool:
+        """Whether some still run, and none has failed."""
+        codes = [process.poll() for process in self._processes]
+        failed = [process_rank for process_rank, code in enumerate(codes) if code]
+        if failed and self.failure is None:
+            # Of several at one look: who said nothing was killed, and the others' errors are for want of it.
+            first = min(failed, key=self._failed_at)
+            self.failure, self.exit_code = self._cause(first), self._processes[first].returncode
+            if self.exit_code < 0:
+                self.exit_code = 128 - self.exit_code
+        return None in codes and not failed
+
+    def _started(self, process_rank: int) -> subprocess.Popen[bytes]:
+        told = {
+            "RANK": str(process_rank),
+            "LOCAL_RANK": str(process_rank),
+            "WORLD_SIZE": str(self._size),
+            "LOCAL_WORLD_SIZE": str(self._size),
+            "GLOO_SOCKET_IFNAME": self._interface,
+            "NCCL_SOCKET_IFNAME": self._interface,
+            "TORCHELASTIC_ERROR_FILE": str(self._error_path(process_rank)),
+            STORE_VARIABLE: str(self._folder / "store"),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+        }
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=None if self._out is None else subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": "1", **os.environ, **told},
+            # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
+            # hears it, and ends the others in order.
+            start_new_session=True,
+        )
+
+    def _error_path(self, process_rank: int) -> Path:
+        """Where `torch.distributed.elastic`'s decorator `record` writes what a process died of."""
+        return self._folder / f"error-{process_rank}.json"
+
+    def _failed_at(self, process_rank: int) -> int:
+        path = self._error_path(process_rank)
+        return path.stat().st_mtime_ns if path.exists() else 0
+
+    def _cause(self, process_rank: int) -> str:
+        code = self._processes[process_rank].returncode
+        try:
+            cause = json.loads(self._error_path(process_rank).read_text())["message"]
+        except (OSError, ValueError, KeyError):
+            ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            return f"process {process_rank} {ended}"
+        message = str(cause["message"] if isinstance(cause, dict) else cause)
+        return f"process {process_rank}: {message.strip().partition(chr(10))[0]}"
+
+    def _end(self) -> None:
+        """Ask all that have not ended to end, and kill those that do not listen."""
+        for process in self._processes:
+            process.terminate()
+        deadline = time.monotonic() + END_WITHIN_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def loopback_interface() -> str:
+    """Its name on this machine.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    for name in LOOPBACKS:
+        if name in names:
+            return name
+    raise ConfigError(
+        f"processes on one machine are joined over its loopback interface, {' or '.join(LOOPBACKS)}; this "
+        f"one has {', '.join(names) or 'no interface'}"
+    )
+
+
+def is_in_local_job() -> bool:
+    """Whether this process was started by a `LocalJob`."""
+    return STORE_VARIABLE in os.environ
+
+
+def join_local_job(backend: str, *, timeout_seconds: float) -> None:
+    """Make the default process group of a `LocalJob`'s processes; this one ends with the launcher.
+
+    Args:
+        backend: Of torch.distributed.
+        timeout_seconds: Of every collective.
+    """
+    follow_launcher()
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        backend,
+        store=FileStore(os.environ[STORE_VARIABLE], size),
+        rank=int(os.environ["RANK"]),
+        world_size=size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+def run_here(processes: int | None) -> None:
+    """What `--processes` means: run this very command in so many processes of this machine.
+
+    Exits as they do. Returns at once in one of them, and where None is asked for.
+
+    Raises:
+        ConfigError: No such number, or this is a process of another job.
+        SystemExit: When they have ended.
+    """
+    if processes is None or is_in_local_job():
+        return
+    whole_number("processes", processes, least=1)
+    if "RANK" in os.environ:
+        raise ConfigError(
+            "--processes starts a job on this machine, but this is a process of one (RANK is set): leave it "
+            "out"
+        )
+    with (
+        EndSignals() as end_signals,
+        LocalJob([sys.executable, "-m", "thinwire", *sys.argv[1:]], processes) as job,
+    ):
+        while job.is_running() and end_signals.received is None:
+            time.sleep(LOOK_EVERY_SECONDS)
+    if end_signals.received is not None:
+        name = signal.Signals(end_signals.received).name
+        print(f"thinwire: stopped by {name}; every process has ended", file=sys.stderr)
+        sys.exit(128 + end_signals.received)
+    sys.exit(job.exit_code)

@@ -1,0 +1,148 @@
+"""A job on this machine: who fails first, who ends whom, and who can reach it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from ipaddress import ip_address
+from pathlib import Path
+
+import pytest
+
+from crash import listening_on
+from thinwire import ConfigError, lifeline, local_job
+from thinwire.local_job import LocalJob, run_here
+
+WITHIN_SECONDS = 30.0
+
+# Every process leaves its number and its folder's mode; then they part.
+PARTING = """
+import os, pathlib, signal, sys, time
+rank, folder = int(os.environ["RANK"]), pathlib.Path(sys.argv[1])
+mode = pathlib.Path(os.environ["THINWIRE_STORE"]).parent.stat().st_mode & 0o777
+told = f"{os.getpid()} {mode:o} {os.environ['WORLD_SIZE']} {os.environ['GLOO_SOCKET_IFNAME']}"
+(folder / f"part-{rank}").write_text(told)
+os.replace(folder / f"part-{rank}", folder / f"told-{rank}")
+while len(list(folder.glob("told-*"))) < 3:
+    time.sleep(0.01)
+"""
+SLEEP = "time.sleep(60)"
+
+
+def job(rest: str, folder: Path) -> LocalJob:
+    return LocalJob([sys.executable, "-S", "-c", PARTING + rest, str(folder)], 3)
+
+
+def wait_for_end(running: LocalJob) -> None:
+    deadline = time.monotonic() + WITHIN_SECONDS
+    while running.is_running():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def told(folder: Path) -> list[list[str]]:
+    return [(folder / f"told-{process_rank}").read_text().split() for process_rank in range(3)]
+
+
+def assert_all_have_ended(folder: Path) -> None:
+    assert not any(Path(f"/proc/{process_id}").exists() for process_id, *_ in told(folder))
+
+
+def test_all_that_end_well(tmp_path: Path) -> None:
+    with job("", tmp_path) as running:
+        wait_for_end(running)
+    assert (running.failure, running.exit_code) == (None, 0)
+    assert [rest for _, *rest in told(tmp_path)] == [["700", "3", local_job.loopback_interface()]] * 3
+    assert_all_have_ended(tmp_path)
+
+
+def test_the_first_that_fails_ends_the_others(tmp_path: Path) -> None:
+    with job(f"{SLEEP} if rank != 1 else sys.exit(3)", tmp_path) as running:
+        wait_for_end(running)
+    assert running.failure == "process 1 ended with exit code 3"
+    assert running.exit_code == 3
+    assert_all_have_ended(tmp_path)
+
+
+def test_one_that_is_killed_is_the_cause_of_the_others_errors(tmp_path: Path) -> None:
+    """Even if all have failed when somebody looks."""
+    fail = """
+if rank == 2: os.kill(os.getpid(), signal.SIGKILL)
+path = pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+path.write_text('{"message": {"message": "RuntimeError: lost a peer\\\\nat length"}}')
+sys.exit(1)
+"""
+    with job(fail, tmp_path) as running:
+        for process in running._processes:
+            process.wait(WITHIN_SECONDS)
+        assert not running.is_running()
+    assert running.failure == "process 2 was ended by signal 9"
+    assert running.exit_code == 137
+
+
+def test_an_error_is_told_in_one_line(tmp_path: Path) -> None:
+    fail = """
+if rank == 0:
+    told = '{"message": "ValueError: no\\\\nmore"}'
+    pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(told)
+    sys.exit(1)
+time.sleep(60)
+"""
+    with job(fail, tmp_path) as running:
+        wait_for_end(running)
+    assert running.failure == "process 0: ValueError: no"
+
+
+def test_who_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_job, "END_WITHIN_SECONDS", 0.2)
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n"
+    with LocalJob([sys.executable, "-S", "-c", deaf + PARTING + SLEEP, str(tmp_path)], 3):
+        deadline = time.monotonic() + WITHIN_SECONDS
+        while len(list(tmp_path.glob("told-*"))) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert_all_have_ended(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="POSIX's shell")
+def test_a_launcher_that_is_killed_outright_takes_its_processes_along() -> None:
+    follow = f"import os, runpy, time; runpy.run_path({lifeline.__file__!r})['follow_launcher']()"
+    code = f"{follow}; print(os.getpid(), flush=True); time.sleep(60)"
+    script = f'export {lifeline.LAUNCHER_VARIABLE}=$$; "$PYTHON" -S -c "$CODE" & wait'
+    with subprocess.Popen(
+        ["sh", "-c", script],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHON": sys.executable, "CODE": code},
+    ) as launcher:
+        assert launcher.stdout is not None
+        process_id = int(launcher.stdout.readline())
+        launcher.kill()
+        assert launcher.stdout.read() == b""  # which its process had open, too
+    assert process_id
+
+
+def test_a_machine_without_loopback_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "eth0")])
+    with pytest.raises(ConfigError, match="its loopback interface, lo or lo0; this one has eth0"):
+        LocalJob(["true"], 2)
+
+
+def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", local_job.STORE_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    run_here(None)
+    with pytest.raises(ConfigError, match="processes must be a whole number of at least 1, got 0"):
+        run_here(0)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=r"this is a process of one \(RANK is set\): leave it out"):
+        run_here(2)
+    monkeypatch.setenv(local_job.STORE_VARIABLE, "there")
+    run_here(2)
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="Linux tells who listens where")
+def test_the_eye_that_looks_for_listeners_sees_them() -> None:
+    with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)):
+        assert {ip_address("127.0.0.1"), ip_address("0.0.0.0")} <= listening_on(os.getpid())
