@@ -95,6 +95,8 @@ POWER = thinwire.PowerSGD(matrix_rank=1, warmup_steps=0, min_compression_ratio=2
 CHOICES = [
     (Hook.FP16, Hook.NO, {}, thinwire.Cast("fp16"), 1.9),
     (Hook.BF16, Hook.NO, {}, thinwire.Cast("bf16"), 1.9),
+    (Hook.FP16, Hook.BF16, {}, thinwire.Cast("fp16"), 1.9),
+    (Hook.BF16, Hook.FP16, {}, thinwire.Cast("bf16"), 1.9),
     (Hook.POWER_SGD, Hook.NO, AT_ONCE, POWER, 15),
     (Hook.POWER_SGD, Hook.FP16, AT_ONCE, dataclasses.replace(POWER, wire_dtype="fp16"), 20),
     (
@@ -377,7 +379,6 @@ def test_the_names_and_settings_are_accelerates() -> None:
         ({"comm_wrapper": Hook.POWER_SGD}, "NO, FP16, BF16, got"),
         ({"comm_hook": Hook.POWER_SGD, "comm_wrapper": "fp16"}, "got 'fp16'"),
         ({"comm_wrapper": Hook.FP16}, "no effect"),
-        ({"comm_hook": Hook.FP16, "comm_wrapper": Hook.BF16}, "no effect"),
         ({"comm_hook": Hook.BF16, "comm_state_option": {"random_seed": 1}}, "no effect"),
         ({"comm_state_option": {"matrix_approximation_rank": 1}}, "no effect"),
         ({"comm_hook": Hook.POWER_SGD, "comm_state_option": {"matrix_rank": 1}}, "matrix_approximation_rank"),

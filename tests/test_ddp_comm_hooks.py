@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms import ddp_comm_hooks as stock
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +92,7 @@ def _registered() -> tuple[dict[str, bool], dict[str, int], list[Any], str]:
         model = new_model()
         if "POWER" in kind.name:
             kind.value(model=model, state=None, start_powerSGD_iter=0)
-            state = model._comm_hooks[0][1]
+            state = cast(hooks.PowerSGDState, model._comm_hooks[0][1])
             ranks[kind.name] = state.matrix_approximation_rank
         else:
             ddp_comm_hooks.register_ddp_comm_hook(kind, model)
@@ -102,7 +103,7 @@ def _registered() -> tuple[dict[str, bool], dict[str, int], list[Any], str]:
         dist.all_gather(everyone, mine)
         agree[kind.name] = torch.equal(everyone[0], everyone[1])
     builtin = []
-    for built_in in (dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS):
+    for built_in in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
         model = new_model()
         ddp_comm_hooks.register_ddp_comm_hook(built_in, model)
         builtin.append(model._comm_hooks[0][0])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision.amp import MixedPrecision
@@ -31,6 +34,10 @@ from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes
 from pool import Pool
 from thinwire import PowerSGD, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the package compiles functions with torch.jit as it is imported
+    import torch.distributed.optim
 
 POWER = PowerSGD(matrix_rank=2, warmup_steps=1)
 
@@ -290,6 +297,94 @@ def _registered() -> tuple[float, str]:
     return state.stats().compression_ratio, str(raised.value)
 
 
+def test_the_documents_third_example(pool2: Pool) -> None:
+    for iters, equal in pool2.run(_third_example):
+        assert iters == 2
+        assert equal == [True, True, False]
+
+
+def _third_example() -> tuple[int, list[bool]]:
+    model = DistributedDataParallel(nn.Linear(64, 64))
+    alone = [dist.new_group([process_rank]) for process_rank in range(2)][dist.get_rank()]
+    state = hooks.PostLocalSGDState(process_group=None, subgroup=alone, start_localSGD_iter=2)
+    register_ddp_comm_hook(model, state, hooks.post_localSGD_hook)
+    equal = []
+    for _ in range(3):
+        model.zero_grad()
+        torch.autograd.backward(model(torch.ones(2, 64) * (dist.get_rank() + 1)).sum())
+        assert model.module.weight.grad is not None
+        equal.append(all_same(model.module.weight.grad))
+    return state.iter, equal
+
+
+def all_same(tensor: Tensor) -> bool:
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor)
+    return torch.equal(everyone[0], everyone[1])
+
+
+def test_models_are_averaged_with_the_local_hook(pool2: Pool, tmp_path: Path) -> None:
+    """Every second step after two: after the third and the fifth; and at once in a second fit."""
+    assert pool2.run(_averaged, tmp_path) == [(True, False, True)] * 2
+
+
+def _averaged(folder: Path) -> tuple[bool, bool, bool]:
+    def new_strategy() -> ThinwireStrategy:
+        state = hooks.PostLocalSGDState(None, None, 2, post_local_gradient_allreduce=False)
+        return ThinwireStrategy(
+            ddp_comm_state=state, ddp_comm_hook=hooks.post_localSGD_hook, model_averaging_period=2
+        )
+
+    _, five = fit(new_strategy(), folder, epochs=1, limit_train_batches=5)
+    trainer, six = fit(new_strategy(), folder, epochs=1)
+    after = [all_same(torch.cat([p.view(-1) for p in parameters_of(model)])) for model in (five, six)]
+    with lightning_environment():
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit_loop.epoch_loop.max_steps = 7
+        trainer.fit(six, batches())
+    return after[0], after[1], all_same(torch.cat([p.view(-1) for p in parameters_of(six)]))
+
+
+def test_positional_arguments_are_the_stock_strategys() -> None:
+    devices, state = [torch.device("cpu")], hooks.PowerSGDState(None)
+    stock = DDPStrategy(None, devices, None, None, None, state, hooks.powerSGD_hook)
+    same = ThinwireStrategy(None, devices, None, None, None, state, hooks.powerSGD_hook)
+    assert same.algorithm is None
+    assert same.parallel_devices == stock.parallel_devices == devices
+    assert same.remembering is state
+    for ours in (ThinwireStrategy(POWER, None, devices), ThinwireStrategy(None, devices, algorithm=POWER)):
+        assert ours.algorithm is POWER
+        assert ours.parallel_devices == devices
+    assert ThinwireStrategy(CPUAccelerator(), devices).algorithm == PowerSGD()
+    with pytest.raises(TypeError):
+        ThinwireStrategy(*[None] * 20)
+
+
+def test_with_pytorch_lightning_alone(tmp_path: Path) -> None:
+    code = f"""
+import sys
+sys.modules["lightning"] = None
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from thinwire import hooks
+from thinwire.integrations.lightning import ThinwireStrategy, register_ddp_comm_hook
+from pytorch_lightning.strategies import DDPStrategy
+assert issubclass(ThinwireStrategy, DDPStrategy)
+dist.init_process_group("gloo", init_method="file://{tmp_path}/rendezvous", rank=0, world_size=1)
+model, state = DistributedDataParallel(torch.nn.Linear(64, 64)), hooks.PowerSGDState(None, 2, 0)
+register_ddp_comm_hook(model, state, hooks.powerSGD_hook)
+model(torch.ones(2, 64)).sum().backward()
+print("ratio", state.stats().compression_ratio)
+dist.destroy_process_group()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-1]) > 4
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapper without a hook": (
         lambda: ThinwireStrategy(ddp_comm_wrapper=hooks.fp16_compress_wrapper),
@@ -306,10 +401,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         "use torch's own wrapper",
     ),
     "a wrapper that is none": (
-        lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, ddp_comm_wrapper="fp16"),  # type: ignore[arg-type]
+        lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, ddp_comm_wrapper="fp16"),
         "'fp16'",
     ),
-    "a hook that is none": (lambda: ThinwireStrategy(ddp_comm_hook="powersgd"), "'powersgd'"),  # type: ignore[arg-type]
+    "a hook that is none": (lambda: ThinwireStrategy(ddp_comm_hook="powersgd"), "'powersgd'"),
     "no state": (lambda: ThinwireStrategy(ddp_comm_hook=hooks.powerSGD_hook), "PowerSGDState"),
     "torch's state": (
         lambda: ThinwireStrategy(
@@ -324,15 +419,25 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "process group or None",
     ),
-    "a hook that needs more": (
-        lambda: ThinwireStrategy(ddp_comm_hook=hooks.post_localSGD_hook),
-        "use thinwire.LocalSGD",
+    "a local hook without its state": (
+        lambda: ThinwireStrategy(ddp_comm_hook=hooks.post_localSGD_hook, model_averaging_period=2),
+        "needs a thinwire.hooks.PostLocalSGDState",
+    ),
+    "a local hook without averaging": (
+        lambda: ThinwireStrategy(
+            ddp_comm_state=hooks.PostLocalSGDState(None, None, 3), ddp_comm_hook=hooks.post_localSGD_hook
+        ),
+        "model_averaging_period=",
+    ),
+    "averaging without a local hook": (
+        lambda: ThinwireStrategy(POWER, model_averaging_period=2),
+        "would have no effect",
     ),
     "an algorithm and a hook": (
         lambda: ThinwireStrategy(POWER, ddp_comm_hook=hooks.allreduce_hook),
         "not both",
     ),
-    "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),  # type: ignore[arg-type]
+    "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
     "no steps": (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),
     "not DDP": (lambda: register_ddp_comm_hook(nn.Linear(2, 2), None, hooks.allreduce_hook), "got Linear"),  # type: ignore[arg-type]
     "before fit": (lambda: ThinwireStrategy(POWER).sync, "nothing is attached"),

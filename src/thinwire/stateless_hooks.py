@@ -119,7 +119,7 @@ def _in_8_bits(
     def write_back(done: Future[list[torch.Tensor]]) -> torch.Tensor:
         total = torch.zeros_like(flat, dtype=torch.float32)
         for codes in done.value():
-            total += _gradients(codes, flat.numel(), scaled_elements or flat.numel())
+            total.add_(_gradients(codes, flat.numel(), scaled_elements or flat.numel()))
         flat.copy_(total.div_(channel.size))
         return flat
 
@@ -146,7 +146,8 @@ def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.T
     count = -(-numel // scaled_elements)
     scale, zero = codes[: 8 * count].view(torch.float32).view(2, count, 1)
     rows = codes[8 * count :].view(count, scaled_elements)
-    return ((rows.float() - zero) * scale).view(-1)[:numel]
+    gradients: torch.Tensor = (rows.float() - zero) * scale
+    return gradients.view(-1)[:numel]
 
 
 # By the first parameter of a bucket: gradients in other types would be summed as if they were of one.

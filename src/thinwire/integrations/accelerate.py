@@ -72,6 +72,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         static_graph: DDP's own.
         comm_hook: What averages gradients. NO leaves it to DDP.
         comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD travel in 16 bits.
+            Those of the hooks FP16 and BF16 do so anyway, as these say.
         comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, by the names of
             `thinwire.hooks.PowerSGDState`, with its defaults. Note that compression starts after
             `start_powerSGD_iter` = 1 000 steps.
@@ -193,10 +194,11 @@ def _algorithm_of(hook: object, wrapper: object, options: Mapping[str, Any]) -> 
     _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
     if hook in LOW_RANK:
         return _state_of(options).algorithm(LOW_RANK[hook], CASTS.get(wrapper))
-    if wrapper in CASTS or options:
+    if options or (wrapper in CASTS and hook not in CASTS):
         raise ConfigError(
-            f"comm_wrapper and comm_state_option are for comm_hook POWER_SGD and BATCHED_POWER_SGD and would "
-            f"have no effect with {hook}, got {wrapper} and {options}; leave them out, or choose one of those"
+            "comm_state_option is for comm_hook POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but NO "
+            f"and would have no effect with {hook}, got {options} and {wrapper}; leave them out, or choose "
+            "another hook"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None
 

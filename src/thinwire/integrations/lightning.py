@@ -2,7 +2,7 @@
 
     from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy
 
-    trainer = Trainer(
+    trainer = Trainer(  # of `lightning`, or where only `pytorch_lightning` is installed, of that
         strategy=ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4)), callbacks=[ThinwireCallback()], ...
     )
 
@@ -11,32 +11,54 @@ What behaves differently is told in docs/migrating.md.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_post_local
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import ddp, hooks
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
-from thinwire.hooks import PowerSGDState
+from thinwire.hooks import PostLocalSGDState, PowerSGDState
 from thinwire.sync import GradientSync
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
-    raise MissingExtraError(
-        "thinwire.integrations.lightning needs lightning 2.6 or later: pip install 'thinwire[lightning]'"
-    ) from error
+    try:  # the same package under its older name
+        from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+        from pytorch_lightning.accelerators import Accelerator  # type: ignore[assignment]
+        from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry  # type: ignore[assignment]
+        from pytorch_lightning.trainer.states import TrainerFn  # type: ignore[assignment]
+    except ImportError:
+        raise MissingExtraError(
+            "thinwire.integrations.lightning needs lightning or pytorch_lightning, 2.6 or later: "
+            "pip install 'thinwire[lightning]'"
+        ) from error
 
 __all__ = ["ThinwireCallback", "ThinwireStrategy", "register_ddp_comm_hook"]
 
 CHECKPOINT_KEY = "thinwire"
+
+STATES: dict[type, tuple[Callable[..., Any], ...]] = {
+    PowerSGDState: (hooks.powerSGD_hook, hooks.batched_powerSGD_hook),
+    PostLocalSGDState: (hooks.post_localSGD_hook,),
+}
+STATELESS: tuple[Callable[..., Any], ...] = (
+    hooks.allreduce_hook,
+    hooks.fp16_compress_hook,
+    hooks.bf16_compress_hook,
+    hooks.quantization_pertensor_hook,
+    hooks.quantization_perchannel_hook,
+)
 
 Remembering: TypeAlias = "GradientSync | PowerSGDState"
 
@@ -52,7 +74,8 @@ def register_ddp_comm_hook(
     Args:
         model: The DDP model, on any device.
         ddp_comm_state: What the hook wants: a `PowerSGDState` for `powerSGD_hook` and its batched variant,
-            a process group or None for `allreduce_hook`, `fp16_compress_hook` and `bf16_compress_hook`.
+            a `PostLocalSGDState` for `post_localSGD_hook` (which leaves averaging the models to you), a
+            process group or None for hooks without memory.
         ddp_comm_hook: One of `thinwire.hooks`, or any other.
         ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or another.
 
@@ -73,15 +96,20 @@ def register_ddp_comm_hook(
 class ThinwireStrategy(DDPStrategy):
     """DDP with Thinwire's averaging, on CPUs and GPUs alike; `strategy="thinwire"` is this with PowerSGD().
 
+    Takes what `DDPStrategy` takes, by position and by name, and an algorithm. In place of an algorithm a hook
+    may be given as there (see `register_ddp_comm_hook`): `ddp_comm_hook`, `ddp_comm_state` and
+    `ddp_comm_wrapper`, which `DDPStrategy` ignores silently on CPUs. With `post_localSGD_hook` the models are
+    averaged every `model_averaging_period` steps after the state's `start_localSGD_iter`, by torch's
+    `PeriodicModelAverager`.
+
     Args:
+        positional: The algorithm first, if it is given so; then `DDPStrategy`'s.
         algorithm: How gradients become their mean; `thinwire.PowerSGD()` if neither it nor a hook is given.
-        ddp_comm_state: With a hook in place of an algorithm: see `register_ddp_comm_hook`.
-        ddp_comm_hook: As `DDPStrategy` takes it, which ignores it silently on CPUs.
-        ddp_comm_wrapper: Likewise.
         options: `DDPStrategy`'s own, and DDP's.
 
     Raises:
-        ConfigError: Both an algorithm and a hook, or a combination that `register_ddp_comm_hook` refuses.
+        ConfigError: Both an algorithm and a hook, a combination that `register_ddp_comm_hook` refuses, or
+            `post_localSGD_hook` without `model_averaging_period`, or that without the hook.
 
     Examples:
         >>> import thinwire
@@ -90,29 +118,21 @@ class ThinwireStrategy(DDPStrategy):
         4
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm | None = None,
-        *,
-        ddp_comm_state: object | None = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> None:
-        _checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
+    def __init__(self, *positional: Any, algorithm: Algorithm | None = None, **options: Any) -> None:
+        if positional and algorithm is None and not isinstance(positional[0], Accelerator | None):
+            algorithm, positional = positional[0], positional[1:]
         if algorithm is not None and not isinstance(algorithm, Algorithm):
             raise ConfigError(
                 f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
             )
-        if algorithm is not None and ddp_comm_hook is not None:
+        given = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
+        state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
+        _checked_hook(state, hook, given.get("ddp_comm_wrapper"))
+        if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
-        super().__init__(
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
-            **options,
-        )
-        self.algorithm = PowerSGD() if algorithm is None and ddp_comm_hook is None else algorithm
+        _check_period(state, given.get("model_averaging_period"))
+        super().__init__(*positional, **options)
+        self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self._sync: GradientSync | None = None
         self._module: torch.nn.Module | None = None
 
@@ -136,6 +156,14 @@ class ThinwireStrategy(DDPStrategy):
         if self._sync is None and isinstance(self._ddp_comm_state, PowerSGDState):
             return self._ddp_comm_state
         return self._sync
+
+    def setup(self, trainer: Trainer) -> None:
+        """For Lightning, which averages models where it finds torch's state of `post_localSGD_hook`."""
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and isinstance(self._ddp_comm_state, PostLocalSGDState):
+            self._enable_model_averaging()
+            assert self._model_averager is not None  # just made
+            self._model_averager.step = self._ddp_comm_state.iter  # a second fit goes on
 
     def _register_ddp_hooks(self) -> None:
         """For Lightning, when it has wrapped the model: attach. A second fit of the same model goes on."""
@@ -264,19 +292,29 @@ def _checked_hook(state: object, hook: object, wrapper: object) -> Callable[...,
 
 
 def _check_state(state: object, hook: object) -> None:
-    if hook is hooks.post_localSGD_hook:
-        raise ConfigError(
-            "post_localSGD_hook needs an averaging of models as well, which the strategy does not make; "
-            "use thinwire.LocalSGD, which is both"
-        )
-    if hook in (hooks.powerSGD_hook, hooks.batched_powerSGD_hook):
-        if not isinstance(state, PowerSGDState):
+    for needed, needing in STATES.items():
+        if hook in needing and not isinstance(state, needed):
             got = f"{type(state).__module__}.{type(state).__name__}"
-            raise ConfigError(f"this hook needs a thinwire.hooks.PowerSGDState, got {got}")
-    elif hook in (hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook) and not (
-        state is None or isinstance(state, dist.ProcessGroup)
-    ):
+            raise ConfigError(f"this hook needs a thinwire.hooks.{needed.__name__}, got {got}")
+    if hook in STATELESS and not (state is None or isinstance(state, dist.ProcessGroup)):
         raise ConfigError(f"this hook needs a process group or None, got {type(state).__name__}")
+
+
+def _check_period(state: object, period: object) -> None:
+    """Whether `post_localSGD_hook` and `model_averaging_period` are there together."""
+    is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
+    if is_local and period is None:
+        raise ConfigError(
+            "post_localSGD_hook leaves the models apart; give the strategy model_averaging_period= as well, "
+            "or use thinwire.LocalSGD"
+        )
+    if period is not None:
+        whole_number("model_averaging_period", period, least=1)
+        if not is_local:
+            raise ConfigError(
+                "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState and would have no "
+                "effect; leave it out, or use thinwire.LocalSGD"
+            )
 
 
 if "thinwire" not in StrategyRegistry:
