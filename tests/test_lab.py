@@ -132,6 +132,17 @@ def wait_until_gone(mark: str, but: int = 0) -> None:
     assert set(alive(mark)) - {but} == set()
 
 
+def wait_for_children(mark: str, count: int) -> None:
+    """Until the hosts' processes have started theirs: for a moment of its start, none shows its mark."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        commands = [Path(f"/proc/{each}/cmdline").read_bytes() for each in alive(mark)]
+        if sum(command == b"sleep\x0060\0" for command in commands) == count:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"not {count} children")
+
+
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 
@@ -222,26 +233,87 @@ def test_a_process_that_does_not_listen_is_killed() -> None:
 
 
 @real
-def test_killed_outright_it_leaves_nothing_that_the_next_one_does_not_remove() -> None:
-    code = f"import subprocess; subprocess.Popen(['sleep', '60']); {SLEEP}"
+def test_killed_outright_it_leaves_nothing() -> None:
+    """Not even what the hosts' processes have started, in sessions of their own."""
+    code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
     with started_lab("--hosts=2", code=code) as (lab, mark):
-        children: list[int] = []
-        deadline = time.monotonic() + 5
-        while (
-            len(children) < 2 and time.monotonic() < deadline
-        ):  # for a moment of its start none shows its mark
-            children = [
-                each for each in alive(mark) if b"sleep\x0060" in Path(f"/proc/{each}/cmdline").read_bytes()
-            ]
-        assert len(children) == 2
+        wait_for_children(mark, 2)
         lab.kill()
         lab.wait()
-        deadline = time.monotonic() + 5
-        while set(alive(mark)) != set(children) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert set(alive(mark)) == set(children)  # what the hosts' own processes have started
-        assert run_lab("--hosts=1", code="pass").returncode == 0
         wait_until_gone(mark)
+
+
+@real
+def test_what_a_command_has_started_ends_with_it() -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '61'], start_new_session=True); print('up')"
+    mark = f"MARK={os.getpid()}-{time.monotonic_ns()}"
+    done = run_lab("--hosts=2", code=code, environment=dict([mark.split("=")]))
+    assert done.returncode == 0
+    assert done.stdout.count("up") == 2
+    assert alive(mark) == []
+
+
+@real
+def test_it_ends_only_what_it_has_started() -> None:
+    """Whatever the environment of other processes says; and whatever its own does."""
+    marks = ["nonsense", "1-2", f"{os.getpid()}-gone", "99999999-5"]
+    others = [subprocess.Popen(["sleep", "600"], env={**os.environ, LAB_VARIABLE: mark}) for mark in marks]
+    try:
+        with started_lab("--hosts=2", code=SLEEP) as (lab, own):
+            count = len(alive(own))
+            done = run_lab("--hosts=1", code="print('up')", environment={LAB_VARIABLE: marks[0]})
+            assert (done.returncode, done.stdout) == (0, "[host 0] up\n"), done.stderr
+            assert len(alive(own)) == count
+            lab.kill()
+            lab.wait()
+            wait_until_gone(own)
+        assert [each.poll() for each in others] == [None] * len(others)
+    finally:
+        for each in others:
+            each.kill()
+            each.wait()
+
+
+@real
+def test_nobody_reads_the_output() -> None:
+    """As for any other command, that is an end by SIGPIPE, and nothing to talk about."""
+    with subprocess.Popen(
+        lab_command("--hosts=2", code="for i in range(200_000): print(i)"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as lab:
+        assert lab.stdout is not None
+        assert lab.stderr is not None
+        assert lab.stdout.read(1) == "["
+        lab.stdout.close()
+        assert lab.stderr.read() == ""
+        assert lab.wait(20) == 128 + signal.SIGPIPE
+
+
+@real
+def test_output_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            lab_command("--hosts=2", f"--report={report}", code="print('up')"),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "thinwire: the hosts' output can't be written: No space left on device\n"
+    assert json.loads(report.read_text())["exit_code"] == 1
+
+
+@real
+def test_a_command_that_is_none() -> None:
+    lab = [sys.executable, "-m", "thinwire.cli", "lab", "--hosts=1", "--", "no-such-command"]
+    done = subprocess.run(lab, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 127
+    assert done.stdout == "[host 0] no-such-command can't be started: No such file or directory\n"
 
 
 @real
@@ -285,13 +357,16 @@ def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("rate", "bits"),
-    [("100mbit", 1e8), ("1gbit", 1e9), ("2.5Gbit", 2.5e9), ("500kbit", 5e5), ("200000bit", 2e5)],
+    [("100mbit", 1e8), ("100gbit", 1e11), ("2.5Gbit", 2.5e9), ("500kbit", 5e5), ("200000bit", 2e5)],
 )
 def test_rates(rate: str, bits: float) -> None:
     assert bits_per_second(rate) == bits
 
 
-@pytest.mark.parametrize("rate", ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit"])
+NO_RATES = ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit", "101gbit", f"{10**400}gbit"]
+
+
+@pytest.mark.parametrize("rate", NO_RATES, ids=lambda rate: rate[:9])
 def test_what_is_no_rate_is_refused(rate: str) -> None:
     with pytest.raises(ConfigError, match="a rate is like 100mbit"):
         Layout(hosts=2, rate=rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +11,9 @@ from typing import Annotated
 import typer
 
 from thinwire.errors import ConfigError
-from thinwire.lab.job import run_on_hosts
+from thinwire.lab.job import Output, run_on_hosts
 from thinwire.lab.layout import Layout
-from thinwire.lab.namespace import check_machine, end_leftovers, is_inside, start_inside
+from thinwire.lab.namespace import check_machine, is_inside, start_inside
 from thinwire.lab.network import Network
 
 __all__ = ["lab"]
@@ -55,14 +56,20 @@ def lab(
         raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
     check_machine()
     if not is_inside():
-        end_leftovers()
         start_inside(sys.argv[1:])
+    output = Output(sys.stdout.buffer)
     with Network(layout) as network:
-        exit_code, seconds = run_on_hosts(network, command, sys.stdout.buffer, grace_seconds=grace_seconds)
+        exit_code, seconds = run_on_hosts(network, command, output, grace_seconds=grace_seconds)
         sent_bytes = [network.sent_bytes(host) for host in range(layout.hosts)]
-    for host, (sent, took) in enumerate(zip(sent_bytes, seconds, strict=True)):
-        print(f"thinwire lab: host {host} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     if report is not None:
         told = {"exit_code": exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(told) + "\n")
+    if output.error is not None:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(output.error, BrokenPipeError):
+            raise OSError(f"the hosts' output can't be written: {output.error.strerror}") from output.error
+    else:
+        for host, (sent, took) in enumerate(zip(sent_bytes, seconds, strict=True)):
+            print(f"thinwire lab: host {host} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     raise typer.Exit(exit_code)

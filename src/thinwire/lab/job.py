@@ -1,4 +1,4 @@
-"""One process on each host: their output with a prefix, their end, and the lab's exit code."""
+"""One command on each host: their output with a prefix, their end, and the lab's exit code."""
 
 from __future__ import annotations
 
@@ -11,35 +11,66 @@ from collections.abc import Sequence
 from typing import IO
 
 from thinwire.end_signals import EndSignals
+from thinwire.lab.keeper import END_ALL
 from thinwire.lab.network import Network
 
-__all__ = ["run_on_hosts"]
+__all__ = ["Output", "run_on_hosts"]
 
 LOOK_EVERY_SECONDS = 0.05
 
 
+class Output:
+    """Where the hosts' lines go, one at a time.
+
+    Args:
+        out: The file.
+
+    Attributes:
+        error: Why no more can be written there; None as long as it can.
+    """
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self.error: OSError | None = None
+        self._out, self._lock = out, threading.Lock()
+
+    def write(self, line: bytes) -> None:
+        """Write a line; drop it if that failed before."""
+        with self._lock:
+            if self.error is None:
+                try:
+                    self._out.write(line)
+                    self._out.flush()
+                except OSError as error:
+                    self.error = error
+
+    @property
+    def exit_code(self) -> int:
+        """What a lab whose output can't be written ends with: as a shell tells SIGPIPE if nobody reads it."""
+        return 128 + signal.SIGPIPE if isinstance(self.error, BrokenPipeError) else 1
+
+
 def run_on_hosts(
-    network: Network, command: Sequence[str], out: IO[bytes], *, grace_seconds: float
+    network: Network, command: Sequence[str], output: Output, *, grace_seconds: float
 ) -> tuple[int, list[float]]:
-    """Run a command on every host until all have ended.
+    """Run a command on every host until all have ended, and with it what it has started.
 
     Once one has failed, or a signal (which is passed on) asks the lab to end, the others are asked to end
-    after `grace_seconds`, and killed after as many more.
+    after `grace_seconds`, and killed after as many more. Where their output can't be written, they are asked
+    to end at once.
 
     Args:
         network: With the hosts.
         command: The same on all; each has the environment that torchrun would give it.
-        out: Where their output goes, line by line.
+        output: Where theirs goes, line by line.
         grace_seconds: In which the others may find out for themselves.
 
     Returns:
         The exit code of the first that failed, as a shell tells it (128 + the signal that ended it); 0 if
-        none did. And how many seconds each ran.
+        none did; that of `output` if it has an error. And how many seconds each ran.
     """
-    lock = threading.Lock()
     with EndSignals() as asked:
-        hosts = [_Host(network, host, command, out, lock) for host in range(network.layout.hosts)]
-        exit_code = _wait(hosts, asked, grace_seconds)
+        hosts = [_Host(network, host, command, output) for host in range(network.layout.hosts)]
+        exit_code = _wait(hosts, asked, output, grace_seconds)
     return exit_code, [host.seconds for host in hosts]
 
 
@@ -51,15 +82,13 @@ class _Host:
         seconds: That it ran.
     """
 
-    def __init__(
-        self, network: Network, host: int, command: Sequence[str], out: IO[bytes], lock: threading.Lock
-    ) -> None:
+    def __init__(self, network: Network, host: int, command: Sequence[str], output: Output) -> None:
         self.exit_code: int | None = None
         self.seconds = 0.0
         self._start = time.monotonic()
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            network.command_in(host, *command),
+            network.kept_command_in(host, *command),
             env=defaults | dict(os.environ) | dict(network.layout.environment(host)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -67,7 +96,7 @@ class _Host:
             start_new_session=True,  # so that Ctrl-C reaches the lab alone, which passes it on
         )
         prefix = f"[host {host:>{len(str(network.layout.hosts - 1))}}] ".encode()
-        self._reader = threading.Thread(target=self._pass_on, args=(prefix, out, lock), daemon=True)
+        self._reader = threading.Thread(target=self._pass_on, args=(prefix, output), daemon=True)
         self._reader.start()
 
     def has_just_ended(self) -> bool:
@@ -81,22 +110,24 @@ class _Host:
         return True
 
     def send(self, number: int) -> None:
-        """A signal, to the process and those that it has started."""
-        if self._process.poll() is None:
+        """A signal, to the command's process group; or SIGKILL, to all that the command has started."""
+        if self._process.poll() is not None:
+            return
+        if number == signal.SIGKILL:
+            os.kill(self._process.pid, END_ALL)
+        else:
             os.killpg(self._process.pid, number)
 
-    def _pass_on(self, prefix: bytes, out: IO[bytes], lock: threading.Lock) -> None:
+    def _pass_on(self, prefix: bytes, output: Output) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with lock:
-                out.write(prefix + line.removesuffix(b"\n") + b"\n")
-                out.flush()
+            output.write(prefix + line.removesuffix(b"\n") + b"\n")
 
 
-def _wait(hosts: Sequence[_Host], asked: EndSignals, grace_seconds: float) -> int:
+def _wait(hosts: Sequence[_Host], asked: EndSignals, output: Output, grace_seconds: float) -> int:
     failure: int | None = None
     to_send: list[tuple[float, int]] = []  # when, and which signal
-    passed_on = False
+    passed_on = is_output_lost = False
     while any(host.exit_code is None for host in hosts):
         time.sleep(LOOK_EVERY_SECONDS)
         now = time.monotonic()
@@ -108,8 +139,11 @@ def _wait(hosts: Sequence[_Host], asked: EndSignals, grace_seconds: float) -> in
             failure, to_send, passed_on = 128 + asked.received, list(last_words), True
             for host in hosts:
                 host.send(asked.received)
+        if output.error is not None and not is_output_lost:
+            is_output_lost = True
+            to_send = [(now, signal.SIGTERM), (now + grace_seconds, signal.SIGKILL)]
         while to_send and now >= to_send[0][0]:
             _, number = to_send.pop(0)
             for host in hosts:
                 host.send(number)
-    return failure or 0
+    return output.exit_code if output.error is not None else failure or 0

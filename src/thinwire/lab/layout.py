@@ -13,7 +13,7 @@ __all__ = ["Layout", "bits_per_second"]
 
 MOST_HOSTS = 200
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-LEAST_BITS_PER_SECOND = 10**5
+LEAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND = 10**5, 10**11
 # What may pass at once after a pause: as little as can be, or short messages would not meet the rate at all.
 # But a packet that is handed to the link may have 64 KiB, and a busy kernel may be a millisecond late.
 LEAST_BURST_BYTES = 68 * 2**10
@@ -24,16 +24,19 @@ def bits_per_second(rate: str) -> float:
     """What a rate such as "100mbit" means, in bits a second.
 
     Raises:
-        ConfigError: It is none, or below 100kbit.
+        ConfigError: It is none, or not between 100kbit and 100gbit.
 
     Examples:
         >>> bits_per_second("1.5gbit")
         1500000000.0
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
-    if match is None or float(match[1]) * UNITS[match[2]] < LEAST_BITS_PER_SECOND:
-        raise ConfigError(f"a rate is like 100mbit, 1gbit or 500kbit, and at least 100kbit; got {rate!r}")
-    return float(match[1]) * UNITS[match[2]]
+    bits = float(match[1]) * UNITS[match[2]] if match is not None else 0.0
+    if not LEAST_BITS_PER_SECOND <= bits <= MOST_BITS_PER_SECOND:
+        raise ConfigError(
+            f"a rate is like 100mbit, 1gbit or 500kbit, from 100kbit to 100gbit; got {rate[:40]!r}"
+        )
+    return bits
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,17 +16,15 @@ from typing import NoReturn
 
 from thinwire.errors import ConfigError
 
-__all__ = ["LAB_VARIABLE", "check_machine", "end_leftovers", "is_inside", "start_inside"]
+__all__ = ["LAB_VARIABLE", "check_machine", "is_inside", "start_inside"]
 
-LAB_VARIABLE = (
-    "THINWIRE_LAB"  # in the environment of all that runs in a lab: its process, and when that began
-)
+LAB_VARIABLE = "THINWIRE_LAB"  # in the environment: the lab that this is, or was started by
 PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
 
 
 def is_inside() -> bool:
     """Whether this process is the lab in its own namespace."""
-    return os.environ.get(LAB_VARIABLE) == _identity(os.getpid())
+    return os.environ.get(LAB_VARIABLE) == _identity()
 
 
 def check_machine() -> None:
@@ -52,7 +49,7 @@ def start_inside(arguments: Sequence[str]) -> NoReturn:
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
-            os.environ[LAB_VARIABLE] = _identity(os.getpid())
+            os.environ[LAB_VARIABLE] = _identity()
             sys.stdout.flush()
             os.execvp("unshare", ["unshare", *flags, sys.executable, "-m", "thinwire.cli", *arguments])
     raise ConfigError(
@@ -62,32 +59,7 @@ def start_inside(arguments: Sequence[str]) -> NoReturn:
     )
 
 
-def end_leftovers() -> None:
-    """Kill what is left of labs that were themselves killed."""
-    for process_id in _processes():
-        lab = _lab_of(process_id)
-        if lab is not None and lab != _identity(int(lab.partition("-")[0])):
-            os.kill(process_id, signal.SIGKILL)
-
-
-def _identity(process_id: int) -> str:
-    """A process's number and when it began, which no later process has in common with it."""
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return f"{process_id}-gone"
-    return f"{process_id}-{stat.rpartition(')')[2].split()[19]}"
-
-
-def _processes() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
-def _lab_of(process_id: int) -> str | None:
-    """The lab that a process is of; None if of none, or if it is not ours to look at."""
-    try:
-        environment = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    prefix = f"{LAB_VARIABLE}=".encode()
-    return next((each[len(prefix) :].decode() for each in environment if each.startswith(prefix)), None)
+def _identity() -> str:
+    """This process's number and when it began, which it keeps when it becomes another program."""
+    stat = Path("/proc/self/stat").read_text()
+    return f"{os.getpid()}-{stat.rpartition(')')[2].split()[19]}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -53,6 +54,11 @@ class Network:
         """A command line that runs `command` in a host, and ends with this process even if that is killed."""
         namespace = f"--net=/proc/{self._holders[host].pid}/ns/net"
         return ["setpriv", "--pdeathsig", "KILL", "--", "nsenter", namespace, "--", *command]
+
+    def kept_command_in(self, host: int, *command: str) -> list[str]:
+        """The same for a command that may start others: a keeper ends them with it, or with this process."""
+        keeper = [sys.executable, "-S", str(Path(__file__).with_name("keeper.py"))]
+        return self.command_in(host, *keeper, str(os.getpid()), *command)
 
     def sent_bytes(self, host: int) -> int:
         """What a host has sent so far, by the counter of its interface: with headers and acknowledgements."""
