@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,16 +31,17 @@ from thinwire.channel import ProcessGroupChannel
         ("matrix_rank", 4.0),
         ("matrix_rank", True),
         ("matrix_rank", None),
-        ("min_compression_ratio", 0),
+        ("min_compression_ratio", -1),
         ("min_compression_ratio", "2"),
         ("min_compression_ratio", float("nan")),
         ("warmup_steps", -1),
         ("warmup_steps", 1.5),
         ("error_feedback", "yes"),
-        ("warm_start", 1),
+        ("warm_start", 2),
+        ("warm_start", [True]),
         ("seed", -1),
         ("wire_dtype", "fp8"),
-        ("wire_dtype", torch.float16),
+        ("wire_dtype", torch.float32),
         ("power_iterations", 0),
     ],
 )
@@ -46,15 +52,65 @@ def test_a_bad_setting_is_named(kind: type[PowerSGD], setting: str, value: Any) 
     assert setting in str(caught.value) or setting == "wire_dtype"
 
 
-@pytest.mark.parametrize("value", ["fp32", "half", torch.float16, None, 16, ["fp16"]])
+@pytest.mark.parametrize("value", ["fp32", "half", torch.float32, None, 16, ["fp16"]])
 def test_cast_takes_two_types(value: Any) -> None:
     with pytest.raises(ConfigError, match='must be "fp16" or "bf16"'):
         Cast(value)
 
 
-def test_settings_are_keyword_only() -> None:
-    with pytest.raises(TypeError):
-        PowerSGD(4)  # type: ignore[call-arg]
+@pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "bf16"])
+def test_a_16_bit_type_may_be_told_as_torch_tells_it(value: Any) -> None:
+    assert repr(Cast(value)) == repr(Cast("bf16"))
+    assert repr(PowerSGD(wire_dtype=value)) == repr(PowerSGD(wire_dtype="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kept"),
+    [
+        ("matrix_rank", np.int64(4), 4),
+        ("matrix_ranks", {"head": np.int32(8)}, (("head", 8),)),
+        ("warmup_steps", 1e3, 1000),
+        ("warmup_steps", np.float32(5), 5),
+        ("replan_every_steps", np.int64(50), 50),
+        ("bytes_per_step", 2e4, 20_000),
+        ("min_compression_ratio", np.float32(0.5), 0.5),
+        ("min_compression_ratio", 0, 0),
+        ("relative_error", np.float64(0.25), 0.25),
+        ("seed", np.uint8(7), 7),
+        ("error_feedback", 1, True),
+        ("alternating", np.True_, True),
+    ],
+)
+def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: Any) -> None:
+    """So that processes, one of which was given an int and one NumPy's, agree."""
+    assert repr(PowerSGD(**{setting: value})) == repr(PowerSGD(**{setting: kept}))
+    assert type(getattr(PowerSGD(**{setting: value}), setting)) is type(kept)
+
+
+@pytest.mark.parametrize(
+    ("call", "spelling"),
+    [
+        (lambda: PowerSGD(4), r"got 4 without one; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (lambda: BatchedPowerSGD(2), r"write BatchedPowerSGD\(matrix_rank=2\)"),  # type: ignore[call-arg]
+        (lambda: PowerSGD(nn.Linear(2, 2)), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (lambda: PowerSGD(rank=4), r"no setting 'rank'; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (
+            lambda: PowerSGD(start_powerSGD_iter=9),  # type: ignore[call-arg]
+            r"'start_powerSGD_iter'; write PowerSGD\(warmup_steps=9\)",
+        ),
+        (lambda: PowerSGD(matrx_rank=4), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (lambda: BatchedPowerSGD(quux=True), "'quux'; it has matrix_rank, .*wire_dtype"),  # type: ignore[call-arg]
+    ],
+)
+def test_settings_that_are_spelt_otherwise_are_told_how(call: Callable[[], object], spelling: str) -> None:
+    with pytest.raises(ConfigError, match=spelling):
+        call()
+
+
+def test_a_config_can_be_copied_pickled_and_replaced() -> None:
+    algorithm = PowerSGD(matrix_rank=3, matrix_ranks={"head": 2})
+    for same in (copy.deepcopy(algorithm), pickle.loads(pickle.dumps(algorithm)), replace(algorithm)):
+        assert same == algorithm
 
 
 def test_without_a_process_group() -> None:

@@ -500,13 +500,13 @@ def test_wrapping_another_hook_is_refused() -> None:
         ("matrix_approximation_rank", 0),
         ("matrix_approximation_rank", "4"),
         ("start_powerSGD_iter", -1),
-        ("min_compression_rate", 0),
-        ("use_error_feedback", 1),
+        ("min_compression_rate", -1),
+        ("use_error_feedback", 2),
         ("warm_start", None),
         ("orthogonalization_epsilon", -1e-8),
         ("random_seed", -1),
         ("random_seed", 0.5),
-        ("compression_stats_logging_frequency", 0),
+        ("compression_stats_logging_frequency", -1),
         ("batch_tensors_with_same_shape", "yes"),
         ("process_group", "gloo"),
     ],
@@ -667,6 +667,31 @@ def test_an_attribute_that_would_have_no_effect_is_not_set(name: str, value: Any
     with pytest.raises(thinwire.ConfigError, match=message):
         setattr(state, name, value)
     assert state.matrix_approximation_rank == 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kept"),
+    [
+        ("matrix_approximation_rank", np.int64(2), {"matrix_rank": 2}),
+        ("start_powerSGD_iter", 1e3, {"warmup_steps": 1000}),
+        ("start_powerSGD_iter", np.float32(7), {"warmup_steps": 7}),
+        ("min_compression_rate", 0, {"min_compression_ratio": 0}),
+        ("min_compression_rate", np.float32(1.5), {"min_compression_ratio": 1.5}),
+        ("use_error_feedback", 0, {"error_feedback": False}),
+        ("warm_start", np.True_, {"warm_start": True}),
+        ("random_seed", np.int32(3), {"seed": 3}),
+        ("orthogonalization_epsilon", np.float32(1e-8), {}),
+        ("compression_stats_logging_frequency", 0, {}),
+        ("compression_stats_logging_frequency", 1e4, {}),
+        ("batch_tensors_with_same_shape", np.False_, {}),
+    ],
+)
+def test_settings_of_the_types_that_torch_takes(setting: str, value: Any, kept: dict[str, Any]) -> None:
+    """Told to the other processes as Python's own, so one that was given an int agrees."""
+    stock_power.PowerSGDState(None, **{setting: value})
+    algorithm = hooks.PowerSGDState(None, **{setting: value}).algorithm(thinwire.PowerSGD)
+    defaults = {"matrix_rank": 1, "warmup_steps": 1000}
+    assert repr(algorithm) == repr(thinwire.PowerSGD(**(defaults | kept)))
 
 
 def test_before_the_first_step_a_state_is_empty_and_can_be_saved() -> None:

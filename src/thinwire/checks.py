@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from numbers import Integral, Real
+
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.errors import ConfigError, ThinwireError
 
-__all__ = ["checked_scaler", "number", "true_or_false", "whole_number"]
+__all__ = ["checked_scaler", "number", "true_or_false", "whole_count", "whole_number"]
 
 
 def whole_number(name: str, value: object, *, least: int, error: type[ThinwireError] = ConfigError) -> int:
-    """`value`, if it is a whole number of at least `least` (True and False are none)."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    """`value` as an int, if it is one of at least `least`, NumPy's included (True and False are none)."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise error(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value
+    return int(value)
+
+
+def whole_count(name: str, value: object, *, least: int) -> int:
+    """Like `whole_number`, for steps and bytes: floats that are whole, such as 1e3, are taken too."""
+    if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
+        value = int(float(value))
+    return whole_number(name, value, least=least)
 
 
 def number(name: str, value: object, *, least: float) -> float:
-    """`value`, if it is a number of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+    """`value` as an int or a float, if it is a number of at least `least`, NumPy's included."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not value >= least:
         raise ConfigError(f"{name} must be a number of at least {least}, got {value!r}")
-    return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """`value`, if it is True or False."""
-    if not isinstance(value, bool):
+    """`value` as a bool, if it equals True or False: NumPy's own, 1 and 0 as well."""
+    if not isinstance(value, Hashable) or value not in {True, False}:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
-    return value
+    return bool(value)
 
 
 def checked_scaler(grad_scaler: object) -> GradScaler | None:

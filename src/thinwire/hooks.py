@@ -26,7 +26,7 @@ from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.cast import WireDtype
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.channel import ProcessGroupChannel
-from thinwire.checks import number, true_or_false, whole_number
+from thinwire.checks import number, true_or_false, whole_count
 from thinwire.ddp import BucketFront, front_of, models_where
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.loss_scale import loss_scale_of
@@ -103,7 +103,8 @@ class PowerSGDState:
         warm_start: Start each power iteration from the last step's factor.
         orthogonalization_epsilon: Accepted and not used: Thinwire's orthonormalisation is safe without.
         random_seed: Of the random factors, the same on all processes.
-        compression_stats_logging_frequency: Every so many steps the statistics are logged, at level INFO.
+        compression_stats_logging_frequency: Every so many steps (0: every step) the statistics are logged, at level
+            INFO.
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
         grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
             `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.
@@ -219,7 +220,7 @@ class PowerSGDState:
 
     @compression_stats_logging_frequency.setter
     def compression_stats_logging_frequency(self, steps: int) -> None:
-        self._log_every_steps = whole_number("compression_stats_logging_frequency", steps, least=1)
+        self._log_every_steps = max(1, whole_count("compression_stats_logging_frequency", steps, least=0))
 
     @property
     def next_stats_report(self) -> int:

@@ -12,7 +12,7 @@ from torch.futures import Future
 from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.channel import ProcessGroupChannel
 from thinwire.channel.process_group import checked_group
-from thinwire.checks import true_or_false, whole_number
+from thinwire.checks import true_or_false, whole_count
 from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import dense_buffer, left_alone
 from thinwire.errors import ConfigError
@@ -62,12 +62,12 @@ class PostLocalSGDState:
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
     ) -> None:
-        whole_number("start_localSGD_iter", start_localSGD_iter, least=0)
-        true_or_false("post_local_gradient_allreduce", post_local_gradient_allreduce)
+        start_step = whole_count("start_localSGD_iter", start_localSGD_iter, least=0)
+        allreduces = true_or_false("post_local_gradient_allreduce", post_local_gradient_allreduce)
         self.process_group = None if process_group is None else checked_group(process_group)
         self.subgroup = None if subgroup is None else checked_group(subgroup)
-        self.start_localSGD_iter = start_localSGD_iter
-        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+        self.start_localSGD_iter = start_step
+        self.post_local_gradient_allreduce = allreduces
         self.iter = 0
         self.is_agreed = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -13,22 +13,35 @@ from thinwire.algorithms.exact import exchange_whole
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
-__all__ = ["Cast", "WireDtype", "wire_dtype_of"]
+__all__ = ["Cast", "WireDtype", "short_name_of", "wire_dtype_of"]
 
-WireDtype = Literal["fp16", "bf16"]
+WireDtype: TypeAlias = Literal["fp16", "bf16", "float16", "bfloat16"] | torch.dtype
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
+    **dict.fromkeys(("fp16", "float16", torch.float16), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16", torch.bfloat16), "bf16"),
+}
 
 
-def wire_dtype_of(name: object) -> torch.dtype:
-    """The torch type called "fp16" or "bf16".
+def short_name_of(given: object) -> Literal["fp16", "bf16"]:
+    """What a 16-bit type is called here, given by that name or as torch calls it.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is none of the two.
     """
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {name!r}')
-    return _DTYPES[name]
+    if not isinstance(given, str | torch.dtype) or given not in _SHORT_NAMES:
+        raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {given!r}')
+    return _SHORT_NAMES[given]
+
+
+def wire_dtype_of(given: object) -> torch.dtype:
+    """The torch type that a setting names.
+
+    Raises:
+        ConfigError: It is none of 16 bits.
+    """
+    return _DTYPES[short_name_of(given)]
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Cast(Algorithm):
     as in PyTorch's `fp16_compress_hook`.
 
     Args:
-        dtype: "fp16" or "bf16".
+        dtype: "fp16" or "bf16", or torch's name or object for it: `Cast(torch.bfloat16)`.
 
     Cost: one round of 2 bytes an element; a 16-bit copy of the bucket while it travels.
 
@@ -55,7 +68,7 @@ class Cast(Algorithm):
     dtype: WireDtype
 
     def __post_init__(self) -> None:
-        wire_dtype_of(self.dtype)
+        object.__setattr__(self, "dtype", short_name_of(self.dtype))
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """Everything travels whole, in 16 bits."""

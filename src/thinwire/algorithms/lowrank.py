@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
+from typing import TypeVar
 
 import torch
 
 from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
-from thinwire.algorithms.cast import WireDtype, wire_dtype_of
+from thinwire.algorithms.cast import WireDtype, short_name_of, wire_dtype_of
 from thinwire.algorithms.exact import exchange_whole
-from thinwire.checks import true_or_false, whole_number
+from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["LowRank"]
+
+Config = TypeVar("Config", bound="LowRank")
+
+# What torch and the reference implementation call our settings.
+ELSEWHERE = {
+    "rank": "matrix_rank",
+    "matrix_approximation_rank": "matrix_rank",
+    "min_compression_rate": "min_compression_ratio",
+    "start_powerSGD_iter": "warmup_steps",
+    "start_compressing_after_num_steps": "warmup_steps",
+    "use_error_feedback": "error_feedback",
+    "random_seed": "seed",
+    "num_iters_per_step": "power_iterations",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,16 +49,32 @@ class LowRank(Algorithm):
     wire_dtype: WireDtype | None = None
     power_iterations: int = 1
 
+    def __new__(cls: type[Config], *args: object, **settings: object) -> Config:
+        """Refuse settings without a name, or with one that there is not.
+
+        Raises:
+            ConfigError: There are such.
+        """
+        try:
+            signature(cls.__init__).bind_partial(None, *args, **settings)
+        except TypeError as error:
+            raise ConfigError(_respelt(cls, args, settings)) from error
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        for name, least in (("matrix_rank", 1), ("warmup_steps", 0), ("seed", 0), ("power_iterations", 1)):
-            whole_number(name, getattr(self, name), least=least)
+        for name, least in (("matrix_rank", 1), ("seed", 0), ("power_iterations", 1)):
+            self._keep(name, whole_number(name, getattr(self, name), least=least))
+        self._keep("warmup_steps", whole_count("warmup_steps", self.warmup_steps, least=0))
         for name in ("error_feedback", "warm_start"):
-            true_or_false(name, getattr(self, name))
-        ratio = self.min_compression_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not ratio > 0:
-            raise ConfigError(f"min_compression_ratio must be a number above 0, got {ratio!r}")
+            self._keep(name, true_or_false(name, getattr(self, name)))
+        ratio = number("min_compression_ratio", self.min_compression_ratio, least=0)
+        self._keep("min_compression_ratio", ratio)
         if self.wire_dtype is not None:
-            wire_dtype_of(self.wire_dtype)
+            self._keep("wire_dtype", short_name_of(self.wire_dtype))
+
+    def _keep(self, name: str, value: object) -> None:
+        """A setting as it is told to other processes: of Python's own types, whatever it was given as."""
+        object.__setattr__(self, name, value)
 
     def exchange_uncompressed(self, bucket: Bucket, memory: Memory) -> Rounds:
         """One round of whole gradients, for the warm-up and for buckets with nothing to compress."""
@@ -95,6 +128,24 @@ class LowRank(Algorithm):
     def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
         """Bytes of a step's left and right factors of one (rows, columns) matrix."""
         return matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.power_iterations
+
+
+def _respelt(kind: type[LowRank], args: Sequence[object], settings: Mapping[str, object]) -> str:
+    """What is wrong with these settings of an algorithm, and how they are written."""
+    if args:
+        matrix_rank = args[0] if isinstance(args[0], int) else 4
+        return (
+            f"{kind.__name__} takes settings by name, got {args[0]!r} without one; "
+            f"write {kind.__name__}(matrix_rank={matrix_rank})"
+        )
+    names = [name for name in signature(kind.__init__).parameters if name != "self"]
+    unknown = next(name for name in settings if name not in names)
+    meant = [ELSEWHERE[unknown]] if unknown in ELSEWHERE else get_close_matches(unknown, names, n=1)
+    if not meant:
+        return f"{kind.__name__} has no setting {unknown!r}; it has {', '.join(names)}"
+    return (
+        f"{kind.__name__} has no setting {unknown!r}; write {kind.__name__}({meant[0]}={settings[unknown]!r})"
+    )
 
 
 def _whole(spec: ParameterSpec, dtype: torch.dtype) -> Route:

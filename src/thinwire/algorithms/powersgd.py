@@ -19,7 +19,7 @@ from thinwire.algorithms.lowrank import LowRank
 from thinwire.algorithms.matrices import MatrixGroup, remember, round_into
 from thinwire.algorithms.passes import settle, stacked
 from thinwire.algorithms.rounds import approximate
-from thinwire.checks import number, true_or_false, whole_number
+from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 
@@ -104,25 +104,26 @@ class PowerSGD(LowRank):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        true_or_false("alternating", self.alternating)
+        self._keep("alternating", true_or_false("alternating", self.alternating))
         try:
             ranks = dict(self.matrix_ranks)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"matrix_ranks must map names to matrix ranks, got {self.matrix_ranks!r}"
             ) from error
-        for name, matrix_rank in ranks.items():
-            whole_number(f"the matrix rank of {name}", matrix_rank, least=1)
-        object.__setattr__(self, "matrix_ranks", tuple(sorted((str(name), r) for name, r in ranks.items())))
-        whole_number("replan_every_steps", self.replan_every_steps, least=1)
+        checked = [(str(n), whole_number(f"the matrix rank of {n}", r, least=1)) for n, r in ranks.items()]
+        self._keep("matrix_ranks", tuple(sorted(checked)))
+        self._keep("replan_every_steps", whole_count("replan_every_steps", self.replan_every_steps, least=1))
         if self.bytes_per_step is not None:
-            whole_number("bytes_per_step", self.bytes_per_step, least=1)
+            self._keep("bytes_per_step", whole_count("bytes_per_step", self.bytes_per_step, least=1))
         self._check_budget()
 
     def _check_budget(self) -> None:
         error = self.relative_error
-        if error is not None and not 0 < number("relative_error", error, least=0) < 1:
-            raise ConfigError(f"relative_error must be above 0 and below 1, got {error!r}")
+        if error is not None:
+            self._keep("relative_error", number("relative_error", error, least=0))
+            if not 0 < error < 1:
+                raise ConfigError(f"relative_error must be above 0 and below 1, got {error!r}")
         if self.bytes_per_step is not None and error is not None:
             raise ConfigError("got bytes_per_step and relative_error, expected one of them")
         if self._has_budget and not (self.error_feedback and self.warm_start):

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel.broadcast import copy_from
-from thinwire.checks import checked_scaler, true_or_false, whole_number
+from thinwire.checks import checked_scaler, true_or_false, whole_count
 from thinwire.checksum import with_checksum
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.local_sgd.averager import EXACT, Averager
@@ -132,8 +132,8 @@ class LocalSGD(Joinable):
         grad_scaler: GradScaler | None = None,
     ) -> None:
         super().__init__()
-        self._every_steps = whole_number("every_steps", every_steps, least=1)
-        self._warmup_steps = whole_number("warmup_steps", warmup_steps, least=0)
+        self._every_steps = whole_count("every_steps", every_steps, least=1)
+        self._warmup_steps = whole_count("warmup_steps", warmup_steps, least=0)
         check_outer(outer)
         self.module, self._ddp = unwrapped(model)
         self._average_buffers = true_or_false("average_buffers", average_buffers)

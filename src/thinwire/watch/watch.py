@@ -11,7 +11,7 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
-from thinwire.checks import whole_number
+from thinwire.checks import whole_count
 from thinwire.errors import ConfigError
 from thinwire.local_sgd import LocalSGD
 from thinwire.stats import Stats
@@ -78,8 +78,8 @@ class Watch:
             raise ConfigError(
                 f"Watch needs what attach() returned, or the sync of another front, got {type(sync).__name__}"
             )
-        self._every_steps = whole_number("every_steps", every_steps, least=1)
-        self._norms_every_steps = whole_number("norms_every_steps", norms_every_steps, least=1)
+        self._every_steps = whole_count("every_steps", every_steps, least=1)
+        self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, least=1)
         self._handle, self._sync = sync, sync.sync if isinstance(sync, LocalSGD) else sync
         self._writer: Writer | None = _checked(writer)
         self._alarm = GrowthAlarm()
