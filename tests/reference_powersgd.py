@@ -18,7 +18,8 @@ class ReferencePowerSGD:
         shapes: Of the parameters.
         matrix_rank: r.
         iterations: Rounds a step.
-        least_rate: A matrix is compressed if its elements are more than this times those sent in a step.
+        least_rate: A matrix is compressed if its elements are more than this times what it is counted to
+            send: by the sizes of the parameter's own shape, of which a convolution has four.
         start_after: Steps that average whole gradients.
         bases: The left basis to start from, by parameter, (rows, r).
     """
@@ -41,9 +42,8 @@ class ReferencePowerSGD:
     def _is_compressed(self, shape: tuple[int, ...], matrix_rank: int, least_rate: float) -> bool:
         if len(shape) < 2:
             return False
-        rows, columns = shape[0], int(np.prod(shape[1:]))
-        sent = 0.5 * self.iterations * min(matrix_rank, rows, columns) * (rows + columns)
-        return rows * columns / sent > least_rate
+        counted = 0.5 * self.iterations * min(matrix_rank, *shape) * sum(shape)
+        return float(np.prod(shape)) / counted > least_rate
 
     def step(self, gradients: list[list[Array]]) -> list[Array]:
         """Gradients (with error) by worker and parameter, left with the new error; returns the means."""

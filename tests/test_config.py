@@ -92,7 +92,7 @@ def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: 
     [
         (lambda: PowerSGD(4), r"got 4 without one; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (lambda: BatchedPowerSGD(2), r"write BatchedPowerSGD\(matrix_rank=2\)"),  # type: ignore[call-arg]
-        (lambda: PowerSGD(nn.Linear(2, 2)), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (lambda: PowerSGD(nn.Linear(2, 2)), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[arg-type, call-arg]
         (lambda: PowerSGD(rank=4), r"no setting 'rank'; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (
             lambda: PowerSGD(start_powerSGD_iter=9),  # type: ignore[call-arg]

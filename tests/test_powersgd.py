@@ -509,9 +509,119 @@ def _unscaled() -> bool:
     return True
 
 
-def test_without_a_process_group() -> None:
+def test_without_a_process_group_whole_gradients_come_back_and_nothing_is_left() -> None:
+    """The reference's own test_no_compression_in_the_beginning."""
+    assert not dist.is_initialized()
+    parameters = list(new_model().parameters())
+    config = Config(1, min_compression_rate=10, start_compressing_after_num_steps=2)
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    given = [gradient.clone() for gradient in gradients]
+    powersgd = PowerSGD(parameters, config)
+    for mean, left, gradient in zip(powersgd.aggregate(gradients), gradients, given, strict=True):
+        assert torch.equal(mean, gradient)
+        assert not left.any()
+    assert powersgd.step_counter == 1
+
+
+def test_without_a_process_group_what_is_missed_is_left() -> None:
+    """The reference's own test_error_feedback_mechanism, in float64 as it is there."""
+    assert not dist.is_initialized()
+    parameters = list(new_model(torch.float64).parameters())
+    config = Config(2, min_compression_rate=1.5, num_iters_per_step=3, start_compressing_after_num_steps=0)
+    gradients = [torch.randn_like(parameter) for parameter in parameters]
+    given = [gradient.clone() for gradient in gradients]
+    powersgd = PowerSGD(parameters, config)
+    for mean, left, gradient in zip(powersgd.aggregate(gradients), gradients, given, strict=True):
+        torch.testing.assert_close(mean + left, gradient)
+    assert sum(bool(left.any()) for left in gradients) >= 3
+    assert powersgd.stats().compression_ratio > 1.5
+
+
+def test_without_a_process_group_a_run_is_saved_and_resumed_bit_equal() -> None:
+    assert not dist.is_initialized()
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    powersgd = PowerSGD(model.parameters(), AT_ONCE)
+    for step in range(3):
+        backward(model, step, 0)
+        assert optimizer_step(optimizer, powersgd)
+    other = copy.deepcopy(model)
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
+    other_powersgd = PowerSGD(other.parameters(), AT_ONCE)
+    other_powersgd.load_state_dict(powersgd.state_dict())
+    for trained, its_optimizer, its in (
+        (model, optimizer, powersgd),
+        (other, other_optimizer, other_powersgd),
+    ):
+        backward(trained, 3, 0)
+        optimizer_step(its_optimizer, its)
+    assert powersgd.step_counter == other_powersgd.step_counter == 4
+    assert powersgd.stats().compression_ratio > 2
+    assert all(torch.equal(a, b) for a, b in zip(parameters_of(model), parameters_of(other), strict=True))
+
+
+def test_without_a_process_group_there_is_nothing_to_join() -> None:
+    powersgd = PowerSGD([torch.ones(3)], AT_ONCE)
+    with pytest.raises(thinwire.AttachError, match="no process group to join"), thinwire.join(powersgd):
+        pass
+
+
+def test_several_processes_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(thinwire.AttachError, match="init_process_group"):
         PowerSGD([torch.ones(3)], AT_ONCE)
+
+
+def test_made_before_the_process_group_it_is_refused_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    powersgd = PowerSGD([torch.ones(3)], AT_ONCE)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with pytest.raises(thinwire.StepError, match="make it afterwards"):
+        powersgd.aggregate([torch.ones(3)])
+
+
+def test_no_gradients_have_no_means() -> None:
+    assert AllReduce().aggregate([]) == []
+
+
+def shapes_of_resnet_50() -> list[tuple[int, ...]]:
+    """As torchvision's `resnet50().parameters()` has them."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    channels = 64
+    for planes, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolutions = [(planes, channels, 1, 1), (planes, planes, 3, 3), (4 * planes, planes, 1, 1)]
+            if block == 0:
+                convolutions.append((4 * planes, channels, 1, 1))
+            for convolution in convolutions:
+                shapes += [convolution, convolution[:1], convolution[:1]]
+            channels = 4 * planes
+    return [*shapes, (1000, 2048), (1000,)]
+
+
+def test_the_shapes_of_resnet_50() -> None:
+    shapes = shapes_of_resnet_50()
+    assert len(shapes) == 161
+    assert sum(torch.Size(shape).numel() for shape in shapes) == 25_557_032
+
+
+@pytest.mark.parametrize("matrix_rank", [1, 4, 16, 32, 64])
+@pytest.mark.parametrize(("rate", "iterations"), [(2, 1), (10, 2), (40, 4), (0, 1)])
+def test_as_many_matrices_of_resnet_50_are_compressed_as_by_the_reference(
+    matrix_rank: int, rate: float, iterations: int
+) -> None:
+    """By its own formula, which counts convolutions by their four sizes."""
+    shapes = shapes_of_resnet_50()
+    parameters = [torch.empty(shape, device="meta") for shape in shapes]
+    powersgd = PowerSGD(parameters, Config(matrix_rank, rate, iterations))
+    counted = [0.5 * iterations * min(matrix_rank, *shape) * sum(shape) for shape in shapes]
+    expected = [
+        len(shape) > 1 and torch.Size(shape).numel() / elements > rate
+        for shape, elements in zip(shapes, counted, strict=True)
+    ]
+    assert [route.matrix_rank is not None for route in powersgd.plan.routes] == expected
+    if rate <= 2:
+        assert sum(expected) == 54
 
 
 def test_a_gradient_missing_on_one_process_can_be_saved_all_the_same(pool2: Pool) -> None:

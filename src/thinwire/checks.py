@@ -28,9 +28,11 @@ def whole_count(name: str, value: object, *, least: int) -> int:
 
 def number(name: str, value: object, *, least: float) -> float:
     """`value` as an int or a float, if it is a number of at least `least`, NumPy's included."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not value >= least:
-        raise ConfigError(f"{name} must be a number of at least {least}, got {value!r}")
-    return int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, Real) and not isinstance(value, bool):
+        plain = int(value) if isinstance(value, Integral) else float(value)
+        if plain >= least:
+            return plain
+    raise ConfigError(f"{name} must be a number of at least {least}, got {value!r}")
 
 
 def true_or_false(name: str, value: object) -> bool:

@@ -103,8 +103,8 @@ class PowerSGDState:
         warm_start: Start each power iteration from the last step's factor.
         orthogonalization_epsilon: Accepted and not used: Thinwire's orthonormalisation is safe without.
         random_seed: Of the random factors, the same on all processes.
-        compression_stats_logging_frequency: Every so many steps (0: every step) the statistics are logged, at level
-            INFO.
+        compression_stats_logging_frequency: Every so many steps, at least one, the statistics are logged, at
+            level INFO.
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
         grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
             `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.

@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from thinwire import algorithms
 from thinwire.checks import checked_scaler
 from thinwire.errors import ConfigError, StepError
-from thinwire.plan import Plan
+from thinwire.plan import ParameterSpec, Plan, Route
 from thinwire.stats import Stats
 from thinwire.step import Gradients, StepFront
 
@@ -44,8 +44,11 @@ class Config(NamedTuple):
 
     Attributes:
         rank: Matrix rank of the factors; lower is fewer bytes.
-        min_compression_rate: A matrix is compressed only if its elements are more than this times those
-            sent in a step, 0.5 · num_iters_per_step · rank · (rows + columns).
+        min_compression_rate: A matrix is compressed only if its elements are more than this times
+            0.5 · num_iters_per_step · rank · sum(shape), with a rank of at most the smallest size in the
+            shape. Of a matrix those are the elements sent in a step; of a convolution, which is counted by
+            its own shape as the reference does, more are sent. (Gradients of 16 bits, whose factors have
+            32, count half. Gradients that would not shrink all together travel whole.)
         num_iters_per_step: Rounds a step. Each sends one factor of what the ones before left over,
             left and right in turn, and their results add up.
         start_compressing_after_num_steps: Steps at the start that average whole gradients.
@@ -111,7 +114,7 @@ class AllReduce(_Synchronised):
     """Averages whole gradients.
 
     Args:
-        process_group: None for the default one.
+        process_group: None for the default one; without any, this process is the only worker.
         grad_scaler: The `GradScaler` that scales the loss, if there is one; `optimizer_step` steps through
             it.
     """
@@ -122,6 +125,10 @@ class AllReduce(_Synchronised):
         self.grad_scaler = checked_scaler(grad_scaler)
         self._process_group = process_group
         self._front: StepFront | None = None
+
+    def aggregate(self, gradients: Gradients) -> list[Any]:
+        """As `Aggregator` has it; of no gradients no means, and no message."""
+        return super().aggregate(gradients) if gradients else []
 
     def front_for(self, tensors: Gradients) -> StepFront:
         """A new one whenever there are other tensors than before: nothing is remembered."""
@@ -146,13 +153,14 @@ class PowerSGD(StepFront, _Synchronised):
         params: The model's parameters, in an order that is the same in every run: saved state tells them by
             their position.
         config: The settings.
-        process_group: None for the default one.
+        process_group: None for the default one; without any, this process is the only worker.
         grad_scaler: The `GradScaler` that scales the loss, if there is one. The error is then kept in
             unscaled units, and `optimizer_step` steps through the scaler.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
-        AttachError: `torch.distributed` is not initialised, or this process is not in the group.
+        AttachError: This process is not in the group, or `torchrun` has started several and
+            `torch.distributed` is not initialised.
 
     Cost a step: `num_iters_per_step` rounds of r · (rows or columns) elements a matrix, and see `StepFront`.
 
@@ -181,6 +189,11 @@ class PowerSGD(StepFront, _Synchronised):
     def front_for(self, tensors: Gradients) -> StepFront:
         """Itself."""
         return self
+
+    @property
+    def step_counter(self) -> int:
+        """Steps so far, those that average whole gradients and those that were skipped included."""
+        return self.sync.steps
 
     @property
     def plan(self) -> Plan:
@@ -282,10 +295,29 @@ def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtyp
     return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 
-def _algorithm_of(config: object) -> algorithms.PowerSGD:
+class EpfmlPowerSGD(algorithms.PowerSGD):
+    """`thinwire.PowerSGD`, but for which parameters it compresses: those that the reference does."""
+
+    def _route(self, spec: ParameterSpec, wanted: int | None) -> Route:
+        shape = spec.matrix_shape
+        if shape is None or not self._is_compressed(spec):
+            return self.rider(spec)
+        matrix_rank = min(wanted or self.matrix_rank, *shape)
+        sent_bytes = self.factor_bytes(shape, matrix_rank, spec.dtype)
+        return Route((spec.name,), spec.gradient_bytes, sent_bytes, shape, matrix_rank)
+
+    def _is_compressed(self, spec: ParameterSpec) -> bool:
+        """By the parameter's own shape, not the matrix's, as the reference's `avg_compressed_size`."""
+        elements = self.factor_pairs * min(self.matrix_rank, *spec.shape) * sum(spec.shape)
+        counted_bytes = elements * self.message_dtype(spec.dtype).itemsize
+        whole_bytes = spec.numel * self.whole_dtype(spec.dtype).itemsize
+        return counted_bytes * self.min_compression_ratio < whole_bytes
+
+
+def _algorithm_of(config: object) -> EpfmlPowerSGD:
     if not isinstance(config, Config):
         raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {config!r}")
-    return algorithms.PowerSGD(
+    return EpfmlPowerSGD(
         matrix_rank=config.rank,
         min_compression_ratio=config.min_compression_rate,
         warmup_steps=config.start_compressing_after_num_steps,

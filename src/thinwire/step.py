@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
@@ -11,14 +13,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, Bucket
-from thinwire.channel import ProcessGroupChannel, copy_from
+from thinwire.channel import Channel, InProcessChannel, ProcessGroupChannel, copy_from
 from thinwire.contributors import members_over_contributors
-from thinwire.errors import ConfigError, GradientError
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.loss_scale import loss_scale_of
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync
 
 __all__ = ["StepFront"]
+
+logger = logging.getLogger(__name__)
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]
 
@@ -30,7 +34,9 @@ class StepFront(Joinable):
         parameters: What the gradients are of, in an order that is the same in every run: parameters are
             called "parameter[0]", "parameter[1]" … in saved state.
         algorithm: How gradients become their mean.
-        process_group: None for the default one.
+        process_group: None for the default one. Where `torch.distributed` is not initialised, and `torchrun`
+            has not started several processes, this process is the only worker: means are its own gradients,
+            and what is compressed is compressed all the same.
         grad_scaler: The `GradScaler` that scales the loss, if there is one.
 
     Attributes:
@@ -52,8 +58,7 @@ class StepFront(Joinable):
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
-        channel = ProcessGroupChannel(process_group, self.parameters[0].device)
-        self._group = channel.group
+        channel, self._group = _channel_of(process_group, self.parameters[0].device)
         loss_scale = loss_scale_of(grad_scaler)
         self.sync = GradientSync(algorithm, channel, self._specs, loss_scale=loss_scale)
         self._divides_by_initial = True
@@ -73,6 +78,7 @@ class StepFront(Joinable):
         Raises:
             ConfigError: Their number or a shape is not that of the parameters.
             GradientError: One is sparse.
+            StepError: This was made before the process group was.
             CommunicationError: A collective failed; memory is as it was.
         """
         self._check(gradients)
@@ -111,6 +117,11 @@ class StepFront(Joinable):
         return self._specs[index].name
 
     def _check(self, gradients: Gradients) -> None:
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise StepError(
+                "this was made for this process alone, before torch.distributed.init_process_group(); make "
+                "it afterwards, on every process"
+            )
         if len(gradients) != len(self.parameters):
             raise ConfigError(
                 f"expected {len(self.parameters)} gradients, one a parameter, got {len(gradients)}"
@@ -164,6 +175,11 @@ class StepFront(Joinable):
     @property
     def join_process_group(self) -> dist.ProcessGroup:
         """The group that is joined."""
+        if self._group is None:
+            raise AttachError(
+                "there is no process group to join: this averages over this process alone; call "
+                "torch.distributed.init_process_group() before it is made"
+            )
         return self._group
 
 
@@ -178,6 +194,18 @@ class _Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         copy_from(is_last_joiner, self._front.parameters, self._front.join_process_group)
+
+
+def _channel_of(
+    process_group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Channel, dist.ProcessGroup | None]:
+    """The channel of a group, and the group; without any, that of this process alone, and None."""
+    started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if process_group is None and started_alone and not dist.is_initialized():
+        logger.warning("torch.distributed is not initialised: averaging over this process alone")
+        return InProcessChannel.group(1)[0], None
+    channel = ProcessGroupChannel(process_group, device)
+    return channel, channel.group
 
 
 def _checked(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
