@@ -269,7 +269,7 @@ def test_a_disk_that_is_full_is_told_and_leaves_the_old_file(name: str, tmp_path
 def test_safetensors_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     state = trained_state()
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'thinwire\[safetensors\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install '.\[safetensors\]' in a clone"):
         save(state, tmp_path / "sync.safetensors")
 
 

@@ -299,7 +299,8 @@ def test_missing_packages_are_named(package: str) -> None:
     program = f"import sys; sys.modules[{package!r}] = None; from thinwire import cli; cli.main()"
     command = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert command.returncode == 2
-    assert command.stderr == f"thinwire: the command line needs {package}: pip install 'thinwire[cli]'\n"
+    remedy = "pip install '.[cli]' in a clone of Thinwire"
+    assert command.stderr == f"thinwire: the command line needs {package}: {remedy}\n"
 
 
 def test_a_failing_process_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

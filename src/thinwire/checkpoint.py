@@ -128,5 +128,5 @@ def _safetensors() -> Any:
         return import_module("safetensors.torch")
     except ImportError as error:
         raise MissingExtraError(
-            "this needs safetensors; install it: pip install 'thinwire[safetensors]'"
+            "this needs safetensors; install it: pip install '.[safetensors]' in a clone of Thinwire"
         ) from error

@@ -31,7 +31,7 @@ def main() -> None:
         package = (missing.name or "").partition(".")[0]
         if package not in CLI_PACKAGES:
             raise
-        _fail(f"the command line needs {package}: pip install 'thinwire[cli]'", code=2)
+        _fail(f"the command line needs {package}: pip install '.[cli]' in a clone of Thinwire", code=2)
     except (ThinwireError, OSError) as error:
         if settings.debug:
             raise
@@ -47,7 +47,7 @@ def build_app(settings: Settings) -> typer.Typer:
         settings: Is told what is asked for before the command's name.
 
     Raises:
-        ModuleNotFoundError: the packages of `thinwire[cli]` are not installed.
+        ModuleNotFoundError: the packages of the extra `cli` are not installed.
     """
     import typer  # noqa: PLC0415 - an optional package, needed by the command line alone
 

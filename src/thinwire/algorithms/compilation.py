@@ -31,7 +31,7 @@ def _compiled() -> ModuleType | None:
     except (ImportError, RuntimeError, AttributeError) as error:
         warnings.warn(
             f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
-            "about half as fast on one thread; install thinwire[numba] to mend it",
+            "about half as fast on one thread; to mend it, pip install '.[numba]' in a clone of Thinwire",
             stacklevel=2,
         )
         return None

@@ -39,7 +39,8 @@ try:
     from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
 except ImportError as error:
     raise MissingExtraError(
-        "thinwire.integrations.accelerate needs accelerate 1.15 or later: pip install 'thinwire[accelerate]'"
+        "thinwire.integrations.accelerate needs accelerate 1.15 or later: "
+        "pip install '.[accelerate]' in a clone of Thinwire"
     ) from error
 
 __all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]

@@ -41,7 +41,7 @@ except ImportError as error:
     except ImportError:
         raise MissingExtraError(
             "thinwire.integrations.lightning needs lightning or pytorch_lightning, 2.6 or later: "
-            "pip install 'thinwire[lightning]'"
+            "pip install '.[lightning]' in a clone of Thinwire"
         ) from error
 
 __all__ = ["ThinwireCallback", "ThinwireStrategy", "register_ddp_comm_hook"]

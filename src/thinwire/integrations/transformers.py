@@ -31,7 +31,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "thinwire.integrations.transformers needs transformers 5 or later and accelerate: "
-        "pip install 'thinwire[transformers]'"
+        "pip install '.[transformers]' in a clone of Thinwire"
     ) from error
 
 __all__ = ["STATE_NAME", "ThinwireCallback", "attach"]

@@ -98,7 +98,7 @@ class MetricsWriter:
 
 
 class TensorBoardWriter:
-    """Writes the numbers of `MetricsWriter` for TensorBoard; `pip install 'thinwire[tensorboard]'`.
+    """Writes the numbers of `MetricsWriter` for TensorBoard; in a clone, `pip install '.[tensorboard]'`.
 
     Args:
         log_dir: As for `torch.utils.tensorboard.SummaryWriter`.
@@ -112,7 +112,7 @@ class TensorBoardWriter:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - an optional package
         except ImportError as error:
             raise MissingExtraError(
-                "TensorBoardWriter needs tensorboard: pip install 'thinwire[tensorboard]'"
+                "TensorBoardWriter needs tensorboard: pip install '.[tensorboard]' in a clone of Thinwire"
             ) from error
         self._summary: Any = SummaryWriter(os.fspath(log_dir))
         self._metrics = MetricsWriter(self._add)
