@@ -1066,6 +1066,21 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         ),
         "0.bias is not finite",
     ),
+    "8 bits": (
+        lambda state: (
+            state
+            | {"last_average": state["last_average"] | {"0.bias": torch.zeros(48).to(torch.float8_e5m2)}}
+        ),
+        "0.bias is of torch.float8_e5m2",
+    ),
+    "expanded": (
+        lambda state: state | {"outer": {"momentum": torch.zeros(1).expand(2**20, 2**20)}},
+        "some are expanded",
+    ),
+    "sparse": (
+        lambda state: state | {"outer": {"momentum": torch.zeros(2, 2).to_sparse()}},
+        "layout torch.sparse_coo",
+    ),
     "damaged": (lambda state: state | {"checksum": "crc32:00000000"}, "the state is damaged"),
     "key": (lambda state: state | {"more": 1}, "made by LocalSGD.state_dict()"),
 }

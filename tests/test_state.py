@@ -166,6 +166,9 @@ def test_the_state_of_another_shape_is_refused_where_parameters_become_known_buc
         sync.start((spec("head.weight", 32, 64),), torch.zeros(64 * 32))
 
 
+HUGE = (2**20, 2**20)  # four terabytes
+SHARED = torch.zeros(2**20)
+
 Change = Callable[[dict[str, Any]], Any]
 
 
@@ -234,10 +237,83 @@ BAD: dict[str, tuple[Change, str]] = {
         put("factor", "head.weight", torch.ones(1, 2, 3)),
         r"factor of head.weight.*\(1, 2, 3\)",
     ),
+    "an error in 8 bits": (
+        put("error", "head.weight", torch.zeros(64, 32).to(torch.float8_e4m3fn)),
+        "head.weight.*float8_e4m3fn",
+    ),
+    "a sparse error": (
+        put("error", "head.weight", torch.zeros(64, 32).to_sparse()),
+        "layout torch.sparse_coo",
+    ),
+    "an error without values": (put("error", "head.weight", torch.zeros(64, 32, device="meta")), "on meta"),
+    "a huge error that stores one number": (
+        meant(parameters=(("wide", HUGE),), error=(("wide", torch.zeros(1).expand(HUGE)),), factor=()),
+        "expanded",
+    ),
+    "a huge factor that stores one number": (
+        put("factor", "head.weight", torch.zeros(1).expand(HUGE)),
+        "expanded",
+    ),
+    "many errors that share one memory": (
+        meant(
+            parameters=tuple((f"p{i}", (2**20,)) for i in range(10_000)),
+            error=tuple((f"p{i}", SHARED) for i in range(10_000)),
+            factor=(),
+        ),
+        "share memory",
+    ),
+    "an error above the range of the model's memory": (
+        put("error", "head.weight", torch.full((64, 32), 1e39, dtype=torch.float64)),
+        r"error of head.weight has 1e\+39, which is beyond torch.float32",
+    ),
+    "a factor above the range of the model's memory": (
+        put("factor", "head.weight", torch.full((2, 32), -1e300, dtype=torch.float64)),
+        r"factor of head.weight has 1e\+300",
+    ),
+    "a factor that is not finite": (
+        put("factor", "head.weight", torch.full((2, 32), torch.inf)),
+        "factor of head.weight is not finite",
+    ),
+    "a factor without rows": (put("factor", "head.weight", torch.ones(0, 32)), r"shape \(0, 32\)"),
+    "a factor of another width": (put("factor", "head.weight", torch.ones(2, 33)), r"shape \(2, 33\)"),
+    "a bucket's factor that is too narrow": (
+        put("factor", "head.weight … body.weight", torch.ones(1, 5)),
+        r"shape \(1, 5\)",
+    ),
+    "a bucket's factor that is too wide": (
+        put("factor", "head.weight … body.weight", torch.ones(1, 5_000)),
+        r"shape \(1, 5000\)",
+    ),
+    "a negative size": (put("parameters", "scale", (-1,)), "'scale': tuple"),
     "one flipped bit": (lambda s: dict(s["error"])["head.weight"][3, 4].neg_() and None, "damaged.*checksum"),
     "another step": (lambda s: s.update(step=4), "damaged"),
     "half of what was saved": (lambda s: s.update(error=s["error"][:1]), "damaged"),
 }
+
+
+def test_what_is_expanded_is_refused_where_no_parameter_is_known_yet(state: dict[str, Any]) -> None:
+    """As the hooks load it; from a file of a few KB, within a moment."""
+    bad = copy.deepcopy(state)
+    BAD["a huge error that stores one number"][0](bad)
+    file = io.BytesIO()
+    torch.save(bad, file)
+    assert len(file.getvalue()) < 10_000
+    file.seek(0)
+    sync = GradientSync(POWER, InProcessChannel.group(1)[0])
+    with pytest.raises(StateError, match="expanded"):
+        sync.load_state_dict(torch.load(file, weights_only=True))
+    assert sync.steps == 0
+
+
+def test_an_error_above_the_models_range_is_refused_where_it_becomes_known_bucket_by_bucket(
+    state: dict[str, Any],
+) -> None:
+    bad = copy.deepcopy(state)
+    BAD["an error above the range of the model's memory"][0](bad)
+    sync = GradientSync(POWER, InProcessChannel.group(1)[0])
+    sync.load_state_dict(bad)
+    with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
+        sync.start((spec("head.weight", 64, 32),), torch.zeros(64 * 32))
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())

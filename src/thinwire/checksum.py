@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,9 +31,13 @@ def check_undamaged(state: Mapping[str, object]) -> str:
     """The checksum of a state, if it is the one that the state tells, or if that is None.
 
     Raises:
-        StateError: It is another one: the state is damaged or incomplete.
+        StateError: It is another one: the state is damaged or incomplete. Or its tensors are not stored
+            whole.
     """
     told = state.get("checksum")
+    tensors: list[torch.Tensor] = []
+    _plain(state, tensors)
+    _check_stored(tensors)
     found = _checksum({key: state[key] for key in state if key != "checksum"})
     if told not in (None, found):
         raise StateError(
@@ -40,6 +45,31 @@ def check_undamaged(state: Mapping[str, object]) -> str:
             "have changed it on purpose, set state['checksum'] to None)"
         )
     return found
+
+
+def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse tensors that are not stored number by number, before anything is read or copied.
+
+    A file of a few bytes can hold a tensor of any size: without values, or one value expanded.
+
+    Raises:
+        StateError: One is sparse, without values, of a class of its own, or they tell more than is stored.
+    """
+    for tensor in tensors:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
+        if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
+            raise StateError(
+                f"the state has a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
+                "expected dense tensors with values; load a state as state_dict() made it"
+            )
+    told_bytes = sum(math.prod(tensor.shape) * tensor.itemsize for tensor in tensors)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    stored_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    if told_bytes > stored_bytes:
+        raise StateError(
+            f"the state's tensors have {told_bytes} bytes, of which {stored_bytes} are stored: some are "
+            "expanded or share memory; load a state as state_dict() made it"
+        )
 
 
 def _checksum(state: Mapping[str, object]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
 
 __all__ = [
+    "DTYPES",
     "TENSORS",
     "LoadedState",
     "check_model",
@@ -28,6 +30,7 @@ __all__ = [
 STATE_VERSION = 2
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "error", "factor", "checksum"}
 TENSORS = ("error", "factor")
+DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class LoadedState(NamedTuple):
@@ -99,6 +102,8 @@ def checked_state(
 
     Raises:
         StateError: It is not a Thinwire state, damaged, of another version, or of another model.
+
+    Cost: a copy of its tensors, made once their kinds, shapes and what is stored of them have been checked.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
@@ -124,7 +129,8 @@ def checked_state(
     _check_inside(loaded)
     if specs is not None:
         check_model(loaded, specs, strict=strict)
-    return loaded
+    error, factor = _copied("error", loaded.error), _copied("factor", loaded.factor)
+    return loaded._replace(error=error, factor=factor)
 
 
 def check_model(
@@ -143,7 +149,8 @@ def check_model(
         by_position: Whether the names tell positions only.
 
     Raises:
-        StateError: A parameter has another shape, or one of the two lacks parameters of the other.
+        StateError: A parameter has another shape, or one of the two lacks parameters of the other; or
+            something is too large for the type of the model's memory.
     """
     here = {name: spec.shape for name, spec in specs.items()}
     missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
@@ -158,6 +165,22 @@ def check_model(
             raise StateError(
                 f"{name} has shape {loaded.shapes[name]} in the state and {shape} in the model; "
                 "load the state of the same model"
+            )
+    _check_range("error", loaded.error, specs)
+    _check_range("factor", loaded.factor, specs)
+
+
+def _check_range(key: str, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec]) -> None:
+    """Refuse what would become infinite in the type of a model's memory, and stop all its steps."""
+    for label, tensor in tensors.items():
+        first = label.split(BUCKET_SEPARATOR)[0]
+        if first not in specs or specs[first].memory_dtype == tensor.dtype or tensor.dtype != torch.float64:
+            continue
+        largest = tensor.abs().max().item() if tensor.numel() else 0
+        if largest > torch.finfo(specs[first].memory_dtype).max:
+            raise StateError(
+                f"{key} of {label} has {largest:.3g}, which is beyond {specs[first].memory_dtype}, in which "
+                "this model's is kept; load an earlier state, or one of a model of this type"
             )
 
 
@@ -186,8 +209,9 @@ def laid_out(error: torch.Tensor, spec: ParameterSpec, device: torch.device) -> 
     """The error as memory holds it: flat, in the parameter's order of memory and type, on its device.
 
     Raises:
-        StateError: It has another shape than the parameter.
+        StateError: It has another shape than the parameter, or is too large for its type.
     """
+    _check_range("error", {spec.name: error}, {spec.name: spec})
     if tuple(error.shape) != spec.shape:
         raise StateError(
             f"the state's error of {spec.name} has shape {tuple(error.shape)}, the model's parameter has "
@@ -210,11 +234,37 @@ def _check_inside(loaded: LoadedState) -> None:
                 f"the state's error of {name} has shape {tuple(error.shape)}, its list of parameters says "
                 f"{loaded.shapes.get(name, 'nothing')}; load an earlier state"
             )
+    most = sum(math.prod(shape) for shape in loaded.shapes.values())
     for label, factor in loaded.factor.items():
         if factor.dim() != 2:
             raise StateError(f"factor of {label} must have 2 dimensions, got shape {tuple(factor.shape)}")
         if not loaded.shapes.keys() >= _names_in(label):
             raise StateError(f"the state has a factor of {label}, which is not in its list of parameters")
+        rows, columns = factor.shape
+        if rows == 0 or not _can_have(columns, label, loaded.shapes, most):
+            raise StateError(
+                f"factor of {label} has shape {(rows, columns)}, which no factor of it can have; load an "
+                "earlier state"
+            )
+
+
+def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], most: int) -> bool:
+    """Whether a factor may have so many columns: the rows or columns of a matrix, or the side of a bucket.
+
+    Any dimension may be the outermost in memory, whose sizes are the rows. A bucket has its first and last
+    parameter, and at `most` all elements.
+    """
+    first, *last = label.split(BUCKET_SEPARATOR)
+    numel = math.prod(shapes[first])
+    if last:
+        return _side(numel + math.prod(shapes[last[0]])) <= columns <= _side(most)
+    sizes = {size for size in shapes[first] if size}
+    return columns in sizes | {numel // size for size in sizes} | {_side(numel)}
+
+
+def _side(numel: int) -> int:
+    """Of the smallest square that holds so many elements."""
+    return math.isqrt(numel - 1) + 1 if numel else 0
 
 
 def _names_in(label: str) -> set[str]:
@@ -248,20 +298,28 @@ def _pairs(state: Mapping[str, Any], key: str) -> Sequence[tuple[str, Any]]:
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for name, shape in _pairs(state, "parameters"):
-        if not isinstance(shape, list | tuple) or not all(type(size) is int for size in shape):
+        if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise StateError(f"parameters must pair names with shapes, got {name!r}: {_kind(shape)}")
     return {name: tuple(shape) for name, shape in state["parameters"]}
 
 
 def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
     for name, tensor in _pairs(state, key):
-        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise StateError(f"{key} must pair names with floating tensors, got {name!r}: {_kind(tensor)}")
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
+            raise StateError(
+                f"{key} must pair names with floating tensors of 16, 32 or 64 bits, "
+                f"got {name!r}: {_kind(tensor)}"
+            )
+    return dict(state[key])
+
+
+def _copied(key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
     return {
         name: tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True)
-        for name, tensor in state[key]
+        for name, tensor in tensors.items()
     }
 
 

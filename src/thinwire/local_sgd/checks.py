@@ -15,6 +15,7 @@ from thinwire.checks import whole_number
 from thinwire.checksum import check_undamaged
 from thinwire.errors import ConfigError, StateError
 from thinwire.local_sgd.replica import Averaged
+from thinwire.state import DTYPES
 
 __all__ = [
     "Loaded",
@@ -151,5 +152,7 @@ def _check_tensors(tensors: object, averaged: Sequence[Averaged]) -> None:
                 f"the state's {name} is not a tensor of shape {shapes[name]}, as the model's is; "
                 "load the state of the same model"
             )
+        if tensor.dtype not in DTYPES:
+            raise StateError(f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
         if not tensor.isfinite().all():
             raise StateError(f"the state's {name} is not finite: it is damaged; load an earlier one")
