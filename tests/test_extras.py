@@ -13,11 +13,18 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("extra", ["accelerate", "lightning", "transformers"])
-def test_a_missing_package_is_named(extra: str) -> None:
+@pytest.mark.parametrize(
+    ("extra", "packages"),
+    [
+        ("accelerate", ("accelerate",)),
+        ("lightning", ("lightning", "pytorch_lightning")),
+        ("transformers", ("transformers",)),
+    ],
+)
+def test_a_missing_package_is_named(extra: str, packages: tuple[str, ...]) -> None:
     code = f"""
 import sys
-sys.modules["{extra}"] = None
+sys.modules.update(dict.fromkeys({packages}))
 try:
     import thinwire.integrations.{extra}
 except ImportError as error:

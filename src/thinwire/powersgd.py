@@ -48,7 +48,8 @@ class Config(NamedTuple):
             0.5 · num_iters_per_step · rank · sum(shape), with a rank of at most the smallest size in the
             shape. Of a matrix those are the elements sent in a step; of a convolution, which is counted by
             its own shape as the reference does, more are sent. (Gradients of 16 bits, whose factors have
-            32, count half. Gradients that would not shrink all together travel whole.)
+            32, count half. With a rate of 1 or more, gradients that would not shrink all together travel
+            whole.)
         num_iters_per_step: Rounds a step. Each sends one factor of what the ones before left over,
             left and right in turn, and their results add up.
         start_compressing_after_num_steps: Steps at the start that average whole gradients.

@@ -41,8 +41,8 @@ class PowerSGD(LowRank):
         matrix_rank: Rank r of the factors; more is more exact and costs proportionally more bytes.
         min_compression_ratio: A matrix is compressed only if that shrinks it more than this, in bytes:
             (rows + columns) · r · power_iterations · ratio < rows · columns, with half of the right side
-            where gradients of 16 bits have factors of 32. A bucket that would not shrink at all
-            travels whole, in its own type.
+            where gradients of 16 bits have factors of 32. With 0 every matrix is. A bucket that would not
+            shrink at all (with a ratio of 1 or more) travels whole, in its own type.
         warmup_steps: Steps at the start that average whole gradients.
         error_feedback: Add to each gradient what earlier steps did not transmit of it. Without it
             the result is biased and training usually stalls.

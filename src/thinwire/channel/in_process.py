@@ -17,8 +17,8 @@ __all__ = ["InProcessChannel", "lockstep"]
 class InProcessChannel(Channel):
     """One simulated worker's end of a group that lives in this process; see `InProcessChannel.group`.
 
-    Workers must take turns: `lockstep` drives their generators so that each has sent its message
-    before any waits for the mean.
+    A group of one serves a process that has no process group. Of several, workers must take turns:
+    `lockstep` drives their generators so that each has sent its message before any waits for the mean.
     """
 
     def __init__(self, room: _Room, worker: int) -> None:
