@@ -622,6 +622,26 @@ def _set() -> tuple[list[int], list[float], tuple[Any, ...], tuple[str, str], tu
     return ranks, owed, told, differing, (name, refused if refused in message else message)
 
 
+def test_a_setting_is_not_set_during_a_backward_pass(pool2: Pool) -> None:
+    for refused, rank in pool2.run(_set_in_backward):
+        assert refused == "StepError"
+        assert rank == 1
+
+
+def _set_in_backward() -> tuple[str, int]:
+    ddp_model, refused = new_model(bucket_cap_mb=0.0001), []
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(ddp_model, range(1))
+
+    def set_rank(gradient: Tensor) -> None:
+        refused.append(error_of(lambda: setattr(state, "matrix_approximation_rank", 2))[0])
+
+    ddp_model.module[0].weight.register_hook(set_rank)
+    gradients_of(ddp_model, range(1, 2))
+    return refused[0], state.matrix_approximation_rank
+
+
 @pytest.mark.parametrize("wrapper", ["", "fp16_compress_wrapper"])
 def test_a_states_algorithm_can_be_switched(pool2: Pool, wrapper: str) -> None:
     """To any other, several buckets, and back."""
