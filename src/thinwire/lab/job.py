@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import IO
 
 from thinwire.end_signals import EndSignals
-from thinwire.lab.keeper import END_ALL
 from thinwire.lab.network import Network
 
 __all__ = ["Output", "run_on_hosts"]
@@ -114,7 +113,7 @@ class _Host:
         if self._process.poll() is not None:
             return
         if number == signal.SIGKILL:
-            os.kill(self._process.pid, END_ALL)
+            os.kill(self._process.pid, signal.SIGUSR1)  # which the keeper understands
         else:
             os.killpg(self._process.pid, number)
 

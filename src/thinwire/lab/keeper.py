@@ -31,10 +31,10 @@ def keep(lab_pid: int, command: Sequence[str]) -> int:
     """Run the command; its exit code, as a shell tells it, when nothing that it has started is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)  # the command is in the same process group, and hears the same
-    signal.signal(END_ALL, _end_all)
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
+        signal.signal(END_ALL, _end_all)
         prctl(PR_SET_PDEATHSIG, END_ALL)
         if os.getppid() != lab_pid:
             raise AllMustEndError  # the lab was gone before
