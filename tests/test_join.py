@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -216,6 +218,59 @@ def _trained(
     after = [p.detach() for p in model.parameters()]
     changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     return after, sync.stats().compression_ratio, changed, dist.get_world_size()
+
+
+@pytest.mark.parametrize("by_contributors", [True, False], ids=["by contributors", "by initial size"])
+def test_without_a_hook_ddp_divides_as_asked(pool2: Pool, by_contributors: bool) -> None:
+    """Three batches on one process, five on the other; torch's own join goes on to divide by one."""
+    alone = 50.0 if by_contributors else 25.0
+    assert pool2.run(_plain, by_contributors) == [[50.0] * 3 + [50.0], [50.0] * 3 + [alone] * 2 + [50.0]]
+
+
+def _plain(by_contributors: bool) -> list[float]:
+    model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
+    averages = []
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.full((1, 5), 50.0)).sum().backward()
+        averages.append(model.module.weight.grad.mean().item())
+
+    with thinwire.join(model, divide_by_initial_world_size=not by_contributors):
+        for _ in range(5 if dist.get_rank() else 3):
+            step()
+    step()
+    return averages
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "built in"])
+def test_another_hook_that_cannot_divide_as_asked_is_refused(pool2: Pool, name: str) -> None:
+    for message, divided, entered in pool2.run(_foreign, name):
+        assert "register one of thinwire.hooks instead" in message
+        assert divided == ([50.0] * 3, [50.0] * 3 + [25.0] * 2)[len(divided) > 3]
+        assert entered
+
+
+def _foreign(name: str) -> tuple[str, list[float], bool]:
+    model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
+    if name == "built in":
+        model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)  # type: ignore[no-untyped-call]
+    else:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    with (
+        pytest.raises(thinwire.ConfigError) as raised,
+        thinwire.join(model, divide_by_initial_world_size=False),
+    ):
+        raise AssertionError("the loop must not be entered")
+    averages = []
+    with thinwire.join(model):
+        for _ in range(5 if dist.get_rank() else 3):
+            model.zero_grad()
+            model(torch.full((1, 5), 50.0)).sum().backward()
+            averages.append(model.module.weight.grad.mean().item())
+    with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
+        entered = True
+    return str(raised.value), averages, entered
 
 
 def test_afterwards_the_model_trains_on_as_before(pool2: Pool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,6 +33,8 @@ from thinwire import (
 from thinwire.algorithms import Algorithm
 
 POWER = PowerSGD(matrix_rank=2)
+DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
+BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in DDP_OPTIONS else "broadcast_buffers"
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -409,6 +412,8 @@ def test_different_numbers_of_batches_are_an_error_on_all_processes(
     for message in messages:
         assert message.startswith("StepError: processes are at different steps")
         assert "1: 3" in message
+        assert "uneven batches" in message
+        assert "with local, thinwire.join(local): …" in message
 
 
 def _uneven(every_steps: int, hierarchical: bool) -> str:
@@ -1248,7 +1253,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "subgroup outside the group": (_outside_the_group, "of the subgroup are not in the process group"),
     "another group than DDP's": (_other_ddp_group, "ConfigError: process_group is not that of the DDP model"),
     "DDP with a hook": (_attached_ddp, "AttachError: the DDP model has a communication hook already"),
-    "DDP with buffers": (_normalised_ddp, "AttachError: this DDP model sends its buffers"),
+    "DDP with buffers": (_normalised_ddp, f"build it with {BUFFERS_OPTION}=False (LocalSGD averages them)"),
     "DDP looks for unused": (
         lambda: _make(DistributedDataParallel(new_model(), find_unused_parameters=True)),
         "AttachError: find_unused_parameters=True",

@@ -1,20 +1,24 @@
 """The front for DistributedDataParallel: one communication hook, and what it drives can be switched."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
+import copy
 import gc
+import threading
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Channel, ProcessGroupChannel
 from thinwire.contributors import divide_by_contributors
-from thinwire.errors import AttachError, ConfigError, GradientError, StateError
+from thinwire.errors import AttachError, ConfigError, GradientError, StateError, StepError
 from thinwire.loss_scale import LossScale, loss_scale_of
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync
@@ -22,17 +26,26 @@ from thinwire.sync import GradientSync
 __all__ = [
     "BucketFront",
     "attach",
+    "check_options",
     "dense_buffer",
     "front_of",
+    "hook_of",
+    "is_sharded",
     "left_alone",
     "models_where",
     "plain_name",
+    "refuse_training_of_copies",
     "register",
     "thinwire_hook",
+    "wrong_model",
 ]
 
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+
+PATIENCE_SECONDS = 10.0
 
 
 def attach(
@@ -49,7 +62,9 @@ def attach(
 
     Args:
         ddp_model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
-            backend, over any process group, with any of DDP's options.
+            backend, over any process group, with any of DDP's options but `mixed_precision` and
+            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook, as DDP has it, and raises
+            when it is trained before it is attached itself.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
         grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
             function that returns what the loss of the step under way was multiplied by. Error memory is
@@ -71,7 +86,8 @@ def attach(
 
     Raises:
         AttachError: Not a DDP model, one that has a communication hook already (DDP's own
-            `mixed_precision` is one), or one with sparse gradients.
+            `mixed_precision` is one), one with sparse gradients, or one with an option under which DDP does
+            not hand over all gradients.
         ConfigError: `algorithm` or `grad_scaler` is not one.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
@@ -87,6 +103,7 @@ def attach(
     channel = ProcessGroupChannel(model.process_group, next(model.parameters()).device)
     front = front_of(model, algorithm, channel, loss_scale_of(grad_scaler), host_check=host_check)
     register(model, front, thinwire_hook)
+    refuse_training_of_copies(model)
     return front.sync
 
 
@@ -96,10 +113,12 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
     Raises:
         AttachError: The model has one already.
     """
+    name, _ = hook_of(model)
     try:
         model.register_comm_hook(state, hook)
     except RuntimeError as error:
         model._comm_hooks.pop()  # DDP notes a hook before it finds that it can't have it
+        model.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
         raise AttachError(
             "the model has a communication hook already, and DDP allows one only; "
             "if it is Thinwire's, switch its algorithm with sync.use(…)"
@@ -114,7 +133,12 @@ def front_of(
     *,
     host_check: bool = True,
 ) -> "BucketFront":
-    """A front that knows the model's parameters by name; not registered yet."""
+    """A front that knows the model's parameters by name; not registered yet.
+
+    Raises:
+        AttachError: The model has an option under which DDP does not hand over all gradients.
+    """
+    check_options(model)
     names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
         if name not in model.parameters_to_ignore:
@@ -128,7 +152,79 @@ def front_of(
         may_be_unused=model.find_unused_parameters,
         host_check=host_check,
     )
-    return BucketFront(sync, names)
+    return BucketFront(sync, names, model)
+
+
+def check_options(model: DistributedDataParallel) -> None:
+    """Refuse options under which DDP does not hand all gradients to its hook.
+
+    Raises:
+        AttachError: The model has one.
+    """
+    if getattr(model, "_use_python_reducer", False):
+        raise AttachError(PYTHON_REDUCER)
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise AttachError(
+            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that nobody used, "
+            "so a step would never be complete; build the DDP model without it"
+        )
+
+
+PYTHON_REDUCER = (
+    'under torch._dynamo.config.optimize_ddp="python_reducer" DDP has no buckets to hand to a communication '
+    "hook; set it to True or False before the DDP model is built"
+)
+
+
+def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
+    """The name of the model's communication hook, "" if it has none, and whether it is Thinwire's.
+
+    DDP's list of hooks has not those built in, and still has those that a copied model has lost.
+    """
+    data = {} if model.logger is None else model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    name = data.get("comm_hook", "")
+    for hook, state in reversed(model.__dict__.get("_comm_hooks", [])):
+        if hook.__qualname__ == name:
+            made_in = {str(hook.__module__), type(state).__module__}
+            return name, any(module.split(".")[0] == "thinwire" for module in made_in)
+    return name, False
+
+
+def refuse_training_of_copies(model: DistributedDataParallel) -> None:
+    """Let `copy.deepcopy` make models that raise when they are trained without a hook of their own.
+
+    DDP copies no communication hook, and would average whole gradients without a word. Copies that only
+    follow or evaluate, as `torch.optim.swa_utils.AveragedModel` makes them, are none the wiser.
+    """
+    original = weakref.ref(model)
+
+    def deepcopied(memo: dict[int, object]) -> DistributedDataParallel:
+        model = original()
+        if model is None:
+            raise AssertionError("it is called through the model")
+        copied = type(model).__new__(type(model))
+        memo[id(model)] = copied
+        state = model.__getstate__()  # type: ignore[no-untyped-call]
+        del state["__deepcopy__"]
+        copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+        copied.register_forward_pre_hook(_hooked_by_refusal)
+        return copied
+
+    model.__dict__["__deepcopy__"] = deepcopied
+
+
+def _hooked_by_refusal(copied: DistributedDataParallel, _: object) -> None:
+    """Before a copy's forward pass that may have a backward pass: see that it has a hook."""
+    if torch.is_grad_enabled() and hook_of(copied) == ("", False):
+        copied.register_comm_hook(None, _refusing_hook)
+
+
+def _refusing_hook(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
+    raise AttachError(
+        "this DDP model is a copy of one that averages with Thinwire, and DDP copies no communication hook, "
+        "so it would train uncompressed; call thinwire.attach(copied_model, …) before its first step, "
+        "or copy model.module and wrap that"
+    )
 
 
 def models_where(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
@@ -151,6 +247,14 @@ def plain_name(name: str) -> str:
     return name
 
 
+def _model_with(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
+    """The DDP model that these are parameters of; None if it can't be told. Cost: as `models_where`."""
+    wanted = set(map(id, parameters))
+    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    holding = [each for each in models if wanted <= set(map(id, each.__dict__.get("_module_parameters", ())))]
+    return holding[0] if len(holding) == 1 else None
+
+
 class DetachedFront:
     """Stands, in a copy of an attached model, where the original has its front."""
 
@@ -159,7 +263,8 @@ class BucketFront:
     """Feeds DDP's buckets to a `GradientSync` and hands their means back as futures.
 
     The work of all buckets is finished inside the call for the last one, on the thread that runs the
-    backward pass: no collective is ever issued from a future's callback.
+    backward pass: no collective is ever issued from a future's callback. In the first step of a static
+    graph, where DDP calls every bucket its first, the last one is the one that completes the parameters.
 
     Args:
         sync: What averages.
@@ -167,10 +272,21 @@ class BucketFront:
             first step, by their position from the model's end. DDP's first buckets hold the parameters in
             reverse, each type for itself, so the names are the same in every run of a model of one type
             if the front is there from the first backward pass on.
+        model: Whose buckets they are; None to find it in the first step.
     """
 
-    def __init__(self, sync: GradientSync, names: dict[torch.nn.Parameter, str] | None = None) -> None:
+    def __init__(
+        self,
+        sync: GradientSync,
+        names: dict[torch.nn.Parameter, str] | None = None,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
         self.sync = sync
+        self._model = None if model is None else weakref.ref(model)
+        self._num_expected: int | None = None
+        self._num_taken = 0
+        self._watched_pass = -1
+        self._was_given_up = False
         self._all_named = names is not None
         # The parameters are kept so that no other object can take over an id.
         self._names: dict[int, tuple[torch.Tensor, str]] = {
@@ -192,12 +308,19 @@ class BucketFront:
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Take a bucket; at the last one, finish them all."""
         flat = dense_buffer(bucket)
+        if self._num_expected is None:
+            self._num_expected = self._num_in_first_step(bucket.parameters())
+        if not self.sync.num_started:
+            self._num_taken = 0
         try:
+            self._watch_the_pass()
             divide_by_contributors(bucket.parameters(), flat)
             self.sync.start(self._specs_of(bucket), flat)
             future = _new_future(flat.device)
             self._waiting.append((future, flat))
-            if bucket.is_last():
+            self._num_taken += _num_trained(bucket.parameters())
+            if bucket.is_last() or self._num_taken == self._num_expected:
+                self._num_expected = 0
                 self._all_named = True
                 self.sync.finish()
                 self._release()
@@ -206,6 +329,55 @@ class BucketFront:
             self.sync.abandon()
             raise
         return future
+
+    def _num_in_first_step(self, parameters: Iterable[torch.Tensor]) -> int:
+        """With a static graph, parameters that complete the first step; 0 if DDP tells which bucket is last.
+
+        Raises:
+            AttachError: The model has an option under which DDP does not hand over all gradients.
+        """
+        model = _model_with(parameters) if self._model is None else self._model()
+        if model is None:
+            return 0
+        check_options(model)
+        return _num_trained(model._module_parameters) if model.static_graph else 0
+
+    def _watch_the_pass(self) -> None:
+        """Have a look at its end whether all buckets came. One inside another has an end of its own."""
+        current = torch._C._current_graph_task_id()
+        if current not in (-1, self._watched_pass):  # -1: a process without input shadows the others
+            self._watched_pass = current
+            Variable._execution_engine.queue_callback(self._check_finished)
+
+    def _check_finished(self) -> None:
+        """At the end of a backward pass whose buckets have not all come: be sure that it ends.
+
+        If more are to come in another pass, DDP does nothing now. If it thinks that all have come, it goes on
+        to wait for their futures, for ever.
+        """
+        num_started = self.sync.num_started
+        if not num_started or torch._C._current_autograd_node() is not None:  # inside another pass
+            return
+        alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)
+        alarm.daemon = True
+        alarm.start()
+
+        def after_ddp() -> None:
+            alarm.cancel()
+            if self._was_given_up:
+                self._was_given_up = False
+                self.sync.abandon()
+                raise StepError(
+                    f"DDP ended a step after {num_started} parameters without "
+                    "handing over the others, so that nothing was averaged; build the DDP model without the "
+                    "option that leaves buckets out, and restart all processes from a checkpoint"
+                )
+
+        Variable._execution_engine.queue_callback(after_ddp)
+
+    def _give_up(self) -> None:
+        self._was_given_up = True
+        self._release()
 
     def _release(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -232,6 +404,11 @@ class BucketFront:
                 self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
 
 
+def _num_trained(parameters: Iterable[torch.Tensor]) -> int:
+    """Those that were frozen after the model was wrapped still have a place in a bucket."""
+    return sum(parameter.requires_grad for parameter in parameters)
+
+
 def thinwire_hook(state: BucketFront, bucket: GradBucket) -> Future[torch.Tensor]:
     """The hook that `attach` registers."""
     return state.run(bucket)
@@ -241,11 +418,17 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
     """A bucket's flat gradients.
 
     Raises:
+        AttachError: It is no bucket: DDP works without.
         GradientError: They are sparse.
     """
+    if not isinstance(bucket, GradBucket):
+        raise AttachError(PYTHON_REDUCER)
     flat = bucket.buffer()
     if flat.is_sparse:
-        raise GradientError("a sparse gradient can't be averaged; build the embedding with sparse=False")
+        raise GradientError(
+            f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged; "
+            "build its Embedding with sparse=False"
+        )
     return flat
 
 
@@ -265,10 +448,7 @@ def _checked_model(ddp_model: object) -> DistributedDataParallel:
     """The DDP model, after refusing what can't be attached."""
     model = getattr(ddp_model, "_orig_mod", ddp_model)
     if not isinstance(model, DistributedDataParallel):
-        raise AttachError(
-            f"expected a DistributedDataParallel model, got {type(ddp_model).__name__}; "
-            "wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
-        )
+        raise AttachError(wrong_model(ddp_model))
     if model.mixed_precision is not None:
         raise AttachError(
             "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself; "
@@ -276,7 +456,35 @@ def _checked_model(ddp_model: object) -> DistributedDataParallel:
         )
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            owner = type(getattr(model.module, "_orig_mod", model.module)).__name__
+            where = f'"{plain_name(name)}" of the {owner}' if plain_name(name) else "that is the model"
             raise AttachError(
-                f"{name} makes sparse gradients, which can't be averaged here; use sparse=False"
+                f"the {type(module).__name__} {where} makes sparse gradients, which can't be averaged here; "
+                "build it with sparse=False"
             )
     return model
+
+
+def wrong_model(given: object) -> str:
+    """What to say to someone who gave something else than a DDP model."""
+    expected = f"expected a DistributedDataParallel model, got {type(given).__name__}"
+    if is_sharded(given):
+        return (
+            f"{expected}, which FSDP has sharded: it reduces gradients itself, and no process has a whole "
+            "one to compress; if the model fits on each device, leave fully_shard (or "
+            "FullyShardedDataParallel) out and wrap the plain module: "
+            "torch.nn.parallel.DistributedDataParallel(module)"
+        )
+    if isinstance(given, torch.nn.DataParallel):
+        return (
+            f"{expected}, which is one process with several devices and has no gradients to average between "
+            "processes; start one process a device (torchrun --nproc-per-node …) and wrap the module inside: "
+            "torch.nn.parallel.DistributedDataParallel(model.module)"
+        )
+    return f"{expected}; wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
+
+
+def is_sharded(model: object) -> bool:
+    """Whether FSDP, of either kind, holds a part of the model."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return any(kind.__name__ in SHARDED for module in modules for kind in type(module).__mro__)

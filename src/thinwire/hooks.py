@@ -27,7 +27,7 @@ from thinwire.algorithms.cast import WireDtype
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.channel import ProcessGroupChannel
 from thinwire.checks import number, true_or_false, whole_count
-from thinwire.ddp import BucketFront, front_of, models_where
+from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where, refuse_training_of_copies
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.loss_scale import loss_scale_of
 from thinwire.plan import Plan
@@ -377,7 +377,7 @@ class PowerSGDState:
         """
         if self._front is None:
             algorithm = self.algorithm(kind, wire_dtype)
-            self._front = self._new_front(algorithm, bucket.buffer().device)
+            self._front = self._new_front(algorithm, dense_buffer(bucket).device)
             self._front.sync.observers.append(self._after_step)
             self._loaded, self._kind = None, (kind, wire_dtype)
         if self._kind != (kind, wire_dtype):
@@ -398,6 +398,7 @@ class PowerSGDState:
         loss_scale = loss_scale_of(self._grad_scaler)
         if models:
             front = front_of(models[0], algorithm, channel, loss_scale)
+            refuse_training_of_copies(models[0])
         else:
             sync = GradientSync(algorithm, channel, loss_scale=loss_scale, may_be_unused=True)
             front = BucketFront(sync)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.contributors import counted, members_over_contributors
-from thinwire.ddp import BucketFront, models_where
+from thinwire.ddp import BucketFront, hook_of, models_where, wrong_model
 from thinwire.errors import AttachError, ConfigError
 from thinwire.sync import GradientSync
 
@@ -40,7 +40,8 @@ def join(
         joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or
             a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
         divide_by_initial_world_size: Divide sums of gradients by the members of the group. If False, by the
-            contributors, the processes that still have batches, in this step.
+            contributors, the processes that still have batches, in this step: with Thinwire's hooks on the
+            DDP model or none (others always divide by the members).
         enable: False switches all of it off.
         throw_on_early_termination: Raise on all processes when the first has run out, instead.
 
@@ -49,8 +50,9 @@ def join(
 
     Raises:
         AttachError: `joined` is none of these.
-        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow, and
-            `throw_on_early_termination` is False.
+        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or another's
+            communication hook, and `divide_by_initial_world_size` is False. Both may be with
+            `throw_on_early_termination`.
         RuntimeError: With `throw_on_early_termination`, when a process has run out.
 
     Examples:
@@ -64,10 +66,12 @@ def join(
         3
     """
     joinable = _joinable(joined)
-    _refuse_other_collectives(joinable, enable and not throw_on_early_termination)
+    shadows = enable and not throw_on_early_termination
+    _refuse_other_collectives(joinable, shadows)
     options = (enable, throw_on_early_termination)
     try:
-        if enable and not divide_by_initial_world_size and isinstance(joinable, DistributedDataParallel):
+        counts = shadows and not divide_by_initial_world_size
+        if counts and isinstance(joinable, DistributedDataParallel) and _is_hooked(joinable):
             with _counting(joinable) as counter, Join([counter, joinable], *options):
                 yield
         else:
@@ -76,6 +80,8 @@ def join(
                 yield
     finally:
         joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+        if isinstance(joinable, DistributedDataParallel):  # it would divide by the last contributors for ever
+            joinable.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 
 
 class _Counter(Joinable):
@@ -127,10 +133,26 @@ def _joinable(joined: object) -> Joinable:
     joinable = getattr(joined, "_orig_mod", joined)
     if not isinstance(joinable, Joinable):
         raise AttachError(
-            "expected a DistributedDataParallel model, the GradientSync attached to one, a LocalSGD or a "
-            f"thinwire.powersgd aggregator, got {type(joined).__name__}"
+            f"{wrong_model(joined)}. Or pass the GradientSync attached to one, a LocalSGD or a "
+            "thinwire.powersgd aggregator"
         )
     return joinable
+
+
+def _is_hooked(model: DistributedDataParallel) -> bool:
+    """Whether one of our hooks does the dividing, and not DDP itself.
+
+    Raises:
+        ConfigError: Another's hook does it, by the members of the group.
+    """
+    name, is_ours = hook_of(model)
+    if name and not is_ours:
+        raise ConfigError(
+            f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
+            "divides by the members of the group; register one of thinwire.hooks instead, or leave "
+            "divide_by_initial_world_size=True"
+        )
+    return bool(name)
 
 
 def _refuse_other_collectives(joinable: Joinable, shadows: bool) -> None:

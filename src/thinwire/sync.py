@@ -170,6 +170,11 @@ class GradientSync:
         """Steps so far, skipped ones included."""
         return self._memory.step + self._skipped_steps
 
+    @property
+    def num_started(self) -> int:
+        """For fronts: parameters in the buckets that were started and are not finished yet."""
+        return sum(len(bucket.specs) for bucket in self._started)
+
     def stats(self) -> Stats:
         """What has been done so far. Cost: one norm a compressed parameter and one host synchronisation."""
         relative_error, error_norm = self._missed()

@@ -14,6 +14,7 @@ __all__ = ["CALL", "Told", "check_same", "digest", "packed", "unpacked"]
 Told = Mapping[str, str]
 """What a process tells of itself, by subject."""
 
+ALGORITHM = "algorithm"  # what follows of an algorithm are its settings, which others do not have
 CALL = "call"  # the subject of what a process is about to do; where that differs, all else may
 MOST_SUBJECTS = 4
 MOST_PROCESSES = 8
@@ -58,6 +59,8 @@ def check_same(everyone: Sequence[Told], purpose: str) -> None:
             f"{purpose}: {_who_has_what(everyone, CALL)} under way. Make the same calls on every process, "
             "in the same order; nothing was changed"
         )
+    if ALGORITHM in differing:
+        differing = differing[: differing.index(ALGORITHM) + 1]
     listed = [_who_has_what(everyone, subject) for subject in differing[:MOST_SUBJECTS]]
     if len(differing) > MOST_SUBJECTS:
         listed.append(f"and {len(differing) - MOST_SUBJECTS} differences more")

@@ -113,7 +113,8 @@ class ProcessGroupChannel(Channel):
                 time.sleep(GLANCE_SECONDS)
             if not work.is_completed():
                 logger.warning(
-                    "%s: process %d has waited %g s for the others: call it on every process",
+                    "%s: process %d has waited %g s for the others: make the same calls on every process "
+                    "(attach or register_comm_hook, use, state_dict, load_state_dict)",
                     purpose,
                     self.process_rank,
                     PATIENCE_SECONDS,
@@ -153,9 +154,10 @@ def told_where(where: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CommunicationError(
-            f"{where} failed: {error}. A process has died, stalled or sent another message, a call that must "
-            "be made on every process (use, state_dict, load_state_dict) was not, or the backend can't carry "
-            "this type; look for the first error among all processes"
+            f"{where} failed: {error}. A process has died, stalled or sent another message; or it had fewer "
+            "batches (uneven batches: train inside thinwire.join); or a call that must be made on every "
+            "process (attach, use, state_dict, load_state_dict) was not; or the backend can't carry this "
+            "type. Look for the first error among all processes"
         ) from error
 
 

@@ -44,7 +44,7 @@ class _Registration:
         self, model: torch.nn.Module, state: object = None, start_powerSGD_iter: int | None = None
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
-            raise AttachError(f"expected a DistributedDataParallel model, got {type(model).__name__}")
+            raise AttachError(ddp.wrong_model(model))
         if not (state is None or isinstance(state, dist.ProcessGroup)):
             raise ConfigError(
                 f"state must be a process group or None, got {type(state).__name__}; with a state of your "

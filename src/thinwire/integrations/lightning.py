@@ -86,9 +86,7 @@ def register_ddp_comm_hook(
     """
     hook = _checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
     if not isinstance(model, DistributedDataParallel):
-        raise AttachError(
-            f"expected a DistributedDataParallel model, got {type(model).__name__}; wrap it first"
-        )
+        raise AttachError(ddp.wrong_model(model))
     if hook is not None:
         ddp.register(model, ddp_comm_state, hook)
 

@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.channel.process_group import checked_group
 from thinwire.checks import whole_number
 from thinwire.checksum import check_undamaged
-from thinwire.errors import ConfigError, StateError
+from thinwire.ddp import is_sharded
+from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.local_sgd.replica import Averaged
 from thinwire.state import DTYPES
 
@@ -33,6 +34,7 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
     """The module, and the DDP model around it if there is one.
 
     Raises:
+        AttachError: It is sharded.
         ConfigError: It is no module.
     """
     inner = getattr(model, "_orig_mod", model)
@@ -40,6 +42,11 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
         return inner.module, inner
     if not isinstance(inner, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r}")
+    if is_sharded(inner):
+        raise AttachError(
+            f"{type(inner).__name__} is sharded by FSDP, so no process has whole parameters to average; pass "
+            "the plain module if it fits on each device, without fully_shard or FullyShardedDataParallel"
+        )
     return inner, None
 
 

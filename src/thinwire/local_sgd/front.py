@@ -81,7 +81,8 @@ class LocalSGD(Joinable):
 
     Args:
         model: A module, or a `DistributedDataParallel` model without a hook, built with
-            `broadcast_buffers=False` if it has buffers (or the result of `torch.compile` on either).
+            `forward_sync_buffers=False` (before torch 2.13: `broadcast_buffers=False`) if it has buffers (or
+            the result of `torch.compile` on either).
         optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
         warmup_steps: Steps at the start that are plain data-parallel training.

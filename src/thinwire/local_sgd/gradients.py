@@ -12,7 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import AllReduce
 from thinwire.channel import ProcessGroupChannel
-from thinwire.ddp import BucketFront, DetachedFront, dense_buffer, left_alone, plain_name
+from thinwire.ddp import (
+    BucketFront,
+    DetachedFront,
+    check_options,
+    dense_buffer,
+    left_alone,
+    plain_name,
+)
 from thinwire.errors import AttachError, StateError
 from thinwire.sync import GradientSync
 
@@ -81,9 +88,8 @@ def driven_gradients(
 
 
 def _front(model: DistributedDataParallel, sync: GradientSync) -> BucketFront:
-    return BucketFront(
-        sync, {parameter: plain_name(name) for name, parameter in model.module.named_parameters()}
-    )
+    names = {parameter: plain_name(name) for name, parameter in model.module.named_parameters()}
+    return BucketFront(sync, names, model)
 
 
 def check_ddp(model: DistributedDataParallel) -> None:
@@ -98,10 +104,12 @@ def check_ddp(model: DistributedDataParallel) -> None:
             "model without one (it registers its own), or the plain module instead of the DDP model"
         )
     if model.broadcast_buffers and any(True for _ in model.module.buffers()):
+        option = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers"
         raise AttachError(
             "this DDP model sends its buffers to all processes at every forward pass; build it with "
-            "broadcast_buffers=False (LocalSGD averages them)"
+            f"{option}=False (LocalSGD averages them)"
         )
+    check_options(model)
     if model.find_unused_parameters:
         raise AttachError(
             "find_unused_parameters=True makes DDP ask all processes at every step; build the DDP model "

@@ -70,8 +70,9 @@ def check_agreement(answers: Sequence[Answer]) -> None:
         steps = _told([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
         raise StepError(
             f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
-            "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have different "
-            "numbers of batches, give all the same number; call average() on all processes or on none"
+            "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have uneven "
+            "batches (different numbers of them), train inside thinwire.join as well: with local, "
+            "thinwire.join(local): … Call average() on all processes or on none"
         )
 
 
