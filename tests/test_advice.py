@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 
 import thinwire
 from pool import Pool
 from thinwire import Advice, ConfigError
-from thinwire.advice.measure import _slowest_of
+from thinwire.advice.command import show
+from thinwire.advice.measure import ALGORITHMS, LOCAL_SGD, WITH_LOSS_GAPS, _slowest_of
+from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Timeline
+from thinwire.algorithms.lowrank import LowRank
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
 
@@ -71,14 +76,105 @@ def one_step(model: nn.Module) -> None:
     torch.autograd.backward(model(torch.ones(1024, 256)).square().mean())
 
 
-def test_on_slow_links_it_says_compress_and_on_fast_ones_not(pool2: Pool) -> None:
+def predicted(name: str, low_ms: float, high_ms: float, order: int, message_bytes: int = 1000) -> Prediction:
+    return Prediction(
+        name,
+        f"use({name})",
+        step_seconds=(low_ms + high_ms) / 2000,
+        low_seconds=low_ms / 1000,
+        high_seconds=high_ms / 1000,
+        message_bytes=message_bytes,
+        memory_bytes=0,
+        is_lossy=order > 0,
+        loss_gap_order=order,
+        averages_less_often=name == "LocalSGD",
+    )
+
+
+def advised(*predictions: Prediction, compute_ms: float = 1.0) -> Advice:
+    baseline = predicted("16 bits", 99, 101, 0)
+    ranked = sorted([baseline, *predictions], key=lambda each: each.step_seconds)
+    return Advice(
+        tuple(ranked), baseline, choose(ranked, 0.05), tuple(tied(ranked)), 1e8, compute_ms / 1000, 0.05
+    )
+
+
+def told_of(advice: Advice) -> str:
+    output = StringIO()
+    show(advice, Console(file=output, width=200))
+    return output.getvalue()
+
+
+def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None:
+    one, four = predicted("rank 1", 49, 51, 3, 10), predicted("rank 4", 50, 54, 2, 40)
+    advice = advised(one, four, predicted("rank 8", 60, 64, 1))
+    assert [each.name for each in advice.tied] == ["rank 1", "rank 4"]
+    assert advice.best is four
+    assert advice.compress
+    told = told_of(advice)
+    assert "Compress: a step with rank 4 takes 52% of one with 16 bits. Compare losses, too." in told
+    assert "A tie with the fastest, as far as can be told: rank 1, rank 4." in told
+    assert "Of those that win enough, rank 4 has the smallest loss gap." in told
+    assert "use(rank 4)" in told
+    apart = advised(one, predicted("rank 4", 52, 54, 2))
+    assert apart.best is one
+    assert "A tie" not in told_of(apart)
+
+
+def test_in_a_tie_too_the_gain_must_be_enough() -> None:
+    advice = advised(predicted("rank 1", 89, 97, 3), predicted("rank 4", 95, 98, 2))
+    assert [each.name for each in advice.tied] == ["rank 1", "rank 4"]
+    assert advice.best.name == "rank 1"  # rank 4 wins 3.5 %
+    noisy = advised(predicted("rank 1", 80, 99.5, 3, 10))
+    assert noisy.best is noisy.baseline
+    assert "Do not compress: no approximation wins more than 5% over 16 bits for sure." in told_of(noisy)
+    assert "16 bits has the smallest loss gap" in told_of(noisy)
+
+
+def test_averaging_less_often_is_not_called_compressing() -> None:
+    advice = advised(predicted("LocalSGD", 40, 41, 1), predicted("rank 1", 49, 51, 3))
+    assert advice.best.name == "LocalSGD"
+    assert not advice.compress
+    told = told_of(advice)
+    assert "Average less often: a step with LocalSGD takes 40% of one with 16 bits." in told
+    assert "Compress" not in told
+
+
+def test_where_averaging_takes_nothing_there_is_nothing_to_win() -> None:
+    hidden = advised(predicted("rank 1", 98, 99, 3, 10), compute_ms=99)
+    tiny = advised(predicted("rank 1", 101, 102, 3))  # and no message would be smaller
+    for advice in (hidden, tiny):
+        assert advice.nothing_to_win
+        assert "Nothing to win: a step takes 100.0 ms with 16 bits, " in told_of(advice)
+        assert "use(" not in told_of(advice)
+    assert not advised(predicted("rank 1", 101, 102, 3, 10)).nothing_to_win
+
+
+def test_the_order_of_loss_gaps_has_every_approximation() -> None:
+    lossy = [name for name, algorithm in ALGORITHMS.items() if isinstance(algorithm, LowRank)]
+    assert sorted(WITH_LOSS_GAPS) == sorted([*lossy, LOCAL_SGD])
+
+
+def test_in_the_table_less_is_better_everywhere() -> None:
+    """As in the words below it: half the time is 50, not 2.00."""
+    rows = [line for line in told_of(advised(predicted("rank 1", 49, 51, 3, 10))).splitlines() if "│" in line]
+    assert [cell.strip() for cell in rows[0].split("│")[1:-1]][:4] == [
+        "rank 1",
+        "50.0",
+        "49.0 – 51.0",
+        "50",
+    ]
+
+
+def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
     first, second = pool2.run(_advised)
     assert [each.step_seconds for each in first[0].predictions] == [
         each.step_seconds for each in second[0].predictions
     ]
     for slow, fast, unchanged in (first, second):
-        assert slow.compress
         assert slow.best.is_lossy
+        assert slow.compress is not slow.best.averages_less_often
+        assert slow.best in slow.tied
         assert slow.best.step_seconds < slow.baseline.step_seconds / 2
         assert slow.best.code in (
             f"thinwire.attach(ddp_model, thinwire.{slow.best.name})",
@@ -170,7 +266,10 @@ def test_the_command(folder: Path) -> None:
     done = run(folder, *options, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["compress"] is True
+    assert told["best"]["is_lossy"] is True
+    assert told["compress"] is not told["best"]["averages_less_often"]
+    assert told["nothing_to_win"] is False
+    assert told["tied"][0] == told["predictions"][0]
     assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
 
 

@@ -91,21 +91,22 @@ def _plain(advice: Advice) -> dict[str, Any]:
     bits = advice.break_even_bits_per_second
     return asdict(advice) | {
         "compress": advice.compress,
+        "nothing_to_win": advice.nothing_to_win,
         "break_even_bits_per_second": None if math.isinf(bits) else bits,
     }
 
 
 def show(advice: Advice, console: Console) -> None:
-    """Print a table, and what follows in words."""
+    """Print a table, in which less is better everywhere, and what follows in words."""
     table = Table(title="Predicted steps, fastest first")
-    for name in ("", "ms", "between", "against 16 bits", "MB sent", "MB kept"):
+    for name in ("", "ms", "between", "% of 16 bits", "MB sent", "MB kept"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for each in advice.predictions:
         table.add_row(
             each.name,
             f"{1e3 * each.step_seconds:.1f}",
             f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:.1f}",
-            f"{each.step_seconds / advice.baseline.step_seconds:.2f}",
+            f"{100 * each.step_seconds / advice.baseline.step_seconds:.0f}",
             f"{each.message_bytes / 1e6:.2f}",
             f"{each.memory_bytes / 1e6:.1f}",
         )
@@ -114,14 +115,6 @@ def show(advice: Advice, console: Console) -> None:
 
 
 def _verdict(advice: Advice) -> str:
-    best, baseline = advice.best, advice.baseline
-    gain = baseline.step_seconds / best.step_seconds
-    if advice.compress:
-        first = (
-            f"Compress: {best.name} makes a step {gain:.2f} times faster than 16 bits. Compare losses, too."
-        )
-    else:
-        first = f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name}."
     bits, gained = advice.break_even_bits_per_second, f"{advice.least_gain:.0%} over 16 bits"
     where = (
         f"links below {bits / 1e6:,.0f} Mbit/s"
@@ -130,5 +123,27 @@ def _verdict(advice: Advice) -> str:
         if bits
         else "no link"
     )
-    second = f"Low-rank messages win more than {gained} on {where}."
-    return f"{first}\n{second}\n\n    {best.code}"
+    lines = [_advised(advice), f"Low-rank messages win more than {gained} on {where}."]
+    if len(advice.tied) > 1:
+        names = ", ".join(each.name for each in advice.tied)
+        chosen = f" Of those that win enough, {advice.best.name} has the smallest loss gap."
+        tie = f"A tie with the fastest, as far as can be told: {names}."
+        lines.insert(1, tie + (chosen if advice.best in advice.tied else ""))
+    return "\n".join(lines if advice.nothing_to_win else [*lines, "", f"    {advice.best.code}"])
+
+
+def _advised(advice: Advice) -> str:
+    best = advice.best
+    if best.is_lossy:
+        share = best.step_seconds / advice.baseline.step_seconds
+        what = "Average less often" if best.averages_less_often else "Compress"
+        return f"{what}: a step with {best.name} takes {share:.0%} of one with 16 bits. Compare losses, too."
+    if advice.nothing_to_win:
+        return (
+            f"Nothing to win: a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}, "
+            f"{1e3 * advice.compute_seconds:.1f} ms without any averaging; low-rank messages would be "
+            f"{advice.low_rank_bytes / 1e6:.2f} MB in place of {best.message_bytes / 1e6:.2f} MB."
+        )
+    return (
+        f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name} for sure."
+    )

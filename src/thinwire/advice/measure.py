@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from statistics import median
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.advice.result import Advice, Prediction
+from thinwire.advice.result import Advice, Prediction, choose, tied
 from thinwire.advice.timeline import RecordingChannel, Timeline
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
 from thinwire.algorithms.lowrank import LowRank
@@ -41,6 +40,16 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 LOCAL_EVERY_STEPS = 10
 LOCAL_SGD = f"LocalSGD(every_steps={LOCAL_EVERY_STEPS})"
+# From the smallest: losses after equally many steps, and steps to the same loss
+# (benchmarks/results/2026-11-21-quality.md, -quality-powersgd-4-powersgd-8-alternating.md, -time-to-loss.md).
+WITH_LOSS_GAPS = (
+    LOCAL_SGD,
+    "PowerSGD(matrix_rank=8)",
+    "PowerSGD(matrix_rank=4)",
+    "PowerSGD(matrix_rank=2)",
+    "PowerSGD(matrix_rank=4, alternating=True)",
+    "PowerSGD(matrix_rank=1)",
+)
 UNTIMED_ROUNDS = 3
 LEAST_ROUNDS = 5
 
@@ -104,7 +113,9 @@ def advise(
             name: (timelines, _memory_bytes(bench.syncs[name])) for name, timelines in bench.timelines.items()
         }
     alone = bench.without_averaging
-    compute_seconds = median(each.seconds for each in alone)
+    own_seconds, *_ = _slowest_of([each.seconds for each in alone], probe.world_size)
+    compute = torch.tensor([own_seconds], dtype=torch.float64)
+    compute_seconds = channel.average(compute, "advise", is_gradient=False).wait().item()
     gradient_bytes = sum(each.message_bytes for each in measured["AllReduce()"][0][-1].sent)
 
     def predictions(network: Network) -> list[Prediction]:
@@ -115,13 +126,11 @@ def advise(
         return _agreed([*found, _local(alone, gradient_bytes, network, probe.world_size)], channel)
 
     ranked = sorted(predictions(probe.average_seconds), key=lambda each: each.step_seconds)
-    baseline = next(each for each in ranked if each.name == BASELINE)
-    fastest, careful = ranked[0], next(each for each in ranked if not each.is_lossy)
-    enough = fastest.step_seconds < (1 - least_gain) * careful.step_seconds
     return Advice(
         predictions=tuple(ranked),
-        baseline=baseline,
-        best=fastest if enough else careful,
+        baseline=next(each for each in ranked if each.name == BASELINE),
+        best=choose(ranked, least_gain),
+        tied=tuple(tied(ranked)),
         break_even_bits_per_second=_break_even(predictions, probe, least_gain),
         compute_seconds=compute_seconds,
         least_gain=least_gain,
@@ -218,6 +227,7 @@ def _predicted(
         message_bytes=sum(each.message_bytes for each in timelines[-1].sent),
         memory_bytes=memory_bytes,
         is_lossy=is_lossy,
+        loss_gap_order=1 + WITH_LOSS_GAPS.index(name) if is_lossy else 0,
     )
 
 
@@ -231,6 +241,8 @@ def _local(alone: Sequence[Timeline], num_bytes: int, network: Network, world_si
         message_bytes=num_bytes / LOCAL_EVERY_STEPS,
         memory_bytes=num_bytes,
         is_lossy=True,
+        loss_gap_order=1 + WITH_LOSS_GAPS.index(LOCAL_SGD),
+        averages_less_often=True,
     )
 
 
