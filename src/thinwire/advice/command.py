@@ -100,7 +100,7 @@ def show(advice: Advice, console: Console) -> None:
     """Print a table, in which less is better everywhere, and what follows in words."""
     table = Table(title="Predicted steps, fastest first")
     for name in ("", "ms", "between", "% of 16 bits", "MB sent", "MB kept"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
     for each in advice.predictions:
         table.add_row(
             each.name,
@@ -125,10 +125,12 @@ def _verdict(advice: Advice) -> str:
     )
     lines = [_advised(advice), f"Low-rank messages win more than {gained} on {where}."]
     if len(advice.tied) > 1:
-        names = ", ".join(each.name for each in advice.tied)
-        chosen = f" Of those that win enough, {advice.best.name} has the smallest loss gap."
-        tie = f"A tie with the fastest, as far as can be told: {names}."
-        lines.insert(1, tie + (chosen if advice.best in advice.tied else ""))
+        is_all = len(advice.tied) == len(advice.predictions)
+        names = "all of them" if is_all else ", ".join(each.name for each in advice.tied)
+        lines.insert(1, f"A tie with the fastest, as far as can be told: {names}.")
+        if advice.best in advice.tied:
+            gap = "the smallest loss gap of those that win enough" if advice.best.is_lossy else "no loss gap"
+            lines[1] += f" {advice.best.name} has {gap}."
     return "\n".join(lines if advice.nothing_to_win else [*lines, "", f"    {advice.best.code}"])
 
 
@@ -138,11 +140,15 @@ def _advised(advice: Advice) -> str:
         share = best.step_seconds / advice.baseline.step_seconds
         what = "Average less often" if best.averages_less_often else "Compress"
         return f"{what}: a step with {best.name} takes {share:.0%} of one with 16 bits. Compare losses, too."
+    if advice.low_rank_bytes >= advice.baseline.message_bytes:
+        return (
+            "Nothing to win by compressing: low-rank messages of this model are "
+            f"{advice.low_rank_bytes:,.0f} bytes a step, 16 bits {advice.baseline.message_bytes:,.0f}."
+        )
     if advice.nothing_to_win:
         return (
             f"Nothing to win: a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}, "
-            f"{1e3 * advice.compute_seconds:.1f} ms without any averaging; low-rank messages would be "
-            f"{advice.low_rank_bytes / 1e6:.2f} MB in place of {best.message_bytes / 1e6:.2f} MB."
+            f"{1e3 * advice.compute_seconds:.1f} ms without any averaging."
         )
     return (
         f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name} for sure."
