@@ -171,28 +171,25 @@ def _resume_on_four(folder: Path) -> tuple[int, float]:
     return strategy.sync.stats().steps, sum(float(each.norm()) for each in error.values())
 
 
-def test_facts_16_hooks_work_on_the_cpu_where_stock_ignores_them(pool2: Pool, tmp_path: Path) -> None:
-    for ours, stock, agreed in pool2.run(_hooked, tmp_path):
-        assert ours > 4
-        assert stock == 0
+def test_facts_16_hooks_work_on_the_cpu(pool2: Pool, tmp_path: Path) -> None:
+    """Lightning's own strategy ignores them there."""
+    for ratio, agreed in pool2.run(_hooked, tmp_path):
+        assert ratio > 4
         assert agreed
 
 
-def _hooked(folder: Path) -> tuple[float, int, bool]:
-    results = []
-    for strategy_class in (ThinwireStrategy, DDPStrategy):
-        state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
-        strategy = strategy_class(
-            ddp_comm_state=state,
-            ddp_comm_hook=hooks.powerSGD_hook,
-            ddp_comm_wrapper=hooks.fp16_compress_wrapper,
-        )
-        callbacks = [ThinwireCallback()] if strategy_class is ThinwireStrategy else []
-        _, model = fit(strategy, folder, epochs=1, callbacks=callbacks)
-        results.append((state.stats(), torch.cat([p.view(-1) for p in parameters_of(model)])))
-    everyone = [torch.empty_like(results[0][1]) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, results[0][1])
-    return results[0][0].compression_ratio, results[1][0].steps, torch.equal(everyone[0], everyone[1])
+def _hooked(folder: Path) -> tuple[float, bool]:
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    strategy = ThinwireStrategy(
+        ddp_comm_state=state,
+        ddp_comm_hook=hooks.powerSGD_hook,
+        ddp_comm_wrapper=hooks.fp16_compress_wrapper,
+    )
+    _, model = fit(strategy, folder, epochs=1, callbacks=[ThinwireCallback()])
+    mine = torch.cat([p.view(-1) for p in parameters_of(model)])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return state.stats().compression_ratio, torch.equal(everyone[0], everyone[1])
 
 
 def test_accumulation_and_clipping(pool2: Pool, tmp_path: Path) -> None:
