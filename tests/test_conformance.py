@@ -78,8 +78,11 @@ def test_lossless_ones_give_the_exact_mean(entry: Entry) -> None:
 
 
 @every_with_feedback
-@every_dtype
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("dtype", "num_workers"),
+    [(torch.float32, 1), *((dtype, 2) for dtype in DTYPES), (torch.float32, 5)],
+    ids=str,
+)
 def test_results_plus_final_mean_error_are_the_sum_of_true_means(
     entry: Entry, dtype: torch.dtype, num_workers: int
 ) -> None:
@@ -96,7 +99,7 @@ def test_results_plus_final_mean_error_are_the_sum_of_true_means(
 
 
 @over(entry for entry in ENTRIES if getattr(entry.algorithm, "warmup_steps", 0) < 1_000)
-@pytest.mark.parametrize("num_workers", [2, 64])
+@pytest.mark.parametrize("num_workers", [2, 16])
 def test_sends_what_the_plan_says_and_compresses(entry: Entry, num_workers: int) -> None:
     sim = simulation(entry, num_workers)
     warmup_steps = getattr(entry.algorithm, "warmup_steps", 0)
@@ -126,27 +129,32 @@ def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
     assert_same_state(sim.state_dicts()[0], resumed.state_dicts()[0])
 
 
+NON_FINITE = [(value, position) for value in (torch.inf, -torch.inf, torch.nan) for position in (0, 1)]
+
+
 @every_entry
-@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
-@pytest.mark.parametrize("position", [0, 1], ids=["first bucket", "last bucket"])
-def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry, value: float, position: int) -> None:
+def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
+    """In the first bucket or the last, time after time: what follows is as if it had not been."""
     healthy, poisoned = simulation(entry), simulation(entry)
-    run(healthy, range(5))
-    run(poisoned, range(5))
-    gradients = random_gradients(poisoned.buckets, num_workers=3, seed=99)
-    gradients[1][position][7] = value
-    committed = poisoned.step(gradients)
-    for of_worker in gradients:
-        assert not torch.cat(of_worker).isfinite().all()
-    if entry.feedback and getattr(entry.algorithm, "warmup_steps", 0) < 5:
-        assert not committed
-        assert [sync.stats().skipped_steps for sync in poisoned.syncs] == [1, 1, 1]
-        for mine, theirs in zip(run(healthy, range(5, 9)), run(poisoned, range(5, 9)), strict=True):
-            for x, y in zip(mine, theirs, strict=True):
+    run(healthy, range(4))
+    run(poisoned, range(4))
+    remembers = entry.feedback and getattr(entry.algorithm, "warmup_steps", 0) < 4
+    for step, (value, position) in enumerate(NON_FINITE, 4):
+        gradients = random_gradients(poisoned.buckets, num_workers=3, seed=99)
+        gradients[1][position][7] = value
+        committed = poisoned.step(gradients)
+        for of_worker in gradients:
+            assert not torch.cat(of_worker).isfinite().all()
+        (after,) = run(poisoned, range(step, step + 1))
+        if remembers:
+            assert not committed
+            (expected,) = run(healthy, range(step, step + 1))
+            for x, y in zip(expected, after, strict=True):
                 assert torch.equal(x, y)
-    else:
-        for result in run(poisoned, range(5, 9)):
-            assert torch.cat(result).isfinite().all()
+        else:
+            assert torch.cat(after).isfinite().all()
+    if remembers:
+        assert [sync.stats().skipped_steps for sync in poisoned.syncs] == [len(NON_FINITE)] * 3
 
 
 @every_with_feedback
