@@ -267,7 +267,7 @@ def test_a_difference_is_told_on_all_processes_within_seconds(
         assert process_id != os.getpid()
         assert kind is AgreementError, told
         assert words in told
-        assert seconds < 10
+        assert seconds < 20  # the group's timeout is 30
 
 
 def _told(body: Callable[[], None]) -> tuple[type, str, float, int]:

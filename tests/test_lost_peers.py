@@ -25,6 +25,7 @@ from thinwire.channel import process_group
 from thinwire.testing import Fault, InjectedError, fail_at, faults
 
 TIMEOUT_SECONDS = 2.0
+BUSY_SECONDS = 20.0  # by which a busy machine may be late; without a timeout it would be for ever
 LOST = 1  # the process that is lost
 AT = 4  # the step in which it is
 
@@ -159,7 +160,7 @@ def test_the_others_are_told_where_and_keep_their_memory(
             assert "the average of" in told.words
             assert told.cause == "RuntimeError"
             waited = fault.seconds if process == LOST and fault.seconds else 0.0
-            assert told.seconds < waited + TIMEOUT_SECONDS + 3
+            assert told.seconds < waited + TIMEOUT_SECONDS + BUSY_SECONDS
         assert told.steps == AT
         assert told.memory_is_as_before
         assert (told.owed_norm > 0) == isinstance(algorithm, PowerSGD)
@@ -226,7 +227,7 @@ def test_saving_on_one_process_only_ends_in_words(meanwhile: str) -> None:
     for process, each in enumerate(ended):
         kind, words, seconds, warned, same = each.told
         assert same
-        assert seconds < 3 * TIMEOUT_SECONDS
+        assert seconds < TIMEOUT_SECONDS + BUSY_SECONDS
         if process == 0:
             assert kind == "CommunicationError"
             assert words.startswith("state_dict() after 3 steps: the comparison of what")

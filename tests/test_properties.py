@@ -17,6 +17,8 @@ from thinwire.simulation import Simulation
 DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16])
 SHAPES = st.lists(st.integers(0, 12), max_size=4).map(tuple)
 
+FP32_EPS = torch.finfo(torch.float32).eps
+
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[tuple[ParameterSpec, ...]]:
@@ -70,7 +72,7 @@ def test_the_telescoping_identity(
     state = simulation.state_dicts()[0]
     for bucket, all_true, all_sent, total in zip(layout, true, sent, magnitude, strict=True):
         gap = (all_true - all_sent - flat_error(state, bucket)).norm()
-        assert gap <= (1e-6 if bucket[0].dtype.itemsize > 2 else 1e-2) * total
+        assert gap <= (32 * FP32_EPS if bucket[0].dtype.itemsize > 2 else 1e-2) * total
 
 
 @given(layouts(), st.integers(1, 4))

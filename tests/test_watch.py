@@ -537,7 +537,7 @@ def _trained(folder: str) -> int:
     return dist.get_world_size()
 
 
-SLOW_SECONDS = 0.2
+SLOW_SECONDS = 0.4
 
 
 def test_waiting_for_a_slow_process_is_waiting_on_every_front(pool2: Pool) -> None:
@@ -545,9 +545,9 @@ def test_waiting_for_a_slow_process_is_waiting_on_every_front(pool2: Pool) -> No
     for records in pool2.run(_slow_peer)[:1]:
         for name, steps in records.items():
             for each in steps:
-                assert each["waiting_seconds"] > 0.8 * SLOW_SECONDS, name
-                assert 0 < each["arithmetic_seconds"] < 0.5 * SLOW_SECONDS, name
-                assert each["exposed_seconds"] >= 0.8 * SLOW_SECONDS, name
+                assert each["waiting_seconds"] > 0.5 * SLOW_SECONDS, name
+                assert 0 < each["arithmetic_seconds"] < each["waiting_seconds"], name
+                assert each["exposed_seconds"] > 0.5 * SLOW_SECONDS, name
                 assert each["gradient_bytes"] > 5 * each["message_bytes"], name
 
 
