@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-STAGES := lint types docs tests alone
+STAGES := lint types docs compiled tests alone
 
 .PHONY: demo test $(STAGES) bench soak clean
 
@@ -12,7 +12,7 @@ demo: .venv/.demo
 # Every stage runs, whatever became of those before it; the last line says which have failed.
 test: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
-	@$(MAKE) --no-print-directory --jobs 2 try-lint try-types try-docs
+	@$(MAKE) --no-print-directory --jobs 2 try-types try-compiled try-lint try-docs
 	@$(MAKE) --no-print-directory try-tests
 	@$(MAKE) --no-print-directory try-alone
 	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
@@ -32,6 +32,12 @@ docs: .venv/.installed
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff LICENSE docs benchmarks examples build/pages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Once, so that two workers of the tests do not compile the same at the same time.
+compiled: build/.compiled
+build/.compiled: .venv/.installed $(wildcard src/thinwire/algorithms/compiled/*.py)
+	$(BIN)/python tests/preloaded.py
+	@mkdir -p build && touch $@
 
 tests: .venv/.installed
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone'

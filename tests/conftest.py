@@ -7,10 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import forked
 from pool import Pool
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
 torch.set_num_threads(1)
+
+# They have no doctests, and to import them costs seconds.
+collect_ignore = ["preloaded.py", "accelerate_own_script.py"]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let processes start with what the tests of this run need; CUDA must not start before a fork."""
+    functions = [item for item in session.items if isinstance(item, pytest.Function)]
+    forked.modules[:] = sorted({each.module.__name__ for each in functions} - {"test_gpu"})
 
 
 class Pools:

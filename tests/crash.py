@@ -1,8 +1,7 @@
-"""Fresh processes that may die: forked from a server that has torch imported, so that they start at once."""
+"""Fresh processes that may die."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -19,8 +18,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+import forked
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,10 @@ def run(
 
     A process that has not ended by itself after `limit_seconds` is killed, and the test fails.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "thinwire", "crash"])
     port = free_port()
-    pipes = [context.Pipe(duplex=False) for _ in range(processes)]
+    pipes = [forked.context().Pipe(duplex=False) for _ in range(processes)]
     running = [
-        context.Process(
-            target=_serve, args=(body, Setting(number, processes, timeout_seconds, port), args, pipe)
-        )
+        forked.process(_serve, body, Setting(number, processes, timeout_seconds, port), args, pipe)
         for number, (_, pipe) in enumerate(pipes)
     ]
     for process in running:
@@ -150,7 +146,6 @@ def _received(pipe: Connection, deadline: float) -> Any:
 
 
 def _serve(body: Callable[..., Any], setting: Setting, args: tuple[Any, ...], pipe: Connection) -> None:
-    torch.set_num_threads(1)
     os.chdir(tempfile.gettempdir())
     try:
         pipe.send_bytes(pickle.dumps(body(setting, *args)))

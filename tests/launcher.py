@@ -1,15 +1,19 @@
-"""Run a script as a user does: in fresh processes, with a real rendezvous."""
+"""Run a script or a command as a user does: in fresh processes, with a real rendezvous."""
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import forked
 from crash import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -24,29 +28,101 @@ def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds:
     return run([*command, WITHOUT_TEARDOWN, str(script), *arguments], timeout_seconds=timeout_seconds)
 
 
-def run_processes(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
-    """The same without torchrun's agent, which takes seconds to start: processes with what it tells them."""
-    command = [sys.executable, WITHOUT_TEARDOWN, str(script), *arguments]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
-    told |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
-    deadline = time.monotonic() + timeout_seconds
-    running: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryFile() as out:
-        try:
-            for number in range(processes):
-                environment = os.environ | told | {"RANK": str(number), "LOCAL_RANK": str(number)}
-                running.append(
-                    subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-                )
-            codes = [each.wait(deadline - time.monotonic()) for each in running]
-        finally:
-            for each in running:
-                each.kill()
-                each.wait()
-        out.seek(0)
-        output = out.read().decode()
-    assert codes == [0] * processes, output
+def run_processes(
+    script: Path,
+    *arguments: str,
+    processes: int = 2,
+    timeout_seconds: float = 100,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """The same without torchrun's agent."""
+    ended = run_job(
+        str(script),
+        *arguments,
+        processes=processes,
+        timeout_seconds=timeout_seconds,
+        environment=environment,
+    )
+    output = "".join(each.stdout + each.stderr for each in ended)
+    assert [each.returncode for each in ended] == [0] * processes, output
     return output
+
+
+def run_job(
+    *command: str,
+    processes: int = 2,
+    timeout_seconds: float = 100,
+    environment: Mapping[str, str] | None = None,
+) -> list[subprocess.CompletedProcess[str]]:
+    """How processes ended that were told what torchrun tells its own; for the command see `run_python`."""
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
+    told |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {})}
+    of_each = [told | {"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(processes)]
+    return _run_all(command, of_each, Path.cwd(), timeout_seconds)
+
+
+def run_python(
+    *command: str,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float = 100,
+) -> subprocess.CompletedProcess[str]:
+    """What `python script arguments…`, or `python -m package arguments…`, printed, and how it ended.
+
+    It runs in a forked process: what is to be tested before torch is imported needs a process of its own.
+    """
+    return _run_all(command, [environment or {}], cwd or Path.cwd(), timeout_seconds)[0]
+
+
+def _run_all(
+    command: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path, timeout_seconds: float
+) -> list[subprocess.CompletedProcess[str]]:
+    """A process for each environment; those that have not ended in time are killed."""
+    deadline = time.monotonic() + timeout_seconds
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [(Path(folder, f"out-{n}"), Path(folder, f"err-{n}")) for n in range(len(environments))]
+        running = [
+            forked.process(_main, list(command), dict(each), str(out), str(err), str(cwd))
+            for each, (out, err) in zip(environments, paths, strict=True)
+        ]
+        try:
+            for process in running:
+                process.start()
+            for process in running:
+                process.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in running:
+                process.kill()
+                process.join()
+        return [
+            subprocess.CompletedProcess(command, process.exitcode, out.read_text(), err.read_text())
+            for process, (out, err) in zip(running, paths, strict=True)
+        ]
+
+
+def _main(command: list[str], environment: dict[str, str], out: str, err: str, cwd: str) -> None:
+    """Be `python script arguments…`, or `python -m package arguments…`."""
+    os.environ.update(environment)
+    os.chdir(cwd)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    name, sys.argv, code = command[0], command, 0
+    try:
+        if os.path.isabs(name):
+            sys.path[0] = os.path.dirname(name)
+            runpy.run_path(name, run_name="__main__")
+        else:
+            sys.path[0] = cwd
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without teardown: see without_teardown.py
 
 
 def run(command: list[str], *, timeout_seconds: float = 100) -> str:

@@ -1,16 +1,15 @@
 """Persistent process pools: real Gloo processes that run one test body after the other.
 
-A fresh spawn costs seconds a test; a pool costs them once. After a failure the pool is thrown away,
-and the next test gets a new one.
+After a failure the pool is thrown away, and the next test gets a new one.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import pickle
 import queue
+import shutil
 import signal
 import tempfile
 import time
@@ -21,8 +20,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
+
+import forked
 
 STARTUP_SECONDS = 60.0
 
@@ -36,16 +36,12 @@ class Pool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
+        context = forked.context()
         self._folder = Path(tempfile.mkdtemp(prefix="thinwire-pool-"))
         self._tasks = [context.Queue() for _ in range(world_size)]
         self._answers = [context.Queue() for _ in range(world_size)]
         self._processes = [
-            context.Process(
-                target=_serve,
-                args=(process_rank, world_size, str(self._folder), tasks, answers),
-                daemon=True,
-            )
+            forked.process(_serve, process_rank, world_size, str(self._folder), tasks, answers)
             for process_rank, (tasks, answers) in enumerate(zip(self._tasks, self._answers, strict=True))
         ]
         for process in self._processes:
@@ -67,6 +63,7 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
+        shutil.rmtree(self._folder)
 
     def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
@@ -96,7 +93,6 @@ class Pool:
 def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers: Any) -> None:
     """A process of the pool: join the group, then run what comes."""
     warnings.simplefilter("error")
-    torch.set_num_threads(1)
     with Path(folder, f"stacks-{process_rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         dist.init_process_group(

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from accelerated import error_of, several_processes
-from launcher import EXAMPLES, TOLD, WITHOUT_TEARDOWN, assert_compressed_and_agreed, run
+from launcher import EXAMPLES, TOLD, WITHOUT_TEARDOWN, assert_compressed_and_agreed, run, run_processes
 from pool import Pool
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
@@ -35,13 +35,20 @@ LAUNCH = [
     *("--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"),
     *("--mixed_precision=no", "--dynamo_backend=no", WITHOUT_TEARDOWN),
 ]
+# What that launcher tells the processes that it starts, besides what torchrun tells.
+LAUNCHED = {
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+}
 
 
 def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
     command = [*LAUNCH, str(EXAMPLES / "accelerate_ddp.py"), "--folder", str(tmp_path)]
     straight = run(command)
     assert_compressed_and_agreed(straight)
-    resumed = run([*command, "--resume"])
+    arguments = ("--folder", str(tmp_path), "--resume")
+    resumed = run_processes(EXAMPLES / "accelerate_ddp.py", *arguments, environment=LAUNCHED)
     assert_compressed_and_agreed(resumed, least_ratio=20)
     assert "batch 20" not in resumed
     checksums = {checksum for _, _, checksum in TOLD.findall(straight + resumed)}
@@ -50,7 +57,8 @@ def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["as-it-is", "compress"])
 def test_accelerates_own_script(how: str) -> None:
-    output = run([*LAUNCH, str(Path(__file__).with_name("accelerate_own_script.py")), how])
+    script = Path(__file__).with_name("accelerate_own_script.py")
+    output = run_processes(script, how, environment=LAUNCHED)
     told = re.findall(r"ratios \[([^]]*)\]", output)
     assert len(told) == 2, output
     fp16, bf16, *low_rank = (float(ratio) for ratio in told[0].split(","))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from io import StringIO
 from itertools import product
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 import thinwire
+from launcher import run_python
 from pool import Pool
 from thinwire import Advice, ConfigError
 from thinwire.advice.command import show
@@ -26,8 +25,6 @@ from thinwire.advice.timeline import Sent, Timeline
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
-
-THINWIRE = [sys.executable, "-m", "thinwire"]
 
 
 def network(bits_per_second: float, latency_seconds: float, world_size: int = 2) -> Probe:
@@ -254,15 +251,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*THINWIRE, "advise", *options],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    return run_python("thinwire", "advise", *options, cwd=folder)
 
 
 def test_the_command(folder: Path) -> None:

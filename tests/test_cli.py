@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+from launcher import run_python
 from thinwire.cli import Settings, build_app
 from thinwire.version import __version__
-
-THINWIRE = [sys.executable, "-m", "thinwire"]
 
 # What people type. Adding is free; what is here stays.
 SURFACE = {
@@ -37,14 +36,7 @@ SURFACE = {
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*THINWIRE, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | environment,
-    )
+    return run_python("thinwire", *arguments, environment=environment)
 
 
 def commands() -> dict[str, Any]:
@@ -93,14 +85,7 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path) -> No
 def test_shells_complete(shell: str) -> None:
     variable = {"bash": {"COMP_WORDS": "thinwire re", "COMP_CWORD": "1"}, "zsh": {}, "fish": {}}[shell]
     variable |= {"_TYPER_COMPLETE_ARGS": "thinwire re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    code = "import sys; sys.argv = ['thinwire']; from thinwire.cli import main; main()"
-    told = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | variable | {"_THINWIRE_COMPLETE": f"complete_{shell}"},
-    )
+    variable |= {"_THINWIRE_COMPLETE": f"complete_{shell}"}
+    told = run_python(os.path.join(sysconfig.get_path("scripts"), "thinwire"), environment=variable)
     assert "report" in told.stdout, told
     assert "probe" not in told.stdout

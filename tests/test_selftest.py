@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from launcher import run_job
 from pool import Pool
 from thinwire import exchange
 from thinwire.selftest.checks import CHECKS, Bench
@@ -20,14 +18,7 @@ from thinwire.sync import GradientSync
 
 
 def test_all_is_well_here() -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "thinwire", "check", "--processes=2", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run, _ = run_job("thinwire", "check", "--json")
     assert run.returncode == 0, run.stderr
     assert run.stderr == ""
     told = json.loads(run.stdout)

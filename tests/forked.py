@@ -1,0 +1,52 @@
+"""Fresh processes at the price of a fork: the server that forks them has imported what takes seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import connection, forkserver
+from typing import Any, TypeAlias
+from unittest.mock import patch
+
+import torch
+
+Process: TypeAlias = Any
+"""Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
+
+# Test modules that the server is to import, with all that they need. Those of this run: see conftest.py.
+modules: list[str] = []
+
+
+def context() -> Any:
+    """Of multiprocessing, with a server that has imported; it starts when it is needed first."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(["preloaded", *modules])
+    # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
+    path = os.pathsep.join(each for each in sys.path if each)
+    with patch.dict(os.environ, PYTHONPATH=path, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+        forkserver.ensure_running()
+    return found
+
+
+def process(body: Callable[..., None], *args: Any) -> Process:
+    """A process that will run `body(*args)`, and ends when this one does; it is not started."""
+    return context().Process(target=_begin, args=(dict(os.environ), body, args), daemon=True)
+
+
+def _begin(environment: dict[str, str], body: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    body(*args)
+
+
+def _end_with_parent() -> None:
+    """Whatever this process waits for: its parent has ended, and nobody will ask for it again."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

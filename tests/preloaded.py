@@ -1,0 +1,37 @@
+"""What the server of forked processes has before it forks: packages, and the compiled arithmetic.
+
+`make test` runs this before its tests, so that two workers do not compile the same at the same time.
+"""
+
+from __future__ import annotations
+
+import numpy as np  # noqa: F401
+import pytest  # noqa: F401
+import torch
+import torch._dynamo  # by the first DDP model of a process
+import torch.distributed
+import torch.nn.parallel
+
+import thinwire
+import thinwire.cli
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
+
+# Compiled arithmetic serves one thread.
+torch.set_num_threads(1)
+
+
+def compile_passes() -> None:
+    """Run every compiled pass, at every matrix rank that they serve."""
+    bucket = [ParameterSpec.of(name, torch.empty(64, 48)) for name in ("one", "two")]
+    for matrix_rank in (1, 2, 3, 4):
+        for algorithm in (
+            thinwire.PowerSGD(matrix_rank=matrix_rank, min_compression_ratio=1),
+            thinwire.BatchedPowerSGD(matrix_rank=matrix_rank),
+        ):
+            simulation = Simulation(algorithm, [tuple(bucket)], num_workers=1)
+            for _ in range(2):
+                simulation.step([[torch.randn(2 * 64 * 48)]])
+
+
+compile_passes()
