@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from test_elastic import is_running
+
 # A process that waits for good, started by one that does too.
 WAITING = """
 import os, time, forked
@@ -33,10 +35,10 @@ def test_they_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         try:
             assert parent.stdout is not None
             started = int(parent.stdout.readline())
-            assert Path(f"/proc/{started}").exists()
+            assert is_running(started)
         finally:
             parent.kill()
     deadline = time.monotonic() + 60
-    while Path(f"/proc/{started}").exists() and time.monotonic() < deadline:
+    while is_running(started) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not Path(f"/proc/{started}").exists()
+    assert not is_running(started)
