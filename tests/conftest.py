@@ -20,7 +20,7 @@ collect_ignore = ["preloaded.py", "accelerate_own_script.py"]
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let processes start with what the tests of this run need; CUDA must not start before a fork."""
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
-    forked.modules[:] = sorted({each.module.__name__ for each in functions} - {"test_gpu"})
+    forked.modules += sorted({each.module.__name__ for each in functions} - {"test_gpu"})
 
 
 class Pools:

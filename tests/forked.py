@@ -16,14 +16,14 @@ import torch
 Process: TypeAlias = Any
 """Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
 
-# Test modules that the server is to import, with all that they need. Those of this run: see conftest.py.
-modules: list[str] = []
+# What the server imports; conftest.py adds the test modules of this run, with all that they need.
+modules = ["preloaded"]
 
 
 def context() -> Any:
     """Of multiprocessing, with a server that has imported; it starts when it is needed first."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["preloaded", *modules])
+    found.set_forkserver_preload(modules)
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(each for each in sys.path if each)
     with patch.dict(os.environ, PYTHONPATH=path, PYTORCH_NVML_BASED_CUDA_CHECK="1"):

@@ -19,6 +19,7 @@ def wait():
     time.sleep(600)
 
 if __name__ == "__main__":
+    forked.modules.clear()
     forked.process(wait).start()
     time.sleep(600)
 """
