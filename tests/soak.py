@@ -140,7 +140,7 @@ def incarnation(
             error = type(raised).__name__
     told = job.told() if not error else ("", 0.0, 0.0)
     stats = job.sync.stats()
-    return Told(error, list(struck), stats.steps, stats.skipped_steps, *told, stats.compression_ratio)
+    return Told(error, list(struck), stats.steps, stats.nonfinite_steps, *told, stats.compression_ratio)
 
 
 class Job:
@@ -170,9 +170,9 @@ class Job:
         for mean in means:
             dist.all_reduce(mean)
         self.optimizer.zero_grad()
-        skipped, scale = self.sync.stats().skipped_steps, self.scaler.get_scale()
+        skipped, scale = self.sync.stats().nonfinite_steps, self.scaler.get_scale()
         torch.autograd.backward(self.scaler.scale(self.loss(self.ddp_model)))
-        if self.sync.stats().skipped_steps == skipped:
+        if self.sync.stats().nonfinite_steps == skipped:
             for place, parameter in enumerate(self.module.parameters()):
                 assert parameter.grad is not None
                 self.applied[place] += parameter.grad.double() / scale

@@ -291,6 +291,24 @@ def _scaled() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return errors[0], errors[1]
 
 
+def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(pool2: Pool) -> None:
+    for nonfinite_steps, gradients_are_zeros in pool2.run(_zeros):
+        assert nonfinite_steps == 1
+        assert gradients_are_zeros
+
+
+def _zeros() -> tuple[int, bool]:
+    with several_processes():
+        handler = new_handler(comm_state_option={**AT_ONCE, "on_nonfinite": "zero"})
+        accelerator = new_accelerator(handler)
+        model, _ = prepared(accelerator)
+        loss = model(torch.ones(8, 64)).square().mean()
+        accelerator.backward(loss * torch.inf if dist.get_rank() == 1 else loss)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert gradients
+        return handler.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
+
+
 def test_two_models_of_one_handler(pool2: Pool, tmp_path: Path) -> None:
     for steps, error, saved, refused, again in pool2.run(_two_models, str(tmp_path)):
         assert steps == [3, 2]

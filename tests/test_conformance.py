@@ -154,7 +154,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
         else:
             assert torch.cat(after).isfinite().all()
     if remembers:
-        assert [sync.stats().skipped_steps for sync in poisoned.syncs] == [len(NON_FINITE)] * 3
+        assert [sync.stats().nonfinite_steps for sync in poisoned.syncs] == [len(NON_FINITE)] * 3
 
 
 @every_with_feedback

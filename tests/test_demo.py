@@ -189,7 +189,7 @@ def test_a_growing_file_is_read_line_by_complete_line(tmp_path: Path) -> None:
     }
     writer.write("run", 0, run)
     for step in (1, 2):
-        writer.write("step", step, {**counted, **times, "steps": 1, "skipped_steps": 0})
+        writer.write("step", step, {**counted, **times, "steps": 1, "nonfinite_steps": 0})
         writer.write("log", step, {"seconds": 1.0, "loss": 5.5})
     writer.close()
     text = whole.read_text()

@@ -100,7 +100,7 @@ def test_facts_3_one_overflow_under_a_grad_scaler(pool2: Pool) -> None:
     """Torch's hook: NaN stays in the error memory, and no later step is ever taken."""
     for taken, stats in pool2.run(_overflow):
         assert taken == 39
-        assert stats.skipped_steps == 1
+        assert stats.nonfinite_steps == 1
         assert stats.compression_ratio > 2
 
 

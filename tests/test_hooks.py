@@ -42,10 +42,10 @@ def test_signatures_are_torchs(name: str) -> None:
 def test_the_state_has_torchs_parameters_and_defaults() -> None:
     theirs = inspect.signature(stock_power.PowerSGDState).parameters
     ours = inspect.signature(hooks.PowerSGDState).parameters
-    added = ours["grad_scaler"]
-    assert (added.kind, added.default) == (inspect.Parameter.KEYWORD_ONLY, None)
-    assert {n: p.default for n, p in ours.items() if p != added} == {n: p.default for n, p in theirs.items()}
-    assert list(ours) == [*theirs, "grad_scaler"]
+    added = {"grad_scaler": None, "on_nonfinite": "nan"}
+    assert list(ours) == [*theirs, *added]
+    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()} | added
+    assert {ours[name].kind for name in added} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def new_model(bucket_cap_mb: float = 0.01) -> DistributedDataParallel:

@@ -44,11 +44,11 @@ def run(
 def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[int]) -> None:
     seen, expected = run(entry.algorithm, bad_steps, host_check=True)
     unseen, got = run(entry.algorithm, bad_steps, host_check=False)
-    assert unseen.syncs[0].stats().skipped_steps == seen.syncs[0].stats().skipped_steps
+    assert unseen.syncs[0].stats().nonfinite_steps == seen.syncs[0].stats().nonfinite_steps
     assert unseen.syncs[0].steps == NUM_STEPS
     turns = getattr(entry.algorithm, "alternating", False) or getattr(entry.algorithm, "warmup_steps", 0)
     for step, (a, b) in enumerate(zip(got, expected, strict=True)):
-        if step in bad_steps and seen.syncs[0].stats().skipped_steps:
+        if step in bad_steps and seen.syncs[0].stats().nonfinite_steps:
             assert a.isnan().all()
         elif not bad_steps or (not turns and getattr(entry.algorithm, "warm_start", True)):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -98,7 +98,7 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
         if step >= 3:
             assert bool(simulation.syncs[0]._memory.error) == (bad_step and step == 3)
             assert gradients[0][0].isnan().all() == (bad_step and step == 3)
-    assert simulation.syncs[0].stats().skipped_steps == bad_step
+    assert simulation.syncs[0].stats().nonfinite_steps == bad_step
     if isinstance(after, PowerSGD):
         assert sent_bytes < sum(4 * spec.numel for specs in buckets() for spec in specs) / 5
 
@@ -170,7 +170,7 @@ def test_in_ddp_with_a_scaler(pool2: Pool) -> None:
 def _overflowing() -> tuple[list[torch.Tensor], list[torch.Tensor], int, float]:
     with_overflow, sync = _trained(overflow_at=3)
     without, _ = _trained(overflow_at=None)
-    return with_overflow, without, sync.stats().skipped_steps, sync.stats().compression_ratio
+    return with_overflow, without, sync.stats().nonfinite_steps, sync.stats().compression_ratio
 
 
 def _trained(overflow_at: int | None) -> tuple[list[torch.Tensor], GradientSync]:

@@ -233,7 +233,20 @@ def _mixed(folder: Path) -> tuple[int, int, float, float, list[Tensor]]:
     _, model = fit(strategy, folder, epochs=1, plugins=[precision], model=Overflowing)
     stats = strategy.sync.stats()
     error = sum(float(each.norm()) for each in dict(strategy.sync.state_dict()["error"]).values())
-    return stats.steps, stats.skipped_steps, scaler.get_scale(), error, parameters_of(model)
+    return stats.steps, stats.nonfinite_steps, scaler.get_scale(), error, parameters_of(model)
+
+
+def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(pool2: Pool, tmp_path: Path) -> None:
+    for steps, nonfinite_steps, parameters in pool2.run(_zeros, tmp_path):
+        assert (steps, nonfinite_steps) == (6, 1)
+        assert all(parameter.isfinite().all() for parameter in parameters)
+
+
+def _zeros(folder: Path) -> tuple[int, int, list[Tensor]]:
+    strategy = ThinwireStrategy(PowerSGD(matrix_rank=2), on_nonfinite="zero")
+    _, model = fit(strategy, folder, epochs=1, model=Overflowing)
+    stats = strategy.sync.stats()
+    return stats.steps, stats.nonfinite_steps, parameters_of(model)
 
 
 def test_the_callback_logs_and_a_second_fit_goes_on(pool2: Pool, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def _run(front: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Result:
     stats = handle().stats()
     parameters = [p.detach().clone() for p in model.parameters()]
     error = dict(handle().state_dict()["error"])
-    return parameters, error, stats.skipped_steps, scales, stats.compression_ratio
+    return parameters, error, stats.nonfinite_steps, scales, stats.compression_ratio
 
 
 @pytest.mark.parametrize("factor", [3.0, 0.3, 1000.0, 1e-3])
@@ -234,7 +234,7 @@ def result_of(model: nn.Module, sync: GradientSync, scaler: GradScaler) -> Resul
     stats = sync.stats()
     parameters = [p.detach().clone() for p in model.parameters()]
     error = dict(sync.state_dict()["error"])
-    return parameters, error, stats.skipped_steps, [scaler.get_scale()], stats.compression_ratio
+    return parameters, error, stats.nonfinite_steps, [scaler.get_scale()], stats.compression_ratio
 
 
 def test_overflows_leave_no_trace_in_accelerate(pool2: Pool) -> None:

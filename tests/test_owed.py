@@ -150,7 +150,7 @@ def test_a_non_finite_step_of_the_warm_up_is_skipped_and_does_not_count() -> Non
         assert simulation.step(gradients) == (step != 1)
         sent.append(simulation.syncs[0].stats().message_bytes)
     stats = simulation.syncs[0].stats()
-    assert (stats.steps, stats.skipped_steps) == (4, 1)
+    assert (stats.steps, stats.nonfinite_steps) == (4, 1)
     assert sent[2] - sent[1] == sent[0]
     assert sent[3] - sent[2] < sent[0] / 2
 

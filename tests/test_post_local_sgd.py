@@ -41,8 +41,10 @@ def new_ddp_model() -> DistributedDataParallel:
 def test_the_state_and_the_hook_have_torchs_parameters_and_defaults() -> None:
     theirs = inspect.signature(stock.PostLocalSGDState).parameters
     ours = inspect.signature(hooks.PostLocalSGDState).parameters
-    assert list(ours) == list(theirs)
-    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()}
+    added = {"on_nonfinite": "nan"}
+    assert list(ours) == [*theirs, *added]
+    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()} | added
+    assert ours["on_nonfinite"].kind == inspect.Parameter.KEYWORD_ONLY
     assert list(inspect.signature(hooks.post_localSGD_hook).parameters) == ["state", "bucket"]
 
 

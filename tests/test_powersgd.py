@@ -312,7 +312,7 @@ def _overflow(kind: str) -> tuple[list[bool], bool, bool, bool, float]:
     flat = torch.cat([p.view(-1) for p in parameters_of(model)])
     everyone = [torch.empty_like(flat) for _ in range(2)]
     dist.all_gather(everyone, flat)
-    assert powersgd.stats().skipped_steps == 1
+    assert powersgd.stats().nonfinite_steps == 1
     scale = 1.0 if scaler is None else scaler.get_scale()
     return taken, unchanged, bool(flat.isfinite().all()), torch.equal(*everyone), scale
 

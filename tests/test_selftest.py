@@ -77,7 +77,7 @@ BREAKING = [
     (doubled, 'Cast("fp16") gives the mean in 16 bits'),
     (doubled, "PowerSGD(matrix_rank=2) loses nothing"),
     (doubled, "BatchedPowerSGD(matrix_rank=1) loses nothing"),
-    (poisoned, "an overflow is skipped by all"),
+    (poisoned, "an overflow on one process is skipped by a GradScaler on all"),
     (poisoned, "the same with host_check=False"),
     (forgetful, "a saved state resumes to the bit"),
     (drifting, "a DDP model stays the same on all processes"),

@@ -28,6 +28,7 @@ FLOORS = [
         "checkpoint",
         "stats",
         "loss_scale",
+        "nonfinite",
         "unused",
         "contributors",
         "arithmetic",
@@ -117,7 +118,8 @@ def test_the_public_names() -> None:
         "AgreementError", "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CheckpointError",
         "CommunicationError",
         "ConfigError",
-        "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "Plan", "PowerSGD", "StateError",
+        "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "NonfiniteError",
+        "Plan", "PowerSGD", "StateError",
         "Stats", "StepError", "ThinwireError", "__version__", "attach", "hooks", "join",
         "JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Watch", "read_run",
     }  # fmt: skip

@@ -91,7 +91,7 @@ def _drive(front: Any, schedule: list[Fault]) -> tuple[list[Fault], int, int, fl
         for step in range(6):
             step_with(step)
     stats = sync.stats()
-    return struck, stats.steps, stats.skipped_steps, stats.compression_ratio
+    return struck, stats.steps, stats.nonfinite_steps, stats.compression_ratio
 
 
 def test_a_random_schedule_is_its_seeds() -> None:

@@ -133,7 +133,7 @@ def test_logs_reach_the_other_callbacks(pool2: Pool, tmp_path: Path) -> None:
         assert len(losses) == 3
         assert all(log["thinwire_compression_ratio"] > 2 for log in losses)
         assert losses[-1]["thinwire_total_message_bytes"] == message_bytes
-        assert losses[-1]["thinwire_total_skipped_steps"] == 0
+        assert losses[-1]["thinwire_total_nonfinite_steps"] == 0
         assert [log for log in history if "loss" in log][-1]["thinwire_total_message_bytes"] == message_bytes
 
 
@@ -144,6 +144,28 @@ def _logged(folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], in
         trainer.train()
         (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
         return reporter.logs, trainer.state.log_history, callback.sync.stats().message_bytes
+
+
+def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(pool2: Pool, tmp_path: Path) -> None:
+    """Of a step after training, so that one process can be given what is infinite."""
+    for nonfinite_steps, gradients_are_zeros in pool2.run(_nonfinite, str(tmp_path)):
+        assert nonfinite_steps == 1
+        assert gradients_are_zeros
+
+
+def _nonfinite(folder: str) -> tuple[int, bool]:
+    with several_processes():
+        trainer = new_trainer(folder, max_steps=1, save_strategy="no")
+        callback = attach(trainer, ALGORITHM, on_nonfinite="zero")
+        trainer.train()
+        model = trainer.model_wrapped
+        model.zero_grad()
+        tokens = torch.zeros(1, 8, dtype=torch.long)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        torch.autograd.backward(loss * (torch.inf if dist.get_rank() == 1 else 1.0))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert gradients
+        return callback.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
 
 
 def test_training_again_goes_on_with_the_same_memory(pool2: Pool, tmp_path: Path) -> None:

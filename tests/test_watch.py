@@ -79,7 +79,7 @@ def test_the_records_add_up_to_the_stats() -> None:
     for name in ("messages", "message_bytes", "gradient_bytes", "waiting_seconds"):
         assert sum(each[name] for each in steps) == pytest.approx(getattr(stats, name))
     assert stats.compression_ratio > 5
-    assert [each["skipped_steps"] for each in steps] == [0, 0, 1, 0, 0, 0]
+    assert [each["nonfinite_steps"] for each in steps] == [0, 0, 1, 0, 0, 0]
     assert sum(each["exposed_seconds"] for each in steps) == pytest.approx(stats.exposed_seconds)
     assert 0 < stats.exposed_seconds < steps[-1]["seconds"]
     assert 0 < stats.arithmetic_seconds < steps[-1]["seconds"]
@@ -265,9 +265,9 @@ def test_a_damaged_file_is_read_up_to_the_damage(damage: Any, lines: int, told: 
         (b"\xff\xfe\x00", "line 1 is damaged"),
         (b'{"kind": "log", "step": 0, "seconds": 1.0}\n', "line 1 is damaged"),
         (
-            b'{"kind": "run", "step": 0, "format": 2, "name": null, "thinwire": "9", "unix_seconds": 0, '
+            b'{"kind": "run", "step": 0, "format": 3, "name": null, "thinwire": "9", "unix_seconds": 0, '
             b'"processes": 1, "process_rank": 0}\n',
-            "has format 2",
+            "has format 3",
         ),
     ],
 )
@@ -445,7 +445,21 @@ def test_skips_that_the_host_does_not_see_are_not_known(tmp_path: Path) -> None:
     simulated = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2, host_check=False)
     with Watch(simulated.syncs[0], tmp_path / "run.jsonl"):
         train(simulated, range(STEPS), bad_steps=(2,))
-    assert [each["skipped_steps"] for each in read_run(tmp_path / "run.jsonl").steps] == [None] * STEPS
+    assert [each["nonfinite_steps"] for each in read_run(tmp_path / "run.jsonl").steps] == [None] * STEPS
+
+
+def test_what_format_1_called_skipped_steps_is_read(tmp_path: Path) -> None:
+    simulated = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
+    path = tmp_path / "run.jsonl"
+    with Watch(simulated.syncs[0], path) as watch:
+        train(simulated, range(3), bad_steps=(1,))
+        watch.log(skipped_steps=7)
+    now = path.read_text()
+    path.write_text(now.replace('"nonfinite_steps"', '"skipped_steps"').replace('"format": 2', '"format": 1'))
+    assert path.read_text() != now
+    run = read_run(path)
+    assert [each["nonfinite_steps"] for each in run.steps] == [0, 1, 0]
+    assert [point.value for point in run.points("skipped_steps")] == [7]
 
 
 # Growth

@@ -18,8 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Channel, ProcessGroupChannel
 from thinwire.contributors import divide_by_contributors
-from thinwire.errors import AttachError, ConfigError, GradientError, StateError, StepError
+from thinwire.errors import (
+    AttachError,
+    ConfigError,
+    GradientError,
+    NonfiniteError,
+    StateError,
+    StepError,
+)
 from thinwire.loss_scale import LossScale, loss_scale_of
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync
 
@@ -54,6 +62,7 @@ def attach(
     *,
     grad_scaler: GradScaler | Callable[[], float] | None = None,
     host_check: bool = True,
+    on_nonfinite: OnNonfinite = "nan",
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP model from its next backward pass on.
 
@@ -76,6 +85,13 @@ def attach(
             in `steps`, a warm-up and the turns of `alternating` (which then starts from random factors).
             The same on all processes; not with `find_unused_parameters`. Cost: a copy of what one bucket
             has in memory, while it is written.
+        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
+            memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
+            step; without one the model is lost, and that is logged once. "zero": all are zeros; an
+            optimizer with momentum or weight decay still moves the parameters. "raise": `backward()` raises
+            `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
+            are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
+            `Cast` look at the means as well: a pass over the gradients and a host synchronisation a step.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
@@ -88,7 +104,8 @@ def attach(
         AttachError: Not a DDP model, one that has a communication hook already (DDP's own
             `mixed_precision` is one), one with sparse gradients, or one with an option under which DDP does
             not hand over all gradients.
-        ConfigError: `algorithm` or `grad_scaler` is not one.
+        ConfigError: `algorithm` or `grad_scaler` is not one, or `on_nonfinite` does not go with the others.
+        NonfiniteError: (From `backward()`.) See `on_nonfinite`.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
     Examples:
@@ -101,7 +118,9 @@ def attach(
     """
     model = _checked_model(ddp_model)
     channel = ProcessGroupChannel(model.process_group, next(model.parameters()).device)
-    front = front_of(model, algorithm, channel, loss_scale_of(grad_scaler), host_check=host_check)
+    loss_scale = loss_scale_of(grad_scaler)
+    checked_on_nonfinite(on_nonfinite, grad_scaler)
+    front = front_of(model, algorithm, channel, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite)
     register(model, front, thinwire_hook)
     refuse_training_of_copies(model)
     return front.sync
@@ -132,6 +151,7 @@ def front_of(
     loss_scale: LossScale | None = None,
     *,
     host_check: bool = True,
+    on_nonfinite: OnNonfinite = "nan",
 ) -> "BucketFront":
     """A front that knows the model's parameters by name; not registered yet.
 
@@ -151,6 +171,7 @@ def front_of(
         loss_scale=loss_scale,
         may_be_unused=model.find_unused_parameters,
         host_check=host_check,
+        on_nonfinite=on_nonfinite,
     )
     return BucketFront(sync, names, model)
 
@@ -322,7 +343,7 @@ class BucketFront:
             if bucket.is_last() or self._num_taken == self._num_expected:
                 self._num_expected = 0
                 self._all_named = True
-                self.sync.finish()
+                self._finish()
                 self._release()
         except BaseException:
             self._waiting = []
@@ -379,6 +400,13 @@ class BucketFront:
         self._was_given_up = True
         self._release()
 
+    def _finish(self) -> None:
+        try:
+            if not self.sync.finish():
+                self.sync.warn_of_nonfinite()
+        except NonfiniteError as error:
+            _raise_after_backward(error)
+
     def _release(self) -> None:
         waiting, self._waiting = self._waiting, []
         for future, flat in waiting:
@@ -430,6 +458,19 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
             "build its Embedding with sparse=False"
         )
     return flat
+
+
+def _raise_after_backward(error: NonfiniteError) -> None:
+    """Let `backward()` raise once DDP has finished its step, so that the model stays usable.
+
+    DDP queues its own end of the step when the hook has returned: what our callback queues comes after that.
+    """
+    queue_callback = Variable._execution_engine.queue_callback
+
+    def raise_it() -> NoReturn:
+        raise error
+
+    queue_callback(lambda: queue_callback(raise_it))
 
 
 def _new_future(device: torch.device) -> Future[torch.Tensor]:

@@ -8,6 +8,7 @@ ThinwireError
 ├── GradientError         (also a TypeError)     a gradient of a kind that can't be averaged
 ├── StateError            (also a ValueError)    a state dict does not fit
 ├── CheckpointError       (also an OSError)      a checkpoint can't be written; the cause is attached
+├── NonfiniteError        (also a FloatingPointError)  gradients are not finite, and on_nonfinite="raise"
 ├── StepError             (also a RuntimeError)  start and finish were called out of order
 ├── CommunicationError    (also a RuntimeError)  a collective failed; the backend's error is the cause
 └── MissingExtraError     (also an ImportError)  an optional package is not installed
@@ -26,6 +27,7 @@ __all__ = [
     "ConfigError",
     "GradientError",
     "MissingExtraError",
+    "NonfiniteError",
     "StateError",
     "StepError",
     "ThinwireError",
@@ -58,6 +60,10 @@ class StateError(ThinwireError, ValueError):
 
 class CheckpointError(ThinwireError, OSError):
     """A checkpoint can't be written: a full disk, no permission. What was there before is there still."""
+
+
+class NonfiniteError(ThinwireError, FloatingPointError):
+    """Gradients are not finite, and `on_nonfinite="raise"`. All processes raise it; memory is as before."""
 
 
 class StepError(ThinwireError, RuntimeError):

@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from thinwire.algorithms import Algorithm, Bucket, Memory, Rounds
 from thinwire.channel import Channel, Pending
+from thinwire.nonfinite import OnNonfinite
 from thinwire.plan import BUCKET_SEPARATOR
 
 __all__ = ["Exchange"]
@@ -47,17 +48,23 @@ class Exchange:
         channel: Where messages are averaged; may be replaced between steps.
         host_check: Whether the host learns if all means of a step were finite. If not, it does not wait for
             the device: a step with others leaves memory as it was just so, but counts as committed.
+        on_nonfinite: What the gradients of a step with others become: zeros with "zero", else NaN. With
+            "nan", a step that writes no memory is not looked at.
 
     Attributes:
         host_check: As given.
-        unseen_skips: Steps that the host did not see were skipped, a tensor of one element; None before
-            the first that could be.
+        unseen_nonfinite: Steps that were not finite and that the host did not see, a tensor of one element;
+            None before the first that could be.
     """
 
-    def __init__(self, channel: Channel, *, host_check: bool = True) -> None:
+    def __init__(
+        self, channel: Channel, *, host_check: bool = True, on_nonfinite: OnNonfinite = "nan"
+    ) -> None:
         self.channel = channel
-        self.unseen_skips: torch.Tensor | None = None
+        self.unseen_nonfinite: torch.Tensor | None = None
         self.host_check = host_check
+        self._looks_always = on_nonfinite != "nan"
+        self._fill = 0.0 if on_nonfinite == "zero" else torch.nan
         self._tasks: list[_Task] = []
         self._pending: list[Pending] = []
         self._step = 0
@@ -98,7 +105,7 @@ class Exchange:
 
         Returns:
             Whether the step was committed. False if any mean was not finite: memory is as it was, and
-            every gradient with memory is filled with NaN. Without `host_check`, always True.
+            every gradient is filled. Without `host_check`, always True.
 
         Raises:
             CommunicationError: A collective failed; memory is as it was.
@@ -111,30 +118,37 @@ class Exchange:
             with _shown("thinwire: wait for round 1"):
                 means = [each.wait() for each in pending]
             all_means = yield from self._later_rounds(tasks, means, last)
+            buckets = [task.bucket for task in tasks if task.bucket is not None]
             gated = [task for task in [*tasks, *last] if task.at_gate]
-            if not gated:
+            if not gated and not self._looks_always:
                 return True
+            # What has no gate is written already, and tells more than its mean: it may be of a narrower type.
+            written = [task.bucket.flat for task in tasks if task.bucket is not None and not task.at_gate]
+            looked_at = [*(all_means if gated else ()), *(written if self._looks_always else ())]
             with _shown("thinwire: commit"):
-                return self._close(gated, _all_finite(all_means))
+                return self._close(gated, buckets, _all_finite(looked_at))
         finally:
             for task in [*tasks, *last]:
                 task.rounds.close()
 
-    def _close(self, gated: Sequence[_Task], finite: torch.Tensor) -> bool:
+    def _close(self, gated: Sequence[_Task], buckets: Sequence[Bucket], finite: torch.Tensor) -> bool:
         """Let all tasks commit, or none; whether they did, as far as the host knows."""
         if not self.host_check:
             for task in gated:
                 _commit_where(finite, task)
-            skipped = (~finite).long()
-            self.unseen_skips = skipped if self.unseen_skips is None else self.unseen_skips.add_(skipped)
+            for bucket in buckets:
+                bucket.flat.masked_fill_(~finite.to(bucket.flat.device), self._fill)
+            unseen = (~finite).long()
+            self.unseen_nonfinite = (
+                unseen if self.unseen_nonfinite is None else self.unseen_nonfinite.add_(unseen)
+            )
             return True
         start = time.perf_counter()
         is_finite = bool(finite)  # waits for an accelerator
         self.channel.traffic.waiting_seconds += time.perf_counter() - start
         if not is_finite:
-            for task in gated:
-                if task.bucket is not None:
-                    task.bucket.flat.fill_(torch.nan)
+            for bucket in buckets:
+                bucket.flat.fill_(self._fill)
             return False
         for task in gated:
             _commit(task)
@@ -227,7 +241,6 @@ def _commit_where(finite: torch.Tensor, task: _Task) -> None:
         for label in labels:
             if label in memory and label not in dropped:
                 _keep_where(finite, memory[label], old.get(label))
-    task.bucket.flat.mul_(torch.where(finite, 1.0, torch.nan).to(task.bucket.flat.device))
 
 
 def _keep_where(finite: torch.Tensor, written: torch.Tensor, was: torch.Tensor | None) -> None:

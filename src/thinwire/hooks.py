@@ -30,6 +30,7 @@ from thinwire.checks import number, true_or_false, whole_count
 from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where, refuse_training_of_copies
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.loss_scale import loss_scale_of
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.plan import Plan
 from thinwire.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
 from thinwire.state import checked_state, packed_state
@@ -108,6 +109,7 @@ class PowerSGDState:
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
         grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
             `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.
+        on_nonfinite: Not torch's: what becomes of a step that is not finite; see `thinwire.attach`.
 
     torch's attributes can all be read. `matrix_approximation_rank`, `start_powerSGD_iter`,
     `min_compression_rate`, `use_error_feedback` and `warm_start` can be set, between steps and on every
@@ -134,6 +136,7 @@ class PowerSGDState:
         batch_tensors_with_same_shape: bool = False,
         *,
         grad_scaler: GradScaler | Callable[[], float] | None = None,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         self._orthogonalization_epsilon = number(
             "orthogonalization_epsilon", orthogonalization_epsilon, least=0
@@ -156,6 +159,7 @@ class PowerSGDState:
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         loss_scale_of(grad_scaler)
         self._grad_scaler = grad_scaler
+        self._on_nonfinite = checked_on_nonfinite(on_nonfinite, grad_scaler)
         self._loaded: dict[str, Any] | None = None
         self._strict = True
         self._numel_before, self._numel_after = 0, 0
@@ -251,7 +255,7 @@ class PowerSGDState:
         if self._front is None:
             return 0 if self._loaded is None else int(self._loaded["step"])
         counts = self._front.sync.counts()
-        return counts.steps - counts.skipped_steps
+        return counts.steps - counts.nonfinite_steps
 
     @property
     def error_dict(self) -> Mapping[str, torch.Tensor]:
@@ -294,6 +298,7 @@ class PowerSGDState:
             compression_stats_logging_frequency=self._log_every_steps,
             batch_tensors_with_same_shape=self._batch_tensors_with_same_shape,
             grad_scaler=self._grad_scaler,
+            on_nonfinite=self._on_nonfinite,
         )
         copied._settings = {name: self._get(name) for name in self._settings}
         copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
@@ -397,10 +402,16 @@ class PowerSGDState:
         channel = ProcessGroupChannel(self.process_group, device)
         loss_scale = loss_scale_of(self._grad_scaler)
         if models:
-            front = front_of(models[0], algorithm, channel, loss_scale)
+            front = front_of(models[0], algorithm, channel, loss_scale, on_nonfinite=self._on_nonfinite)
             refuse_training_of_copies(models[0])
         else:
-            sync = GradientSync(algorithm, channel, loss_scale=loss_scale, may_be_unused=True)
+            sync = GradientSync(
+                algorithm,
+                channel,
+                loss_scale=loss_scale,
+                may_be_unused=True,
+                on_nonfinite=self._on_nonfinite,
+            )
             front = BucketFront(sync)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)

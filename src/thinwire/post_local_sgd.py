@@ -9,13 +9,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from thinwire.algorithms import AllReduce, Cast
 from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.channel import ProcessGroupChannel
 from thinwire.channel.process_group import checked_group
 from thinwire.checks import true_or_false, whole_count
 from thinwire.contributors import divide_by_contributors
-from thinwire.ddp import dense_buffer, left_alone
+from thinwire.ddp import BucketFront, dense_buffer, left_alone
 from thinwire.errors import ConfigError
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync import GradientSync
 from thinwire.version import __version__
 
 __all__ = ["PostLocalSGDState", "averaged", "post_localSGD_hook"]
@@ -45,13 +48,16 @@ class PostLocalSGDState:
             tells in `LOCAL_WORLD_SIZE`. May be set until then.
         start_localSGD_iter: Steps at the start that average over `process_group`.
         post_local_gradient_allreduce: Whether later steps average within `subgroup`, or not at all.
+        on_nonfinite: Not torch's: what becomes of gradients that are averaged and are not finite; see
+            `thinwire.attach`. "raise" only where nothing is averaged within subgroups.
 
     Attributes:
         iter: Steps so far, up to `start_localSGD_iter`; may be set when training is resumed.
         is_agreed: Whether all processes have compared these settings.
 
     Raises:
-        ConfigError: A setting is of the wrong type or out of range.
+        ConfigError: A setting is of the wrong type or out of range; or "raise" with subgroups, of which the
+            others would not raise.
         AttachError: This process is not a member of a group.
     """
 
@@ -61,21 +67,41 @@ class PostLocalSGDState:
         subgroup: dist.ProcessGroup | None,
         start_localSGD_iter: int,
         post_local_gradient_allreduce: bool = True,
+        *,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         start_step = whole_count("start_localSGD_iter", start_localSGD_iter, least=0)
         allreduces = true_or_false("post_local_gradient_allreduce", post_local_gradient_allreduce)
+        if checked_on_nonfinite(on_nonfinite) == "raise" and allreduces:
+            raise ConfigError(
+                'on_nonfinite="raise" does not go with averaging within subgroups: the processes of other '
+                'subgroups would not raise; use "zero", or post_local_gradient_allreduce=False'
+            )
         self.process_group = None if process_group is None else checked_group(process_group)
         self.subgroup = None if subgroup is None else checked_group(subgroup)
         self.start_localSGD_iter = start_step
         self.post_local_gradient_allreduce = allreduces
+        self.on_nonfinite = on_nonfinite
         self.iter = 0
         self.is_agreed = False
+        self._fronts: dict[dist.ProcessGroup, BucketFront] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PostLocalSGDState":
         """A state with the same settings and groups at step 0: a copied model has no hook."""
         copied = PostLocalSGDState.__new__(PostLocalSGDState)
-        copied.__dict__.update(self.__dict__, iter=0, is_agreed=False)
+        copied.__dict__.update(self.__dict__, iter=0, is_agreed=False, _fronts={})
         return copied
+
+    def average_finite(
+        self, bucket: GradBucket, wire_dtype: WireDtype | None, channel: ProcessGroupChannel
+    ) -> Future[torch.Tensor]:
+        """For the hook: average a bucket together with all others of the step, of which one check decides."""
+        group = channel.group
+        if group not in self._fronts:
+            algorithm = AllReduce() if wire_dtype is None else Cast(wire_dtype)
+            sync = GradientSync(algorithm, channel, on_nonfinite=self.on_nonfinite)
+            self._fronts[group] = BucketFront(sync)
+        return self._fronts[group].run(bucket)
 
 
 def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -88,6 +114,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
             divided by machine.
         GradientError: The gradients are sparse.
         AgreementError: The processes have other settings (told at the first step).
+        NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise" (from `backward()`).
         CommunicationError: A collective failed.
     """
     return averaged(state, bucket, None)
@@ -113,8 +140,11 @@ def averaged(
     channel = ProcessGroupChannel(state.subgroup if is_local else state.process_group, flat.device)
     purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
     if not is_local:
-        divide_by_contributors(bucket.parameters(), flat)
         _count(state, bucket)
+    if state.on_nonfinite != "nan":
+        return state.average_finite(bucket, wire_dtype, channel)
+    if not is_local:
+        divide_by_contributors(bucket.parameters(), flat)
     if wire_dtype is None:
         return channel.average_later(flat, purpose)
     mean = channel.average_later(flat.to(wire_dtype_of(wire_dtype)), purpose)
@@ -126,6 +156,7 @@ def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch
         "thinwire": __version__,
         "start_localSGD_iter": str(state.start_localSGD_iter),
         "post_local_gradient_allreduce": str(state.post_local_gradient_allreduce),
+        "on_nonfinite": state.on_nonfinite,
         "iter": str(state.iter),
         "wire_dtype": str(wire_dtype),
     }

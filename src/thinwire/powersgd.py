@@ -24,6 +24,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from thinwire import algorithms
 from thinwire.checks import checked_scaler
 from thinwire.errors import ConfigError, StepError
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.plan import ParameterSpec, Plan, Route
 from thinwire.stats import Stats
 from thinwire.step import Gradients, StepFront
@@ -82,16 +83,19 @@ class _Synchronised(Aggregator):
             gradients: One a parameter, None where it has none on this process; written.
 
         Returns:
-            New tensors; None where no process has a gradient. If a mean is not finite, so are they, and the
-            input is as it was.
+            New tensors; None where no process has a gradient. If a mean is not finite, they are NaN (zeros,
+            with `on_nonfinite="zero"`), and the input is as it was.
 
         Raises:
+            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; the input is as it was.
             ConfigError: Their number or a shape is not that of the parameters.
             GradientError: One is sparse.
             CommunicationError: A collective failed; memory is as it was.
         """
         front = self.front_for(gradients)
         means, committed = front.average(gradients)
+        if not committed:
+            front.sync.warn_of_nonfinite()
         for index, gradient in enumerate(gradients if committed else ()):
             if gradient is not None:
                 self._leave_error(front, index, gradient)
@@ -118,12 +122,22 @@ class AllReduce(_Synchronised):
         process_group: None for the default one; without any, this process is the only worker.
         grad_scaler: The `GradScaler` that scales the loss, if there is one; `optimizer_step` steps through
             it.
+        on_nonfinite: With "zero" or "raise", means that are not finite are zeros, or raise `NonfiniteError`,
+            on all processes; and `optimizer_step` skips the step. With "nan" nobody looks at them.
+
+    Raises:
+        ConfigError: `grad_scaler` is none, or `on_nonfinite` is not one of these, or does not go with it.
     """
 
     def __init__(
-        self, *, process_group: dist.ProcessGroup | None = None, grad_scaler: GradScaler | None = None
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         self.grad_scaler = checked_scaler(grad_scaler)
+        self._on_nonfinite = checked_on_nonfinite(on_nonfinite, grad_scaler)
         self._process_group = process_group
         self._front: StepFront | None = None
 
@@ -137,7 +151,12 @@ class AllReduce(_Synchronised):
         if len(given) < len(tensors):
             raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
         if self._front is None or _kinds(self._front.parameters) != _kinds(given):
-            self._front = StepFront(given, algorithms.AllReduce(), process_group=self._process_group)
+            self._front = StepFront(
+                given,
+                algorithms.AllReduce(),
+                process_group=self._process_group,
+                on_nonfinite=self._on_nonfinite,
+            )
         return self._front
 
 
@@ -157,6 +176,9 @@ class PowerSGD(StepFront, _Synchronised):
         process_group: None for the default one; without any, this process is the only worker.
         grad_scaler: The `GradScaler` that scales the loss, if there is one. The error is then kept in
             unscaled units, and `optimizer_step` steps through the scaler.
+        on_nonfinite: What `aggregate` gives back where a mean is not finite: NaN, or zeros ("zero"); or it
+            raises `NonfiniteError` ("raise"), as `optimizer_step` does. That else skips the step, on all
+            processes.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
@@ -182,9 +204,16 @@ class PowerSGD(StepFront, _Synchronised):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         self.grad_scaler = checked_scaler(grad_scaler)
-        super().__init__(params, _algorithm_of(config), process_group=process_group, grad_scaler=grad_scaler)
+        super().__init__(
+            params,
+            _algorithm_of(config),
+            process_group=process_group,
+            grad_scaler=grad_scaler,
+            on_nonfinite=on_nonfinite,
+        )
         self.config = config
 
     def front_for(self, tensors: Gradients) -> StepFront:
@@ -232,6 +261,8 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     Raises:
         ConfigError: The aggregator is none, or its parameters are not the optimizer's.
         StepError: The gradients were unscaled already.
+        NonfiniteError: A mean is not finite, and the aggregator's `on_nonfinite` is "raise"; memory, `p.grad`
+            and parameters are as they were.
         CommunicationError: A collective failed; memory is as it was.
     """
     if not isinstance(aggregator, Aggregator):

@@ -15,6 +15,7 @@ from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import InProcessChannel, lockstep
 from thinwire.checks import whole_number
 from thinwire.loss_scale import LossScale
+from thinwire.nonfinite import OnNonfinite
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync
 
@@ -30,6 +31,7 @@ class Simulation:
         num_workers: Members of the group.
         loss_scale: Tells what the loss is multiplied by; None if it is not.
         host_check: As of `thinwire.attach`.
+        on_nonfinite: Likewise.
 
     Attributes:
         syncs: The `GradientSync` of each worker.
@@ -51,12 +53,20 @@ class Simulation:
         num_workers: int,
         loss_scale: LossScale | None = None,
         host_check: bool = True,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         whole_number("num_workers", num_workers, least=1)
         self.buckets = list(buckets)
         specs = [spec for bucket in self.buckets for spec in bucket]
         self.syncs = [
-            GradientSync(algorithm, channel, specs, loss_scale=loss_scale, host_check=host_check)
+            GradientSync(
+                algorithm,
+                channel,
+                specs,
+                loss_scale=loss_scale,
+                host_check=host_check,
+                on_nonfinite=on_nonfinite,
+            )
             for channel in InProcessChannel.group(num_workers)
         ]
 
@@ -68,6 +78,9 @@ class Simulation:
 
         Returns:
             Whether the step was committed; see `GradientSync.finish`.
+
+        Raises:
+            NonfiniteError: See `GradientSync.finish`.
         """
         for sync, of_worker in zip(self.syncs, gradients, strict=True):
             for specs, flat in zip(self.buckets, of_worker, strict=True):
@@ -75,6 +88,8 @@ class Simulation:
         committed: list[bool] = []
         with exact_arithmetic(torch.device("cpu")):
             lockstep([_noting(sync.finishing(), committed) for sync in self.syncs])
+        for sync, of_worker_committed in zip(self.syncs, committed, strict=True):
+            sync.raise_unless(of_worker_committed)
         return all(committed)
 
     def state_dicts(self) -> list[dict[str, Any]]:

@@ -13,9 +13,10 @@ class Stats:
     """What a `GradientSync` has done so far, on this process.
 
     Attributes:
-        steps: Steps, skipped ones included.
-        skipped_steps: Steps that were rolled back because a mean was not finite. Algorithms without
-            memory have nothing to roll back and never count one.
+        steps: Steps, those that were not finite included.
+        nonfinite_steps: Steps whose mean gradients were not finite, and which left memory as it was. Whether
+            the optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms
+            without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
         messages: Averaging collectives of gradients; saving a state adds none.
         message_bytes: Bytes contributed to them.
         gradient_bytes: Bytes that would have been contributed without compression.
@@ -31,7 +32,7 @@ class Stats:
     """
 
     steps: int = 0
-    skipped_steps: int = 0
+    nonfinite_steps: int = 0
     messages: int = 0
     message_bytes: int = 0
     gradient_bytes: int = 0

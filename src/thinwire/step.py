@@ -17,6 +17,7 @@ from thinwire.channel import Channel, InProcessChannel, ProcessGroupChannel, cop
 from thinwire.contributors import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.loss_scale import loss_scale_of
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync
 
@@ -38,6 +39,7 @@ class StepFront(Joinable):
             has not started several processes, this process is the only worker: means are its own gradients,
             and what is compressed is compressed all the same.
         grad_scaler: The `GradScaler` that scales the loss, if there is one.
+        on_nonfinite: What the means of a step become that are not finite: see `thinwire.attach`.
 
     Attributes:
         parameters: As given.
@@ -54,13 +56,20 @@ class StepFront(Joinable):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: object = None,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         super().__init__()
         self.parameters = _checked(parameters)
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
         channel, self._group = _channel_of(process_group, self.parameters[0].device)
         loss_scale = loss_scale_of(grad_scaler)
-        self.sync = GradientSync(algorithm, channel, self._specs, loss_scale=loss_scale)
+        self.sync = GradientSync(
+            algorithm,
+            channel,
+            self._specs,
+            loss_scale=loss_scale,
+            on_nonfinite=checked_on_nonfinite(on_nonfinite, grad_scaler),
+        )
         self._divides_by_initial = True
 
     @torch.no_grad()
@@ -73,9 +82,10 @@ class StepFront(Joinable):
 
         Returns:
             New tensors in the layout of the parameters, None where no process has a gradient; and whether
-            the step was committed. If it was not, means are not finite, and memory is as it was.
+            the step was committed. If it was not, means are NaN, or zeros, and memory is as it was.
 
         Raises:
+            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; memory is as it was.
             ConfigError: Their number or a shape is not that of the parameters.
             GradientError: One is sparse.
             StepError: This was made before the process group was.

@@ -15,11 +15,12 @@ from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import Channel
 from thinwire.checks import true_or_false
 from thinwire.clock import StepClock
-from thinwire.errors import ConfigError, StateError, StepError
+from thinwire.errors import ConfigError, NonfiniteError, StateError, StepError
 from thinwire.exchange import Exchange
 from thinwire.factors import fit_factors, forget_stale_factors
 from thinwire.loss_scale import LossScale
 from thinwire.missed import Missed, missed
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.state import (
     LoadedState,
@@ -55,13 +56,15 @@ class GradientSync:
         may_be_unused: Whether a step may leave parameters out on all processes, whose gradients are
             then not applied. If it may and error is owed, each step finds out which.
         host_check: Whether the host learns in each step if all means were finite; see `attach`.
+        on_nonfinite: What becomes of a step where they are not; see `attach`.
 
     Attributes:
         observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
         clock: Where the time of steps went.
 
     Raises:
-        ConfigError: `algorithm` is not an algorithm; or `may_be_unused` without `host_check`.
+        ConfigError: `algorithm` is not an algorithm; or `may_be_unused` or `on_nonfinite="raise"` is given
+            without `host_check`.
         GradientError: A parameter's gradient can't be averaged by it.
     """
 
@@ -74,18 +77,27 @@ class GradientSync:
         loss_scale: LossScale | None = None,
         may_be_unused: bool = False,
         host_check: bool = True,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         if may_be_unused and not true_or_false("host_check", host_check):
             raise ConfigError(
                 "host_check=False does not go with find_unused_parameters=True: which parameters nobody used "
                 "is the host's to find out; leave out one of them"
             )
+        if checked_on_nonfinite(on_nonfinite) == "raise" and not host_check:
+            raise ConfigError(
+                'host_check=False does not go with on_nonfinite="raise": the host can\'t raise what it does '
+                "not learn; leave out one of them"
+            )
         self._may_be_unused = may_be_unused
         self._specs = {spec.name: spec for spec in specs}
         self._all_specs_known = bool(self._specs)
         self._algorithm = self._checked(algorithm)
         self._loss_scale = loss_scale
-        self._exchange = Exchange(channel, host_check=true_or_false("host_check", host_check))
+        self._on_nonfinite = on_nonfinite
+        self._exchange = Exchange(
+            channel, host_check=true_or_false("host_check", host_check), on_nonfinite=on_nonfinite
+        )
         self._memory = Memory()
         self._loaded_error: dict[str, torch.Tensor] = {}
         self._unchecked: LoadedState | None = None
@@ -99,7 +111,8 @@ class GradientSync:
         self._used: list[torch.Tensor] = []
         self._agreed: set[tuple[ParameterSpec, ...]] = set()
         self._last_buckets: list[tuple[ParameterSpec, ...]] = []
-        self._skipped_steps = 0
+        self._nonfinite_steps = 0
+        self._has_warned = False
         self._gradient_bytes = 0
 
     @property
@@ -167,8 +180,8 @@ class GradientSync:
 
     @property
     def steps(self) -> int:
-        """Steps so far, skipped ones included."""
-        return self._memory.step + self._skipped_steps
+        """Steps so far, those that were not finite included."""
+        return self._memory.step + self._nonfinite_steps
 
     @property
     def num_started(self) -> int:
@@ -178,22 +191,25 @@ class GradientSync:
     def stats(self) -> Stats:
         """What has been done so far. Cost: one norm a compressed parameter and one host synchronisation."""
         relative_error, error_norm = self._missed()
+        unseen_steps = self._unseen_nonfinite()
+        if unseen_steps:
+            self.warn_of_nonfinite()
         return replace(
             self.counts(),
-            skipped_steps=self._skipped_steps + self._unseen_skips(),
+            nonfinite_steps=self._nonfinite_steps + unseen_steps,
             relative_error=relative_error,
             error_norm=error_norm,
         )
 
     def counts(self) -> Stats:
-        """`stats()` without what must be computed: no errors, nor the skips that the host has not seen.
+        """`stats()` without what must be computed: no errors, nor the non-finite steps the host has not seen.
 
         Cost: none.
         """
         traffic = self.channel.traffic
         return Stats(
             steps=self.steps,
-            skipped_steps=self._skipped_steps,
+            nonfinite_steps=self._nonfinite_steps,
             messages=traffic.messages,
             message_bytes=traffic.message_bytes,
             gradient_bytes=self._gradient_bytes,
@@ -202,8 +218,8 @@ class GradientSync:
             exposed_seconds=self.clock.exposed_seconds,
         )
 
-    def _unseen_skips(self) -> int:
-        unseen = self._exchange.unseen_skips
+    def _unseen_nonfinite(self) -> int:
+        unseen = self._exchange.unseen_nonfinite
         return 0 if unseen is None else int(unseen)
 
     def _missed(self) -> Missed:
@@ -273,30 +289,70 @@ class GradientSync:
             self._algorithm,
             self._specs.values(),
             step=self._memory.step,
-            skipped_steps=self._skipped_steps,
+            nonfinite_steps=self._nonfinite_steps,
             loaded=self._loaded_checksum,
             error_is_mean=self._error_is_mean,
             knows_loss_scale=self._loss_scale is not None,
             may_be_unused=self._may_be_unused,
             host_check=self._exchange.host_check,
+            on_nonfinite=self._on_nonfinite,
         )
 
     def finish(self) -> bool:
         """For fronts: all buckets have been started. Blocks until every gradient is the mean.
 
         Returns:
-            Whether the step was committed. False if a mean was not finite: memory is as it was, and
-            the gradients are not finite either, so that a `GradScaler` skips the step. Without
+            Whether the step was committed. False if a mean was not finite: memory is as it was, and all
+            gradients are NaN, so that a `GradScaler` skips the step, or zeros (`on_nonfinite`). Without
             `host_check` it is not known: True.
 
         Raises:
+            NonfiniteError: A mean was not finite, and `on_nonfinite` is "raise"; memory is as it was.
             StepError: No bucket was started.
             StateError: The loaded state turns out to be of another model.
             CommunicationError: A collective failed; memory is as it was.
         """
         device = self._started[0].flat.device if self._started else torch.device("cpu")
         with exact_arithmetic(device):
-            return drained(self.finishing())
+            committed = drained(self.finishing())
+        self.raise_unless(committed)
+        return committed
+
+    def raise_unless(self, committed: bool) -> None:
+        """What `finish` does at the end; for simulated workers, when all of them are there.
+
+        Raises:
+            NonfiniteError: The step was not committed, and `on_nonfinite` is "raise".
+        """
+        if not committed and self._on_nonfinite == "raise":
+            raise NonfiniteError(
+                f"step {self.steps - 1}: the mean gradients are not finite; the error memory is as before, "
+                "on all processes alike. Take no optimizer step; go on with the next batch, or end the run"
+            )
+
+    def warn_of_nonfinite(self) -> None:
+        """For fronts whose gradients the user applies: say once what becomes of a step that was not finite.
+
+        Not where the loss is known to be scaled: what scales it tries out how far it can go.
+        """
+        if self._has_warned or self._loss_scale is not None:
+            return
+        self._has_warned = True
+        if self._on_nonfinite == "zero":
+            logger.warning(
+                "within %d steps, the mean gradients of one were not finite, and became zeros on all "
+                "processes; the error memory stayed as it was. stats().nonfinite_steps counts such steps. "
+                "This is not said again",
+                self.steps,
+            )
+        else:
+            logger.warning(
+                "within %d steps, the mean gradients of one were not finite, and became NaN on all "
+                "processes; the error memory stayed as it was. A GradScaler skips such a step; without one "
+                "the optimizer makes the model NaN. If you use one, pass it as grad_scaler=; if not, choose "
+                'on_nonfinite="zero" or "raise". This is not said again',
+                self.steps,
+            )
 
     def finishing(self) -> Generator[None, None, bool]:
         """`finish` for simulated workers: yields whenever messages are under way; see `lockstep`."""
@@ -320,7 +376,7 @@ class GradientSync:
             self._memory.step += 1
             self._error_is_mean = False
         else:
-            self._skipped_steps += 1
+            self._nonfinite_steps += 1
         self._note_layout([bucket.specs for bucket in buckets])
         if committed:
             yield from self._replan()
@@ -359,8 +415,8 @@ class GradientSync:
             forget_stale_factors(self._memory, self.plan)
 
     @property
-    def tells_skips(self) -> bool:
-        """Whether the host learns in each step if it was skipped."""
+    def tells_nonfinite(self) -> bool:
+        """Whether the host learns in each step if it was finite."""
         return self._exchange.host_check
 
     def abandon(self) -> None:
@@ -433,7 +489,7 @@ class GradientSync:
             shapes = self._unchecked.shapes | shapes
         unclaimed = self._loaded_error
         return packed_state(
-            self._algorithm, self._memory, self._specs, shapes, unclaimed, skipped_steps=self._skipped_steps
+            self._algorithm, self._memory, self._specs, shapes, unclaimed, skipped_steps=self._nonfinite_steps
         )
 
     def _average_error(self, purpose: str) -> Generator[None, None, None]:
@@ -494,9 +550,9 @@ class GradientSync:
         self._loaded_checksum, self._error_is_mean = loaded.checksum, True
         self._agreed.clear()
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
-        self._loaded_error, self._skipped_steps = loaded.error, loaded.skipped_steps
+        self._loaded_error, self._nonfinite_steps = loaded.error, loaded.skipped_steps
         self._told_missed = None
-        self._exchange.unseen_skips = None
+        self._exchange.unseen_nonfinite = None
 
     def check_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
         """What `load_state_dict` would load; raises as it does, and changes nothing."""

@@ -63,7 +63,7 @@ def fail_at(
 
     Args:
         process: Its rank in the group (of simulated workers, its number).
-        step: Of the `GradientSync`, from 0, skipped ones and those before a resume included.
+        step: Of the `GradientSync`, from 0, those that were not finite and those before a resume included.
         kind: "non-finite" puts an infinity into the message, as an overflow in the gradients does. "slow"
             waits for `seconds`. "stall" stops the process (SIGSTOP), for `seconds` or for ever. "kill" ends
             it at once (SIGKILL). "raise" raises `InjectedError`.

@@ -19,12 +19,13 @@ def told_of(
     specs: Iterable[ParameterSpec],
     *,
     step: int,
-    skipped_steps: int,
+    nonfinite_steps: int,
     loaded: str | None,
     error_is_mean: bool,
     knows_loss_scale: bool,
     may_be_unused: bool,
     host_check: bool,
+    on_nonfinite: str,
 ) -> dict[str, str]:
     """All that must be the same on every process, by subject: version, algorithm, plan, and where it stands.
 
@@ -35,12 +36,13 @@ def told_of(
         algorithm: With its settings.
         specs: All parameters that are known.
         step: Steps committed so far.
-        skipped_steps: Steps skipped.
+        nonfinite_steps: Steps that were not finite.
         loaded: The checksum of the state that was loaded, None if none was.
         error_is_mean: Whether nothing has changed the error since it was averaged.
         knows_loss_scale: Whether error is in unscaled units.
         may_be_unused: Whether flags of used parameters travel as well.
-        host_check: Whether skipped steps are counted apart.
+        host_check: Whether steps that are not finite are counted apart.
+        on_nonfinite: What becomes of them.
     """
     told = {
         CALL: call,
@@ -50,8 +52,9 @@ def told_of(
         "loss scale": "known" if knows_loss_scale else "not known",
         "find_unused_parameters": str(may_be_unused),
         "host_check": str(host_check),
+        "on_nonfinite": on_nonfinite,
         "committed steps": str(step),
-        "skipped steps": str(skipped_steps),
+        "steps that were not finite": str(nonfinite_steps),
         "loaded state": "none" if loaded is None else loaded,
         "averaged error": str(error_is_mean),
     }

@@ -145,7 +145,7 @@ def _overflow(device: str) -> tuple[int, int, bool, float]:
         scaler.step(optimizer)
         scaler.update()
     finite = all(bool(p.isfinite().all()) for p in model.parameters())
-    return sync.stats().steps, sync.stats().skipped_steps, finite, scaler.get_scale()
+    return sync.stats().steps, sync.stats().nonfinite_steps, finite, scaler.get_scale()
 
 
 @on_both

@@ -57,7 +57,7 @@ class Memory:
     """What an algorithm keeps between steps, by parameter name.
 
     Attributes:
-        step: Committed steps so far; skipped ones do not count.
+        step: Committed steps so far; those that were not finite do not count.
         error: What this process still owes: fp32 (fp64 of fp64 gradients), shape (elements,), in the
             parameter's order of memory, in units of the unscaled loss. Differs between processes.
         factor: The last mean factors, of the same type, shape (matrix rank, columns); of the left ones, after

@@ -47,7 +47,7 @@ def exchange_whole(
         bucket: Becomes the mean, in place.
         memory: Its error for these parameters is paid back, as far as the types on the way can hold it.
         wire_dtype: The type to send in, None for the gradient's own.
-        gated: Whether a mean that is not finite counts as a skipped step even if nothing was owed.
+        gated: Whether a step with a mean that is not finite is taken back even if nothing was owed.
     """
     names = [spec.name for spec in bucket.specs]
     owed = any(name in memory.error for name in names)

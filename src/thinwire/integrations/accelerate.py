@@ -75,8 +75,8 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD travel in 16 bits.
             Those of the hooks FP16 and BF16 do so anyway, as these say.
         comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, by the names of
-            `thinwire.hooks.PowerSGDState`, with its defaults. Note that compression starts after
-            `start_powerSGD_iter` = 1 000 steps.
+            `thinwire.hooks.PowerSGDState`, with its defaults; `on_nonfinite` is one. Note that compression
+            starts after `start_powerSGD_iter` = 1 000 steps.
 
     Attributes:
         strict: Whether a state must be of just the parameters that are trained now; may be set to False.
@@ -147,7 +147,12 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         if self._accelerator not in (None, accelerator):
             raise ConfigError("this handler is used by another Accelerator already; make one for each")
         gc.collect()  # models that were dropped are gone from here on, on every process alike
-        self._syncs[model.module] = attach(model, algorithm, grad_scaler=accelerator.scaler)
+        self._syncs[model.module] = attach(
+            model,
+            algorithm,
+            grad_scaler=accelerator.scaler,
+            on_nonfinite=self.comm_state_option.get("on_nonfinite", "nan"),
+        )
         if self._accelerator is None:
             self._accelerator = accelerator
             accelerator.register_for_checkpointing(self)

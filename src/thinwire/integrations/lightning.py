@@ -25,6 +25,7 @@ from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync import GradientSync
 
 try:
@@ -103,6 +104,7 @@ class ThinwireStrategy(DDPStrategy):
     Args:
         positional: The algorithm first, if it is given so; then `DDPStrategy`'s.
         algorithm: How gradients become their mean; `thinwire.PowerSGD()` if neither it nor a hook is given.
+        on_nonfinite: With an algorithm, what becomes of a step that is not finite; see `thinwire.attach`.
         options: `DDPStrategy`'s own, and DDP's.
 
     Raises:
@@ -116,7 +118,13 @@ class ThinwireStrategy(DDPStrategy):
         4
     """
 
-    def __init__(self, *positional: Any, algorithm: Algorithm | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *positional: Any,
+        algorithm: Algorithm | None = None,
+        on_nonfinite: OnNonfinite = "nan",
+        **options: Any,
+    ) -> None:
         if positional and algorithm is None and not isinstance(positional[0], Accelerator | None):
             algorithm, positional = positional[0], positional[1:]
         if algorithm is not None and not isinstance(algorithm, Algorithm):
@@ -128,9 +136,15 @@ class ThinwireStrategy(DDPStrategy):
         _checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
+        if checked_on_nonfinite(on_nonfinite) != "nan" and hook is not None:
+            raise ConfigError(
+                f'on_nonfinite="{on_nonfinite}" would have no effect with a ddp_comm_hook; give it to the '
+                "hook's state"
+            )
         _check_period(state, given.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
+        self._on_nonfinite = on_nonfinite
         self._sync: GradientSync | None = None
         self._module: torch.nn.Module | None = None
 
@@ -173,7 +187,7 @@ class ThinwireStrategy(DDPStrategy):
             return
         before, self._sync = self._sync, None
         scaler = getattr(self.precision_plugin, "scaler", None)
-        sync = ddp.attach(self.model, self.algorithm, grad_scaler=scaler)
+        sync = ddp.attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
         if before is not None and self._module is self.model.module:
             sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
@@ -187,7 +201,7 @@ class ThinwireStrategy(DDPStrategy):
 class ThinwireCallback(Callback):
     """Logs statistics through the Trainer's loggers, and keeps the memory in the Trainer's checkpoints.
 
-    Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_skipped_steps`
+    Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_nonfinite_steps`
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
     record, see `thinwire.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
@@ -236,7 +250,7 @@ class ThinwireCallback(Callback):
         told = {
             "thinwire/compression_ratio": stats.compression_ratio,
             "thinwire/total_message_bytes": stats.message_bytes,
-            "thinwire/total_skipped_steps": stats.skipped_steps,
+            "thinwire/total_nonfinite_steps": stats.nonfinite_steps,
             "thinwire/total_waiting_seconds": stats.waiting_seconds,
         }
         for logger in trainer.loggers:

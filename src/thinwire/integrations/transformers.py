@@ -23,6 +23,7 @@ from thinwire import ddp
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import load, save
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync import GradientSync
 
 try:
@@ -45,6 +46,7 @@ def attach(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = True,
+    on_nonfinite: OnNonfinite = "nan",
 ) -> ThinwireCallback:
     """Let `algorithm` average the gradients whenever `trainer` trains in several processes.
 
@@ -57,12 +59,13 @@ def attach(
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not tell its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
+        on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
 
     Returns:
         The callback that has been added; its `sync` is the handle once training has begun.
 
     Raises:
-        ConfigError: `trainer` or `algorithm` is not one.
+        ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice.
         AttachError: The trainer is attached already. (A model that can't be attached shows in `train`.)
     """
     if not isinstance(trainer, Trainer):
@@ -74,7 +77,7 @@ def attach(
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, ThinwireCallback) for callback in callbacks):
         raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
-    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict)
+    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, checked_on_nonfinite(on_nonfinite))
     # Not add_callback: what this one adds to the logs must be there when the others report them.
     callbacks.insert(0, callback)
     return callback
@@ -84,7 +87,7 @@ class ThinwireCallback(TrainerCallback):
     """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
 
     A log of the training loss also tells `thinwire_compression_ratio`, `thinwire_total_message_bytes` and
-    `thinwire_total_skipped_steps`, of this process, since the start of training. A checkpoint has one file
+    `thinwire_total_nonfinite_steps`, of this process, since the start of training. A checkpoint has one file
     more, `thinwire.pt`, the same for any number of processes.
 
     Args:
@@ -92,6 +95,7 @@ class ThinwireCallback(TrainerCallback):
         algorithm: What averages.
         checkpoint: See `attach`.
         strict: See `attach`.
+        on_nonfinite: See `attach`.
     """
 
     def __init__(
@@ -100,11 +104,13 @@ class ThinwireCallback(TrainerCallback):
         algorithm: Algorithm,
         checkpoint: str | os.PathLike[str] | None = None,
         strict: bool = True,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         self._trainer = trainer
         self._algorithm = algorithm
         self._checkpoint = checkpoint
         self._strict = strict
+        self._on_nonfinite = on_nonfinite
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
 
@@ -137,7 +143,9 @@ class ThinwireCallback(TrainerCallback):
         model = self._trainer.model_wrapped
         if model is not self._model:  # a second train() goes on with the same one
             scaler = self._trainer.accelerator.scaler
-            self._sync = ddp.attach(model, self._algorithm, grad_scaler=scaler)
+            self._sync = ddp.attach(
+                model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite
+            )
             self._model = model
         if state.global_step > 0:
             self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
@@ -167,7 +175,7 @@ class ThinwireCallback(TrainerCallback):
         told = {
             "thinwire_compression_ratio": stats.compression_ratio,
             "thinwire_total_message_bytes": stats.message_bytes,
-            "thinwire_total_skipped_steps": stats.skipped_steps,
+            "thinwire_total_nonfinite_steps": stats.nonfinite_steps,
         }
         logs.update(told)
         state.log_history[-1].update(told)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import ProcessGroupChannel
-from thinwire.errors import StepError
+from thinwire.errors import NonfiniteError, StepError
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.roll_call import Answer, check_agreement, do_agree, roll_call
+from thinwire.nonfinite import OnNonfinite
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync
 
@@ -30,6 +31,7 @@ class Averager:
         algorithm: How changes become their mean over the group.
         specs: What is averaged.
         device: Where that is.
+        on_nonfinite: What becomes of gradients that are averaged exactly and are not finite.
         asks_subgroup: Whether there are averagings within the subgroup. Then it is asked before every
             averaging, so that members that disagree meet there and not in different groups.
 
@@ -48,15 +50,20 @@ class Averager:
         specs: Iterable[ParameterSpec],
         device: torch.device,
         *,
+        on_nonfinite: OnNonfinite,
         asks_subgroup: bool,
     ) -> None:
         specs = list(specs)
         self.channel = ProcessGroupChannel(group, device)
         self.sync = GradientSync(algorithm, self.channel, specs)
-        self.exact = GradientSync(EXACT, self.channel, specs)
+        self.exact = GradientSync(EXACT, self.channel, specs, on_nonfinite=on_nonfinite)
         self.exact.clock = self.sync.clock  # as they share the channel and its counts
         inner_channel = None if subgroup is None else ProcessGroupChannel(subgroup, device)
-        self.inner = None if inner_channel is None else GradientSync(EXACT, inner_channel, specs)
+        self.inner = (
+            None
+            if inner_channel is None
+            else GradientSync(EXACT, inner_channel, specs, on_nonfinite=on_nonfinite)
+        )
         self._asked_channel = inner_channel if asks_subgroup else None
 
     def over_group(
@@ -143,6 +150,8 @@ def _means(sync: GradientSync, replica: Replica, changes: list[torch.Tensor]) ->
         for specs, change in zip(replica.layout, changes, strict=True):
             sync.start(specs, change)
         committed = sync.finish()
+    except NonfiniteError:
+        committed = False
     except BaseException:
         sync.abandon()
         raise

@@ -35,6 +35,7 @@ from thinwire.local_sgd.outer import Outer, check_outer, new_outer
 from thinwire.local_sgd.replica import Averaged, Replica, averaged_tensors
 from thinwire.local_sgd.steps import calling_after_steps
 from thinwire.local_sgd.uneven import Shadow
+from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.stats import Stats
 from thinwire.sync import GradientSync
 
@@ -95,6 +96,9 @@ class LocalSGD(Joinable):
         process_group: The group, None for that of the DDP model or the default one.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
+        on_nonfinite: What becomes of gradients that a DDP model averages (in the warm-up and within the
+            subgroup) and that are not finite: see `thinwire.attach`. What no group averages is left alone;
+            parameters that are not finite raise `StepError` at the next averaging.
 
     Cost: a copy of what is averaged, a second one during an averaging, and what `algorithm` and `outer`
     keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises
@@ -131,6 +135,7 @@ class LocalSGD(Joinable):
         outer: Outer | None = None,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         super().__init__()
         self._every_steps = whole_count("every_steps", every_steps, least=1)
@@ -141,6 +146,16 @@ class LocalSGD(Joinable):
         averaged = self._averaged_now()
         self._optimizer = checked_optimizer(optimizer, averaged, self.module)
         self._grad_scaler = checked_scaler(grad_scaler)
+        if checked_on_nonfinite(on_nonfinite, grad_scaler) != "nan" and self._ddp is None:
+            raise ConfigError(
+                f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
+                "is a plain module, whose parameters are averaged; leave it out"
+            )
+        if on_nonfinite == "raise" and subgroup is not None:
+            raise ConfigError(
+                'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
+                'raise; use "zero"'
+            )
         group, inner = checked_groups(process_group, subgroup, self._ddp or self.module)
         if self._ddp is not None:
             check_ddp(self._ddp)
@@ -150,6 +165,7 @@ class LocalSGD(Joinable):
             algorithm,
             [each.spec for each in averaged],
             averaged[0].tensor.device,
+            on_nonfinite=on_nonfinite,
             asks_subgroup=self._ddp is None,
         )
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)

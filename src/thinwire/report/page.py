@@ -111,7 +111,7 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
         "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
         "processes": run.processes,
         "steps": run.steps[-1]["step"],
-        "skipped": _skipped(run),
+        "nonfinite": _nonfinite(run),
         "resumed": run.resumed,
         "damage": run.damage,
         "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
@@ -122,9 +122,9 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _skipped(run: Run) -> int | str:
-    skipped = [each["skipped_steps"] for each in run.steps]
-    return "not known" if None in skipped else sum(skipped)
+def _nonfinite(run: Run) -> int | str:
+    counts = [each["nonfinite_steps"] for each in run.steps]
+    return "not known" if None in counts else sum(counts)
 
 
 def _last(run: Run, name: str) -> float | None:

@@ -30,7 +30,7 @@ __all__ = [
     "record_of",
 ]
 
-FORMAT = 1
+FORMAT = 2
 LONGEST_LINE_BYTES = 1 << 24
 
 # Of `Stats`, as differences.
@@ -94,7 +94,7 @@ FIELDS: dict[object, dict[str, Check]] = {
         "seconds": SECONDS,
         "step_seconds": SECONDS,
         "steps": partial(whole_number_of, least=1),
-        "skipped_steps": _or_null(WHOLE),
+        "nonfinite_steps": _or_null(WHOLE),
         **{name: SECONDS if name.endswith("_seconds") else AMOUNT for name in COUNTED},
         "compression_ratio": AMOUNT,
     },
@@ -118,6 +118,8 @@ def checked_record(line: str) -> Record:
     fields = FIELDS.get(kind) if type(kind) is str else None
     if fields is None:
         raise ValueError(f"kind must be one of {', '.join(map(str, FIELDS))}")
+    if kind == "step" and "skipped_steps" in read:  # what format 1 called it
+        read["nonfinite_steps"] = read.pop("skipped_steps")
     record = {"kind": kind, **_checked(read, {"step": WHOLE, **fields})}
     if kind == "log":
         record |= _numbers_or_null("log", {key: read[key] for key in read if key not in RESERVED})

@@ -44,7 +44,7 @@ class Watch:
     memory) and one host synchronisation.
 
     A disk that is full, or another error of the writer, ends the watching with a warning, not the training.
-    Where the host does not learn which steps were skipped (`host_check=False`), nor do the records.
+    Where the host does not learn which steps were not finite (`host_check=False`), nor do the records.
 
     Raises:
         ConfigError: `sync` is not a handle, `writer` not a writer, or an argument is out of range.
@@ -86,7 +86,7 @@ class Watch:
         self._planned: tuple[object, ...] = ()
         self._start = self._last_end = time.perf_counter()
         self._last = sync.counts()
-        self._steps = self._skipped_steps = 0  # since the last record
+        self._steps = self._nonfinite_steps = 0  # since the last record
         told = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
         channel = self._sync.channel
         self._write("run", told | {"processes": channel.size, "process_rank": channel.process_rank})
@@ -133,7 +133,7 @@ class Watch:
     def _after_step(self, committed: bool) -> None:
         step = self._handle.steps
         self._steps += 1
-        self._skipped_steps += not committed
+        self._nonfinite_steps += not committed
         if step % self._every_steps == 0:
             self._write_plan()
             self._write_step()
@@ -148,13 +148,13 @@ class Watch:
                 "seconds": now - self._start,
                 "step_seconds": (now - self._last_end) / self._steps,
                 "steps": self._steps,
-                "skipped_steps": self._skipped_steps if self._sync.tells_skips else None,
+                "nonfinite_steps": self._nonfinite_steps if self._sync.tells_nonfinite else None,
                 **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
                 "compression_ratio": counts.compression_ratio,
             },
         )
         self._last, self._last_end = counts, now
-        self._steps = self._skipped_steps = 0
+        self._steps = self._nonfinite_steps = 0
 
     def _write_plan(self) -> None:
         planned = (self._sync.algorithm, self._sync.buckets)
