@@ -145,7 +145,7 @@ def test_a_relative_error_is_reached() -> None:
     draws = torch.Generator().manual_seed(0)
     left, right = (torch.linalg.qr(torch.randn(size, 40, generator=draws))[0] for size in (64, 48))
     gradient = (left * 0.8 ** torch.arange(40)) @ right.T
-    algorithm = PowerSGD(matrix_rank=1, relative_error=0.6, replan_every_steps=5)
+    algorithm = PowerSGD(matrix_rank=1, max_relative_error=0.6, replan_every_steps=5)
     simulation = Simulation(algorithm, [(spec("weight", 64, 48),)], num_workers=1)
     told = []
     for _ in range(90):
@@ -212,17 +212,17 @@ def test_matrix_ranks_of_ones_own() -> None:
     ("settings", "told"),
     [
         ({"bytes_per_step": 0}, "bytes_per_step must be a whole number of at least 1"),
-        ({"relative_error": 1.0}, "relative_error must be above 0 and below 1"),
-        ({"relative_error": True}, "relative_error must be a number"),
-        ({"relative_error": "low"}, "relative_error must be a number"),
-        ({"relative_error": 0.5, "bytes_per_step": 5}, "expected one of them"),
-        ({"relative_error": 0.5, "warm_start": False}, "leave both on"),
+        ({"max_relative_error": 1.0}, "max_relative_error must be above 0 and below 1"),
+        ({"max_relative_error": True}, "max_relative_error must be a number"),
+        ({"max_relative_error": "low"}, "max_relative_error must be a number"),
+        ({"max_relative_error": 0.5, "bytes_per_step": 5}, "expected one of them"),
+        ({"max_relative_error": 0.5, "warm_start": False}, "leave both on"),
         ({"bytes_per_step": 500, "error_feedback": False}, "leave both on"),
         ({"replan_every_steps": 0}, "replan_every_steps must be"),
         ({"matrix_ranks": {"rich": 0}}, "the matrix rank of rich must be"),
         ({"matrix_ranks": 5}, "matrix_ranks must map names"),
         ({"matrix_ranks": "ab"}, "matrix_ranks must map names"),
-        ({"relative_error": 0.5, "alternating": True, "power_iterations": 2}, "tell only a part"),
+        ({"max_relative_error": 0.5, "alternating": True, "power_iterations": 2}, "tell only a part"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, object], told: str) -> None:
@@ -255,7 +255,7 @@ def test_on_gradients_that_stay_the_same_it_settles() -> None:
 
 def test_one_matrix_rank_is_enough_for_a_gradient_of_one() -> None:
     simulation = Simulation(
-        PowerSGD(matrix_rank=4, relative_error=0.5, replan_every_steps=4), SPECS, num_workers=2
+        PowerSGD(matrix_rank=4, max_relative_error=0.5, replan_every_steps=4), SPECS, num_workers=2
     )
     for step in range(40):
         simulation.step(gradients(step))

@@ -75,7 +75,7 @@ def test_a_16_bit_type_may_be_told_as_torch_tells_it(value: Any) -> None:
         ("bytes_per_step", 2e4, 20_000),
         ("min_compression_ratio", np.float32(0.5), 0.5),
         ("min_compression_ratio", 0, 0),
-        ("relative_error", np.float64(0.25), 0.25),
+        ("max_relative_error", np.float64(0.25), 0.25),
         ("seed", np.uint8(7), 7),
         ("error_feedback", 1, True),
         ("alternating", np.True_, True),
@@ -98,6 +98,7 @@ def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: 
             lambda: PowerSGD(start_powerSGD_iter=9),  # type: ignore[call-arg]
             r"'start_powerSGD_iter'; write PowerSGD\(warmup_steps=9\)",
         ),
+        (lambda: PowerSGD(relative_error=0.5), r"write PowerSGD\(max_relative_error=0.5\)"),  # type: ignore[call-arg]
         (lambda: PowerSGD(matrx_rank=4), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (lambda: BatchedPowerSGD(quux=True), "'quux'; it has matrix_rank, .*wire_dtype"),  # type: ignore[call-arg]
     ],

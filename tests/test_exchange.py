@@ -387,3 +387,27 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
     assert dict(saved["error"])["unused"].norm() > 0
     torch.testing.assert_close(dict(saved["error"])["unused"], dict(before["error"])["unused"])
     assert not torch.equal(dict(saved["error"])["weight"], dict(before["error"])["weight"])
+
+
+def test_a_handle_and_its_stats_are_printed_in_some_lines_with_the_ratio() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
+    sync = simulation.syncs[1]
+    first = "PowerSGD(matrix_rank=2) over 2 processes, of which this is 1"
+    assert str(sync).startswith(
+        f"{first}\nplan: 3 of 7 parameters compressed, 25,308 bytes a step become 2,572: "
+    )
+    assert str(sync).endswith("\nso far: no step yet")
+    for step in range(3):
+        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        if step == 1:
+            gradients[0][0][0] = torch.nan
+        simulation.step(gradients)
+    stats = sync.stats()
+    lines = str(stats).splitlines()
+    assert lines[0] == "3 steps, 1 of them not finite"
+    assert lines[1] == (
+        f"sent {stats.message_bytes:,} bytes in 9 messages, in place of 75,924 bytes: compression ratio 9.8"
+    )
+    assert lines[2].startswith("seconds: 0.")
+    assert lines[3].startswith("relative error of the last step: 0.")
+    assert f"so far: {lines[0]}\n{lines[1]}" in str(sync)

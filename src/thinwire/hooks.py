@@ -428,7 +428,7 @@ class PowerSGDState:
             self._numel_after += self._counted[2]
         if logger.isEnabledFor(logging.INFO) and sync.steps % self._log_every_steps == 0:
             stats = sync.stats()
-            logger.info("step %d: compression ratio %.1f, %s", stats.steps, stats.compression_ratio, stats)
+            logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)
 
 
 def _elements(sync: GradientSync) -> tuple[int, int]:

@@ -10,7 +10,7 @@ __all__ = ["Stats"]
 
 @dataclass(frozen=True)
 class Stats:
-    """What a `GradientSync` has done so far, on this process.
+    """What a `GradientSync` has done so far, on this process. Printing it gives some lines to read.
 
     Attributes:
         steps: Steps, those that were not finite included.
@@ -41,6 +41,26 @@ class Stats:
     exposed_seconds: float = 0.0
     relative_error: Mapping[str, float] = field(default_factory=dict)
     error_norm: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Some lines to read, the compression ratio among them; `repr` has every figure."""
+        if not self.steps:
+            return "no step yet"
+        steps = f"{self.steps:,} {'step' if self.steps == 1 else 'steps'}"
+        if self.nonfinite_steps:
+            steps += f", {self.nonfinite_steps:,} of them not finite"
+        lines = [
+            steps,
+            f"sent {self.message_bytes:,} bytes in {self.messages:,} messages, in place of "
+            f"{self.gradient_bytes:,} bytes: compression ratio {self.compression_ratio:.1f}",
+            f"seconds: {self.waiting_seconds:.2f} waiting, {self.arithmetic_seconds:.2f} arithmetic, "
+            f"{self.exposed_seconds:.2f} exposed",
+        ]
+        if self.relative_error:
+            worst = max(self.relative_error, key=lambda label: self.relative_error[label])
+            least, most = min(self.relative_error.values()), self.relative_error[worst]
+            lines.append(f"relative error of the last step: {least:.2f} to {most:.2f}, most that of {worst}")
+        return "\n".join(lines)
 
     @property
     def compression_ratio(self) -> float:

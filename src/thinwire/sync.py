@@ -115,6 +115,19 @@ class GradientSync:
         self._has_warned = False
         self._gradient_bytes = 0
 
+    def __str__(self) -> str:
+        """Some lines to read: the algorithm, the plan's compression ratio, and what was done. Cost: none."""
+        channel, plan = self.channel, self.plan
+        lines = [f"{self._algorithm} over {channel.size} processes, of which this is {channel.process_rank}"]
+        if plan.routes:
+            compressed = [name for r in plan.routes if r.matrix_rank is not None for name in r.names]
+            lines.append(
+                f"plan: {len(compressed)} of {len(self._specs)} parameters compressed, "
+                f"{plan.gradient_bytes:,} bytes a step become {plan.message_bytes:,}: "
+                f"compression ratio {plan.compression_ratio:.1f}"
+            )
+        return "\n".join([*lines, f"so far: {self.counts()}"])
+
     @property
     def channel(self) -> Channel:
         """As given; `thinwire.testing` puts another one in its place between steps."""

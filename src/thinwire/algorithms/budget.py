@@ -94,11 +94,11 @@ def within_bytes(spectra: Spectra, factor_bytes: float) -> dict[str, int]:
     return _filled(spectra, lowered, {name: each.farthest[1] for name, each in spectra.items()}, factor_bytes)
 
 
-def within_error(spectra: Spectra, relative_error: float) -> dict[str, int]:
+def within_error(spectra: Spectra, max_relative_error: float) -> dict[str, int]:
     """Towards the smallest matrix rank of each that leaves out at most this share of its norm."""
     ranks = {}
     for name, each in spectra.items():
-        most_rest = relative_error**2 * (each.rest + math.fsum(each.energies))
+        most_rest = max_relative_error**2 * (each.rest + math.fsum(each.energies))
         enough = (rank for rank in range(1, each.most_rank) if each.rest_at(rank) <= most_rest)
         lowest, highest = each.farthest
         ranks[name] = min(max(next(enough, each.most_rank), lowest), highest)

@@ -21,8 +21,9 @@ __all__ = ["LowRank"]
 
 Config = TypeVar("Config", bound="LowRank")
 
-# What torch and the reference implementation call our settings.
+# What torch, the reference implementation and earlier versions call our settings.
 ELSEWHERE = {
+    "relative_error": "max_relative_error",
     "rank": "matrix_rank",
     "matrix_approximation_rank": "matrix_rank",
     "min_compression_rate": "min_compression_ratio",

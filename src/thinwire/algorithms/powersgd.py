@@ -58,7 +58,7 @@ class PowerSGD(LowRank):
         bytes_per_step: Choose the matrix ranks by what the run itself measures, so that a step sends at
             most so many bytes (`alternating`: two steps twice so many) and leaves out the least energy of
             the mean gradient and what is owed on it. Until the first choice, the settings above hold.
-        relative_error: The same, with the smallest matrix ranks that leave out at most this share of each
+        max_relative_error: The same, with the smallest matrix ranks that leave out at most this share of each
             matrix's norm, above 0 and below 1.
         replan_every_steps: Committed steps from one choice to the next, which goes at most a quarter up or
             down. Each costs a message of 4 · rows numbers a matrix, a pass over the error and two host
@@ -87,7 +87,7 @@ class PowerSGD(LowRank):
     alternating: bool = False
     matrix_ranks: Mapping[str, int] | tuple[tuple[str, int], ...] = ()
     bytes_per_step: int | None = None
-    relative_error: float | None = None
+    max_relative_error: float | None = None
     replan_every_steps: int = 100
     chosen_ranks: tuple[tuple[str, int], ...] = ()
 
@@ -119,27 +119,27 @@ class PowerSGD(LowRank):
         self._check_budget()
 
     def _check_budget(self) -> None:
-        error = self.relative_error
+        error = self.max_relative_error
         if error is not None:
-            self._keep("relative_error", number("relative_error", error, least=0))
+            self._keep("max_relative_error", number("max_relative_error", error, least=0))
             if not 0 < error < 1:
-                raise ConfigError(f"relative_error must be above 0 and below 1, got {error!r}")
+                raise ConfigError(f"max_relative_error must be above 0 and below 1, got {error!r}")
         if self.bytes_per_step is not None and error is not None:
-            raise ConfigError("got bytes_per_step and relative_error, expected one of them")
+            raise ConfigError("got bytes_per_step and max_relative_error, expected one of them")
         if self._has_budget and not (self.error_feedback and self.warm_start):
             raise ConfigError(
-                "bytes_per_step and relative_error choose by what error_feedback and warm_start keep; "
+                "bytes_per_step and max_relative_error choose by what error_feedback and warm_start keep; "
                 "leave both on"
             )
         if self._has_budget and self.alternating and self.power_iterations > 1:
             raise ConfigError(
-                "bytes_per_step and relative_error do not go with alternating and power_iterations above 1: "
-                "a step's factors then tell only a part of the matrix"
+                "bytes_per_step and max_relative_error do not go with alternating and power_iterations above "
+                "1: a step's factors then tell only a part of the matrix"
             )
 
     @property
     def _has_budget(self) -> bool:
-        return self.bytes_per_step is not None or self.relative_error is not None
+        return self.bytes_per_step is not None or self.max_relative_error is not None
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """How each parameter of a bucket travels once past the warm-up."""
@@ -187,7 +187,7 @@ class PowerSGD(LowRank):
         most_ranks = {route.label: self._most_rank(specs[route.label]) for route in known}
         spectra = yield from measured(known, most_ranks, memory)
         if self.bytes_per_step is None:
-            ranks = within_error(spectra, self.relative_error or 1.0)
+            ranks = within_error(spectra, self.max_relative_error or 1.0)
         else:
             others = sum(route.message_bytes for route in plan.routes if route.label not in spectra)
             ranks = within_bytes(spectra, self.bytes_per_step - others)
