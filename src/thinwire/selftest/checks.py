@@ -14,6 +14,7 @@ from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, Pow
 from thinwire.channel import ProcessGroupChannel
 from thinwire.ddp import attach
 from thinwire.errors import AgreementError
+from thinwire.loss_scale import LossScale, loss_scale_of
 from thinwire.plan import ParameterSpec
 from thinwire.sync import GradientSync
 
@@ -79,10 +80,12 @@ class Bench:
         mean = self.channel.average(told, "thinwire check", is_gradient=False).wait()
         return mean.cpu() * self.channel.size
 
-    def sync(self, algorithm: Algorithm, *, host_check: bool = True) -> GradientSync:
+    def sync(
+        self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
+    ) -> GradientSync:
         """A new one over the group."""
         channel = ProcessGroupChannel(self.channel.group, self.device)  # which counts its own traffic only
-        return GradientSync(algorithm, channel, self.specs, host_check=host_check)
+        return GradientSync(algorithm, channel, self.specs, host_check=host_check, loss_scale=loss_scale)
 
     def average(self, sync: GradientSync, gradient: torch.Tensor) -> torch.Tensor:
         """One step."""
@@ -123,7 +126,8 @@ def nothing_is_lost(bench: Bench, algorithm: Algorithm) -> None:
 def overflow_leaves_no_trace(bench: Bench, *, host_check: bool) -> None:
     """An infinite gradient on one process is NaN on all, which a GradScaler skips; and no more is left."""
     algorithm = PowerSGD(matrix_rank=2)
-    plain, hit = bench.sync(algorithm), bench.sync(algorithm, host_check=host_check)
+    plain = bench.sync(algorithm)
+    hit = bench.sync(algorithm, host_check=host_check, loss_scale=loss_scale_of(lambda: 1.0))
     for step in range(STEPS):
         if step == 3:
             gradient = bench.gradient(99)
