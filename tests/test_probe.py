@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from crash import listening_on
 from launcher import run_job, run_python
 from pool import Pool
 from test_lab import real
@@ -135,6 +137,20 @@ def test_between_sizes_it_is_linear() -> None:
 def test_of_one_process_there_is_nothing_to_measure() -> None:
     with alone(), pytest.raises(ConfigError, match="start at least 2, got 1"):
         probe(budget_seconds=1)
+
+
+def test_a_process_alone_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever address the machine's name has, and whatever interface the environment names."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-network")
+    with alone():
+        dist.destroy_process_group(dist.new_group([0]))
+        if Path("/proc/net/tcp").exists():
+            assert all(address.is_loopback for address in listening_on(os.getpid()))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "no-such-network"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with alone():
+        pass
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def test_processes_with_other_budgets_are_told(pool2: Pool) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from thinwire.errors import ConfigError
-from thinwire.local_job import is_in_local_job, join_local_job
+from thinwire.local_job import is_in_local_job, join_local_job, loopback_interface
 
 __all__ = ["alone", "joined_job"]
 
@@ -57,12 +57,25 @@ def joined_job(
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A default process group of this process only."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    """A default process group of this process only, which listens on the loopback interface only.
+
+    Raises:
+        ConfigError: This machine has no loopback interface.
+    """
+    variable = "GLOO_SOCKET_IFNAME"  # without it Gloo listens on the address of this machine's name
+    before = os.environ.get(variable)
+    os.environ[variable] = loopback_interface()
     try:
-        yield
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            _leave_group()
     finally:
-        _leave_group()
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 def _leave_group() -> None:

@@ -30,7 +30,7 @@ from thinwire.end_signals import EndSignals
 from thinwire.errors import ConfigError
 from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
 
-__all__ = ["LocalJob", "is_in_local_job", "join_local_job", "run_here"]
+__all__ = ["LocalJob", "is_in_local_job", "join_local_job", "loopback_interface", "run_here"]
 
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
 LOOPBACKS = ("lo", "lo0")
