@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from launcher import run_python
-from thinwire.cli import Settings, build_app
+from thinwire import PowerSGD, Watch
+from thinwire.cli import Settings, build_app, main
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
 from thinwire.version import __version__
 
 # What people type. Adding is free; what is here stays.
@@ -89,3 +95,48 @@ def test_shells_complete(shell: str) -> None:
     told = run_python(os.path.join(sysconfig.get_path("scripts"), "thinwire"), environment=variable)
     assert "report" in told.stdout, told
     assert "probe" not in told.stdout
+
+
+COMMANDS_THAT_PRINT = [["--version"], ["--help"], ["report", "{run}", "--output={page}"]]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+@pytest.mark.parametrize("arguments", COMMANDS_THAT_PRINT, ids=lambda arguments: arguments[0])
+def test_output_that_can_not_be_written_is_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded_run(tmp_path)
+    filled = [each.format(run=run, page=tmp_path / "page.html") for each in arguments]
+    monkeypatch.setattr(sys, "argv", ["thinwire", *filled])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "thinwire: the output can't be written: No space left on device\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes as POSIX has them")
+def test_output_that_nobody_reads_is_nothing_to_talk_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["thinwire", "report", str(recorded_run(tmp_path)), f"--output={tmp_path / 'page.html'}"]
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+def recorded_run(folder: Path) -> Path:
+    """The file of a watched run of one step."""
+    spec = ParameterSpec("weight", (64, 32), (32, 1), torch.float32)
+    simulated = Simulation(PowerSGD(matrix_rank=2), [(spec,)], num_workers=1)
+    with Watch(simulated.syncs[0], folder / "run.jsonl"):
+        assert simulated.step([[torch.ones(64 * 32)]])
+    return folder / "run.jsonl"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +18,7 @@ import torch.distributed as dist
 from launcher import run_job
 from pool import Pool
 from thinwire import exchange
+from thinwire.selftest import command
 from thinwire.selftest.checks import CHECKS, Bench
 from thinwire.sync import GradientSync
 
@@ -102,3 +108,28 @@ def _broken(breaking: Callable[..., None], name: str) -> tuple[list[str], list[s
         breaking(patch)
         CHECKS[name](bench)
     return before, bench.findings
+
+
+def test_output_that_can_not_be_written_leaves_the_others_in_peace(pool2: Pool) -> None:
+    assert pool2.run(_checked_to_a_full_disk) == ["No space left on device", None]
+
+
+class FullDisk(io.StringIO):
+    """A file that can't be written out."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _checked_to_a_full_disk() -> str | None:
+    assert dist.get_world_size() == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
+        patch.setattr(command, "CHECKS", {"nothing": lambda bench: None})
+        if dist.get_rank() == 0:
+            patch.setattr(sys, "stdout", FullDisk())
+        try:
+            command.check(backend=None, processes=None, as_json=True)
+        except OSError as error:
+            return error.strerror
+    return None

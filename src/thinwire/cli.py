@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     import typer
 
 CLI_PACKAGES = ("jinja2", "matplotlib", "numpy", "rich", "typer")
+BROKEN_PIPE_CODE = 128 + 13  # as a shell tells an end by SIGPIPE
 
 
 @dataclass
@@ -23,15 +25,23 @@ class Settings:
 
 
 def main() -> None:
-    """Run one command. A user's mistake is one line on stderr, a traceback only with --debug."""
+    """Run one command. A user's mistake is one line on stderr, a traceback only with --debug.
+
+    So is output that can't be written; where nobody reads it, the command ends as if by SIGPIPE.
+    """
     settings = Settings()
     try:
-        build_app(settings)()
+        try:
+            build_app(settings)()
+        finally:
+            _write_what_is_left()
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in CLI_PACKAGES:
             raise
         _fail(f"the command line needs {package}: pip install '.[cli]' in a clone of Thinwire", code=2)
+    except BrokenPipeError:
+        sys.exit(BROKEN_PIPE_CODE)
     except (ThinwireError, OSError) as error:
         if settings.debug:
             raise
@@ -78,6 +88,24 @@ def build_app(settings: Settings) -> typer.Typer:
     for command in (check, probe, advise, lab, demo, report):
         app.command()(command)
     return app
+
+
+def _write_what_is_left() -> None:
+    """Write out what was printed: when the interpreter ends it is too late to say that it can't be.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    if sys.stdout is None:  # as where a shell has closed it
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"the output can't be written: {error.strerror}") from error
 
 
 def _fail(message: str, *, code: int) -> NoReturn:

@@ -53,10 +53,12 @@ def check(
         title = f"{bench.channel.size} processes, {dist.get_backend()}, {device.type}"
         title += f", {time.perf_counter() - start:.1f} s"
         failures = bench.sum(torch.tensor([float(not works) for works in own.values()])).tolist()
-        if bench.channel.process_rank == 0:
-            outcomes = dict(zip(own, map(round, failures), strict=True))
-            print(_json(outcomes, title) if as_json else _printed(outcomes, title), flush=True)
-        bench.sum(torch.zeros(1))  # all have printed
+        try:
+            if bench.channel.process_rank == 0:
+                outcomes = dict(zip(own, map(round, failures), strict=True))
+                print(_json(outcomes, title) if as_json else _printed(outcomes, title), flush=True)
+        finally:  # whether or not it could be printed
+            bench.sum(torch.zeros(1))  # all have printed
     if any(failures):
         raise typer.Exit(1)
 
