@@ -140,6 +140,29 @@ def test_until_the_first_choice_the_matrix_rank_holds() -> None:
     assert ranks_of(run(late, steps=16))["plain"] < 3
 
 
+@pytest.mark.parametrize("settings", [{}, {"matrix_ranks": {"rich": 9}}, {"warmup_steps": 2}], ids=str)
+@pytest.mark.parametrize("alternating", [False, True])
+def test_bytes_are_kept_to_from_the_first_compressed_step(
+    alternating: bool, settings: dict[str, Any]
+) -> None:
+    """Alternating, each two steps keep to twice the bytes."""
+    algorithm = PowerSGD(
+        matrix_rank=12, bytes_per_step=BYTES, replan_every_steps=50, alternating=alternating, **settings
+    )
+    simulation, sent = Simulation(algorithm, SPECS, num_workers=2), [0]
+    for step in range(8):
+        simulation.step(gradients(step))
+        sent.append(simulation.syncs[0].stats().message_bytes)
+    start, most = (2 if settings.get("warmup_steps") else 0), 2 * BYTES
+    assert all(after - before <= most for before, after in zip(sent[start:], sent[start + 2 :], strict=False))
+    assert sent[-1] - sent[-3] > most / 2
+    assert ranks_of(simulation) == ranks_of(resumed(simulation.state_dicts(), algorithm))
+    simulation.syncs[0].use(PowerSGD(matrix_rank=12))
+    assert simulation.syncs[0].plan.message_bytes > BYTES
+    simulation.syncs[0].use(algorithm)
+    assert simulation.syncs[0].plan.message_bytes <= BYTES
+
+
 def test_a_relative_error_is_reached() -> None:
     """Of a fixed gradient with singular values 1, 0.8, 0.64 …, and of what stays owed on it."""
     draws = torch.Generator().manual_seed(0)

@@ -165,9 +165,10 @@ class GradientSync:
             raise ConfigError(
                 f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
             )
-        if self._specs:
-            algorithm.check_model(tuple(self._specs.values()))
-        return algorithm
+        specs = tuple(self._specs.values())
+        if specs:
+            algorithm.check_model(specs)
+        return algorithm.starting(specs)
 
     @property
     def plan(self) -> Plan:

@@ -99,6 +99,10 @@ class Algorithm(ABC):
         """
         self.plan(specs)
 
+    def starting(self, specs: Sequence[ParameterSpec]) -> Algorithm:
+        """The algorithm as it starts on a model it does not refuse: itself, if all settings are given."""
+        return self
+
     def replans_after(self, step: int) -> bool:
         """Whether `replanning` is due after so many committed steps."""
         return False

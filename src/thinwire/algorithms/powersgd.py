@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,7 +57,8 @@ class PowerSGD(LowRank):
         matrix_ranks: Of single parameters, by name, where it is another than `matrix_rank`.
         bytes_per_step: Choose the matrix ranks by what the run itself measures, so that a step sends at
             most so many bytes (`alternating`: two steps twice so many) and leaves out the least energy of
-            the mean gradient and what is owed on it. Until the first choice, the settings above hold.
+            the mean gradient and what is owed on it. Until the first choice the settings above hold as far as
+            they send no more; else no matrix rank is above the highest at which a step does not.
         max_relative_error: The same, with the smallest matrix ranks that leave out at most this share of each
             matrix's norm, above 0 and below 1.
         replan_every_steps: Committed steps from one choice to the next, which goes at most a quarter up or
@@ -174,6 +175,19 @@ class PowerSGD(LowRank):
                 f"bytes_per_step is {self.bytes_per_step}, but this model sends {least} at matrix rank 1"
             )
 
+    def starting(self, specs: Sequence[ParameterSpec]) -> PowerSGD:
+        """With `bytes_per_step`, cut off at the highest matrix rank that keeps to it, if any is above."""
+        if self.bytes_per_step is None or self.plan(specs).message_bytes <= self.bytes_per_step:
+            return self
+        ranks = {route.label: route.matrix_rank for route in self.plan(specs).routes if route.matrix_rank}
+
+        def cut(most: int) -> PowerSGD:
+            return self._with_choice({name: min(matrix_rank, most) for name, matrix_rank in ranks.items()})
+
+        highest = range(1, max(ranks.values(), default=1) + 1)
+        fitting = bisect_right(highest, self.bytes_per_step, key=lambda r: cut(r).plan(specs).message_bytes)
+        return cut(max(fitting, 1))
+
     def replans_after(self, step: int) -> bool:
         """With a budget, every `replan_every_steps`, once past the warm-up."""
         return self._has_budget and step > self.warmup_steps and step % self.replan_every_steps == 0
@@ -206,12 +220,12 @@ class PowerSGD(LowRank):
         """With a budget, the matrix ranks chosen last are those of the factors, unless they exceed it."""
         if not self._has_budget:
             return self
+        parameters = tuple(specs.values())
+        start = self._with_choice({}).starting(parameters)
         ranks = {name: len(factor) for name, factor in factors.items() if BUCKET_SEPARATOR not in name}
-        chosen = self._with_choice(ranks)
-        fits = self.bytes_per_step is None or (
-            chosen.plan(tuple(specs.values())).message_bytes <= self.bytes_per_step
-        )
-        return chosen if fits else self._with_choice({})
+        chosen = self._with_choice(dict(start.chosen_ranks) | ranks)
+        fits = self.bytes_per_step is None or chosen.plan(parameters).message_bytes <= self.bytes_per_step
+        return chosen if fits else start
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
         """One or two rounds an iteration; one in the warm-up, and where there is nothing to compress."""
