@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import peers
 from report import markdown_table, page, save
 from shapes import SHAPE_SETS, Shape
-from thinwire import GradientSync, PowerSGD
+from thinwire import BatchedPowerSGD, GradientSync, PowerSGD
 from thinwire.algorithms import compilation
 from thinwire.channel import ProcessGroupChannel
 from thinwire.plan import ParameterSpec
@@ -94,12 +94,14 @@ class Thinwire(Contender):
     """`thinwire.PowerSGD` as DDP drives it, by PyTorch's products only."""
 
     compiled = False
+    algorithm: type[PowerSGD] | type[BatchedPowerSGD] = PowerSGD
 
     def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
         self.flat = bucket.flat
         gradients = enumerate(bucket.gradients())
         self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
-        self.sync = GradientSync(PowerSGD(matrix_rank=matrix_rank), ProcessGroupChannel(), self.specs)
+        algorithm = self.algorithm(matrix_rank=matrix_rank)
+        self.sync = GradientSync(algorithm, ProcessGroupChannel(), self.specs)
 
     def step(self) -> None:
         compilation._compiled = COMPILED if self.compiled else lambda: None  # type: ignore[assignment]
@@ -116,6 +118,18 @@ class Thinwire(Contender):
 
 
 class ThinwireCompiled(Thinwire):
+    """The same with the compiled passes."""
+
+    compiled = True
+
+
+class Batched(Thinwire):
+    """The whole bucket as one square matrix."""
+
+    algorithm = BatchedPowerSGD
+
+
+class BatchedCompiled(Batched):
     """The same with the compiled passes."""
 
     compiled = True
@@ -172,7 +186,10 @@ CONTENDERS: dict[str, Callable[[OneBucket, int], Contender]] = {
     "epfml": Epfml,
     "Thinwire": Thinwire,
     "Thinwire, Numba": ThinwireCompiled,
+    "batched": Batched,
+    "batched, Numba": BatchedCompiled,
 }
+LAYERWISE = {"batched": "Thinwire", "batched, Numba": "Thinwire, Numba"}
 COMPILED = compilation._compiled
 
 
@@ -255,12 +272,26 @@ def time_table(measurements: Sequence[Measurement]) -> str:
 def ratio_table(measurements: Sequence[Measurement]) -> str:
     """Ratios of medians."""
     ours = [name for name in CONTENDERS if name.startswith("Thinwire")]
-    others = [name for name in CONTENDERS if name not in ours]
+    others = [name for name in CONTENDERS if name in ("PyTorch", "epfml")]
     pairs = [(other, mine) for mine in ours for other in others] + [(mine, "copy") for mine in ours]
     rows = []
     for m in measurements:
         medians = {name: median(ms) for name, ms in {"copy": m.copy_ms, **m.step_ms}.items()}
         rows.append([m.label, str(m.matrix_rank), *[f"{medians[a] / medians[b]:.1f}" for a, b in pairs]])
+    return markdown_table(["gradients", "matrix rank", *[f"{a} / {b}" for a, b in pairs]], rows)
+
+
+def batched_table(measurements: Sequence[Measurement]) -> str:
+    """Ratios round by round, of times that were taken one after the other."""
+    pairs = [(name, other) for name, other in LAYERWISE.items() if {name, other} <= CONTENDERS.keys()]
+    rows = []
+    for m in measurements:
+        row = [m.label, str(m.matrix_rank)]
+        for name, other in pairs:
+            ratios = [a / b for a, b in zip(m.step_ms[name], m.step_ms[other], strict=True)]
+            low, middle, high = quantiles(ratios, n=4)
+            row.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+        rows.append(row)
     return markdown_table(["gradients", "matrix rank", *[f"{a} / {b}" for a, b in pairs]], rows)
 
 
@@ -285,6 +316,8 @@ def result_page(measurements: Sequence[Measurement], num_rounds: int, device: st
         time_table(measurements),
         "Ratios of the medians:",
         ratio_table(measurements),
+        "The batched variant beside layer by layer, in the same round, median (quartiles) of the ratios:",
+        batched_table(measurements),
         "Memory kept from step to step (error, factors), in % of the gradients:",
         memory_table(measurements),
     )
@@ -296,14 +329,20 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=tuple(SHAPE_SETS), help="one shape set instead of all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="matrix ranks")
+    parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
     parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parsed_arguments()
-    if find_spec("numba") is None or arguments.device != "cpu":
-        del CONTENDERS["Thinwire, Numba"]
+    for name in tuple(CONTENDERS):
+        is_served = "Numba" not in name or (find_spec("numba") is not None and arguments.device == "cpu")
+        if not is_served or name not in (arguments.contenders or CONTENDERS):
+            del CONTENDERS[name]
+    if "epfml" not in CONTENDERS:
+        compare(arguments)
+        return
     with peers.installed(peers.EPFML) as folder:
         sys.path.append(folder)
         compare(arguments)
@@ -323,8 +362,9 @@ def compare(arguments: argparse.Namespace) -> None:
     text = result_page(measurements, arguments.rounds, arguments.device)
     print(text)
     if arguments.save:
+        some = "-".join(arguments.contenders or ()).lower().replace(", ", "-") or None
         device = None if arguments.device == "cpu" else arguments.device
-        print(f"saved as {save(text, 'codec', device, arguments.only)}")
+        print(f"saved as {save(text, 'codec', device, arguments.only, some)}")
 
 
 if __name__ == "__main__":

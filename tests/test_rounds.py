@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from catalog import spec
 from thinwire import BatchedPowerSGD, PowerSGD
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, compilation
 from thinwire.algorithms.cast import WireDtype
 from thinwire.algorithms.matrices import round_into
 from thinwire.simulation import Simulation
@@ -77,3 +81,47 @@ def test_float64_gradients_are_float64_all_through(algorithm: Algorithm) -> None
             simulation.syncs[0].load_state_dict(state)
     assert {each.dtype for _, each in (*state["error"], *state["factor"])} == {torch.float64}
     assert simulation.syncs[0].plan.compression_ratio > 5
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes how many bytes each operation allocates anew."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
+        results = func(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.sizes.append(each.untyped_storage().nbytes())
+        return results
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["Numba", "products"])
+@pytest.mark.parametrize("power_iterations", [1, 2])
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
+def test_the_batched_variant_works_in_place(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copies: int, power_iterations: int, compiled: bool
+) -> None:
+    """After its first step it allocates nothing large but the fp32 copy of gradients in 16 bits."""
+    if not compiled:
+        monkeypatch.setattr(compilation, "_compiled", lambda: None)
+    layout = [(spec("weight", 700, 900, dtype=dtype), spec("bias", 77, dtype=dtype))]
+    simulation = Simulation(BatchedPowerSGD(power_iterations=power_iterations), layout, num_workers=1)
+    flat = torch.randn(700 * 900 + 77).to(dtype)
+    assert simulation.step([[flat.clone()]])
+    memory = simulation.syncs[0]._memory
+    before = [error.data_ptr() for error in memory.error.values()]
+    gradients = flat.clone()
+    with Allocations() as allocations:
+        assert simulation.step([[gradients]])
+    assert [error.data_ptr() for error in memory.error.values()] == before
+    assert sum(size >= flat.numel() for size in allocations.sizes) == copies  # a quarter of fp32's bytes
+    assert len(allocations.sizes) > 10
+    assert simulation.syncs[0].stats().compression_ratio > 50

@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+from torch.nn.functional import pad
 
 from thinwire.algorithms.base import Bucket, Memory, Rounds
 from thinwire.algorithms.lowrank import LowRank
-from thinwire.algorithms.matrices import MatrixGroup, add_scaled, remember, round_into
-from thinwire.algorithms.passes import settle
-from thinwire.algorithms.rounds import approximate
+from thinwire.algorithms.matrices import Factors, MatrixGroup, remember, round_into, starting_bases
+from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.algorithms.passes import products, projections, settle
+from thinwire.algorithms.rounds import as_sent, packed, unpacked
 from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["BatchedPowerSGD"]
@@ -22,15 +25,16 @@ __all__ = ["BatchedPowerSGD"]
 class BatchedPowerSGD(LowRank):
     """Send two low-rank factors of a whole bucket, padded with zeros to one square matrix.
 
-    Fewer, larger products than `PowerSGD`, at a loss of accuracy: the rows of the square are not the
-    rows of any layer. Meant for rank 1. The settings are `PowerSGD`'s, with `matrix_rank=1` by default.
+    Fewer bytes than `PowerSGD` on models of many layers, at a loss of accuracy: the rows of the square are
+    not the rows of any layer. Meant for rank 1. The settings are `PowerSGD`'s, with `matrix_rank=1` by
+    default.
 
     The error is kept by parameter and outlives a change of buckets; the factor belongs to the bucket
     and starts anew when DDP rebuilds its buckets after the first step.
 
-    Cost a step: two rounds of r · √elements each; an fp32 error of the size of the gradients and, during
-    the step, an fp32 copy of the bucket; one host synchronisation, for the finite check (none
-    without `host_check`).
+    Cost a step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
+    and, of gradients in 16 bits, an fp32 copy until the step's end; one host synchronisation, for the finite
+    check (none without `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
@@ -61,28 +65,75 @@ class BatchedPowerSGD(LowRank):
         if self.travels_whole(bucket, memory) or shape is None or matrix_rank is None:
             yield from self.exchange_uncompressed(bucket, memory)
             return
-        label = routes[0].label
-        matrix = self._matrix(bucket, memory, shape)
-        group = MatrixGroup([label], [matrix], [None], matrix_rank)
-        (found,), _ = yield from approximate(self, [group], (), memory, bucket)
-        error = torch.empty_like(matrix) if self.error_feedback else None
+        label, side, scale = routes[0].label, shape[0], bucket.loss_scale
+        flat = bucket.flat.to(bucket.specs[0].memory_dtype)
+        owed = _owed(bucket, memory)
+        matrices = _rows(flat, side)
+        errors = [] if owed is None else _rows(owed, side)
+        parts = [
+            MatrixGroup([label], [matrix], errors[index : index + 1] or [None], matrix_rank)
+            for index, matrix in enumerate(matrices)
+        ]
+        heights = [len(matrix) for matrix in matrices]
+        dtype = self.message_dtype(bucket.flat.dtype)
+        (right,) = starting_bases(self, memory, parts[:1], left=False)
+        for iteration in range(self.power_iterations):
+            lefts = [products(part, right, scale, add_error=iteration == 0) for part in parts]
+            left = pad(torch.cat(lefts, dim=2), (0, side - sum(heights)))
+            mean = yield packed([left], dtype)
+            (left,) = orthonormal_rows(unpacked(mean, like=[left]))
+            lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
+            owns = [projections(part, basis) for part, basis in zip(parts, lefts, strict=True)]
+            own = sum(owns[1:], start=owns[0])
+            message = packed([own], dtype)
+            (own,) = as_sent(self, message, [own])
+            (mean,) = unpacked((yield message), like=[own])
+            if iteration + 1 < self.power_iterations:
+                (right,) = orthonormal_rows([mean])
+        if self.error_feedback and owed is None:
+            owed = torch.empty_like(flat)
+            errors = _rows(owed, side)
         yield None
-        settle(group, None if error is None else [error], found, bucket.loss_scale)
-        flat_error = None if error is None else error.view(-1)[: bucket.flat.numel()]
-        round_into(bucket.flat, matrix.view(-1)[: bucket.flat.numel()], flat_error, bucket.loss_scale)
-        if flat_error is not None:
-            memory.error.update(
-                zip((spec.name for spec in bucket.specs), bucket.split(flat_error), strict=True)
-            )
-        remember(self, memory, [label], found, bucket.loss_scale)
+        for index, (part, basis) in enumerate(zip(parts, lefts, strict=True)):
+            settle(part, errors[index : index + 1] or None, [Factors(basis, own, mean)], scale)
+        _write_last_row(flat, matrices[-1])
+        if owed is not None:
+            _write_last_row(owed, errors[-1])
+        if flat is not bucket.flat:
+            round_into(bucket.flat, flat, owed, scale)
+        if owed is not None:
+            memory.error.update(zip((spec.name for spec in bucket.specs), bucket.split(owed), strict=True))
+        remember(self, memory, [label], [Factors(left, own, mean)], scale)
 
-    @staticmethod
-    def _matrix(bucket: Bucket, memory: Memory, shape: tuple[int, int]) -> torch.Tensor:
-        """Gradients plus error, padded with zeros."""
-        matrix = bucket.flat.new_zeros(shape, dtype=bucket.specs[0].memory_dtype)
-        flat = matrix.view(-1)[: bucket.flat.numel()]
-        flat.copy_(bucket.flat)
-        for spec, gradient in zip(bucket.specs, bucket.split(flat), strict=True):
-            if spec.name in memory.error:
-                add_scaled(gradient, memory.error[spec.name], bucket.loss_scale)
-        return matrix
+
+def _rows(flat: torch.Tensor, columns: int) -> list[torch.Tensor]:
+    """All full rows of a flat tensor, a view; and the elements beyond, padded with zeros to one more row."""
+    whole = flat.numel() - flat.numel() % columns
+    rows = [flat[:whole].view(-1, columns)]
+    if whole < flat.numel():
+        rows.append(pad(flat[whole:], (0, columns - (flat.numel() - whole))).view(1, columns))
+    return rows
+
+
+def _write_last_row(flat: torch.Tensor, row: torch.Tensor) -> None:
+    """Write back the last row of `_rows`, if that is a copy."""
+    beyond = flat.numel() % row.shape[1]
+    if beyond:
+        flat[-beyond:] = row[0, :beyond]
+
+
+def _owed(bucket: Bucket, memory: Memory) -> torch.Tensor | None:
+    """What is owed on a bucket, as long as it is; None if nothing. In place, if memory has it in one piece.
+
+    It has, once there was a step with this bucket.
+    """
+    names = [spec.name for spec in bucket.specs]
+    if not any(name in memory.error for name in names):
+        return None
+    nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
+    errors = [memory.error.get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
+    storages = {error.untyped_storage().data_ptr() for error in errors}
+    ends = accumulate((error.numel() for error in errors), initial=errors[0].storage_offset())
+    if len(storages) == 1 and [error.storage_offset() for error in errors] == list(ends)[:-1]:
+        return errors[0].as_strided((bucket.flat.numel(),), (1,))
+    return torch.cat(errors)

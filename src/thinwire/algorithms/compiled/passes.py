@@ -17,18 +17,30 @@ from thinwire.algorithms.matrices import MatrixGroup
 
 __all__ = ["products", "projections", "settle"]
 
+# Of zeros, so many rows as stay in a core's cache; a multiple of four rows, which are multiplied together.
+BLOCK_BYTES = 512 * 1024
+
 
 def products(
     group: MatrixGroup, errors: Sequence[torch.Tensor], right: torch.Tensor, scale: float
 ) -> torch.Tensor:
     """Add its error, if there are any, times `scale` to every matrix; (M Q)ᵀ, (matrices, r, rows)."""
-    filled = _filled(right)
-    left = right.new_empty(*filled.shape[:2], group.matrices[0].shape[0])
-    # Not the matrix itself: where the two overlap, a plain loop is not vectorised.
-    added = errors or [torch.zeros_like(group.matrices[0])] * len(group.matrices)
-    _kernels(group).all_products(
-        addresses(group.matrices), addresses(added), scale, filled.numpy(), left.numpy()
-    )
+    filled, kernels = _filled(right), _kernels(group)
+    rows, columns = group.matrices[0].shape
+    left = right.new_empty(*filled.shape[:2], rows)
+    if errors:
+        added = addresses(errors)
+        kernels.all_products(addresses(group.matrices), added, scale, filled.numpy(), left.numpy())
+        return left[:, : group.matrix_rank]
+    # Zeros, and not the matrix itself: where the two overlap, a plain loop is not vectorised.
+    together = min(rows, max(1, BLOCK_BYTES // (16 * columns)) * 4)
+    zeros = right.new_zeros(together, columns)
+    for start in range(0, rows, together):
+        blocks = [matrix[start : start + together] for matrix in group.matrices]
+        part = left.new_empty(*filled.shape[:2], len(blocks[0]))
+        added = addresses([zeros] * len(blocks))
+        kernels.all_products(addresses(blocks), added, 0.0, filled.numpy(), part.numpy())
+        left[:, :, start : start + together] = part
     return left[:, : group.matrix_rank]
 
 
