@@ -648,3 +648,50 @@ def _compiled() -> tuple[float, float, list[Tensor]]:
     sync = thinwire.attach(compiled, POWER)
     gap = gap_to_plain([compiled], [sync], [build("linear")])
     return sync.stats().compression_ratio, gap, gradients_in([compiled])
+
+
+@pytest.mark.parametrize(
+    ("saved_after", "warmup_steps"), [(1, 0), (2, 0), (4, 0), (4, 4)], ids=["1", "2", "4", "as it begins"]
+)
+@pytest.mark.parametrize("is_hook", [False, True], ids=["attach", "hook"])
+def test_the_batched_variant_resumes_to_the_bit_though_ddp_rebuilds_its_buckets(
+    pool2: Pool, is_hook: bool, saved_after: int, warmup_steps: int
+) -> None:
+    for straight, resumed, layouts, ratio, world_size in pool2.run(
+        _resume_batched, is_hook, saved_after, warmup_steps
+    ):
+        assert world_size == 2
+        assert ratio > 5
+        assert [len(layout) > 1 for layout in layouts] == [False, True, True, True]
+        for a, b in zip(straight, resumed, strict=True):
+            assert torch.equal(a, b)
+
+
+def _resume_batched(
+    is_hook: bool, saved_after: int, warmup_steps: int
+) -> tuple[list[Tensor], list[Tensor], list[list[int]], float, int]:
+    """Gradients of each step after the load; DDP's buckets before and after it has rebuilt them."""
+
+    def start() -> tuple[DistributedDataParallel, Any]:
+        ddp_model = build("linear", bucket_cap_mb=0.005)
+        if not is_hook:
+            algorithm = BatchedPowerSGD(warmup_steps=warmup_steps)
+            return ddp_model, thinwire.attach(ddp_model, algorithm)
+        state = thinwire.hooks.PowerSGDState(None, start_powerSGD_iter=warmup_steps)
+        ddp_model.register_comm_hook(state, thinwire.hooks.batched_powerSGD_hook)
+        return ddp_model, state
+
+    straight, sync = start()
+    _gradients_of(straight, range(saved_after))
+    state = copy.deepcopy(sync.state_dict())
+    resumed, resumed_sync = start()
+    resumed_sync.load_state_dict(state)
+    after, again, layouts = [], [], []
+    for step in range(saved_after, saved_after + 4):
+        after += _gradients_of(straight, range(step, step + 1))
+        again += _gradients_of(resumed, range(step, step + 1))
+        buckets = resumed.reducer._get_zeros_like_grad_buckets()
+        layouts.append([bucket.buffer().numel() for bucket in buckets])
+        saved_again = resumed_sync.state_dict()["checksum"], sync.state_dict()["checksum"]
+        assert step == saved_after or saved_again[0] == saved_again[1]
+    return after, again, layouts, resumed_sync.stats().compression_ratio, dist.get_world_size()

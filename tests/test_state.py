@@ -285,6 +285,9 @@ BAD: dict[str, tuple[Change, str]] = {
         r"shape \(1, 5000\)",
     ),
     "a negative size": (put("parameters", "scale", (-1,)), "'scale': tuple"),
+    "buckets that are none": (meant(buckets=3), "buckets must be a tuple.*int"),
+    "a bucket of another model": (meant(buckets=(("scale", "tail"),)), "buckets must hold names"),
+    "a parameter in two buckets": (meant(buckets=(("scale",), ("scale",))), "buckets must hold names"),
     "one flipped bit": (lambda s: dict(s["error"])["head.weight"][3, 4].neg_() and None, "damaged.*checksum"),
     "another step": (lambda s: s.update(step=4), "damaged"),
     "half of what was saved": (lambda s: s.update(error=s["error"][:1]), "damaged"),
@@ -314,6 +317,12 @@ def test_an_error_above_the_models_range_is_refused_where_it_becomes_known_bucke
     sync.load_state_dict(bad)
     with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
         sync.start((spec("head.weight", 64, 32),), torch.zeros(64 * 32))
+def test_a_state_without_buckets_is_of_an_earlier_release_and_taken(state: dict[str, Any]) -> None:
+    del state["buckets"]
+    state["checksum"] = None
+    sync = Simulation(POWER, buckets(), num_workers=1).syncs[0]
+    sync.load_state_dict(state)
+    assert sync.steps == 3
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())

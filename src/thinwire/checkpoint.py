@@ -116,6 +116,8 @@ def _nested(file: Any) -> dict[str, Any]:
     """What `_flat` was given."""
     state = dict(json.loads(file.metadata()["thinwire"]))
     state["parameters"] = tuple((name, tuple(shape)) for name, shape in state["parameters"])
+    if "buckets" in state:
+        state["buckets"] = tuple(map(tuple, state["buckets"]))
     for key in TENSORS:
         stored = sorted(file.keys())
         names = [name.removeprefix(f"{key}/") for name in stored if name.startswith(f"{key}/")]

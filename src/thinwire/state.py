@@ -29,6 +29,7 @@ __all__ = [
 
 STATE_VERSION = 2
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "error", "factor", "checksum"}
+LATER_KEYS = {"buckets"}  # that earlier states of this version lack
 TENSORS = ("error", "factor")
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
@@ -43,6 +44,8 @@ class LoadedState(NamedTuple):
         error: By parameter name, fp32 or fp64, in the parameter's shape.
         factor: By route, fp32 or fp64, (matrix rank, columns).
         checksum: Of all of it.
+        buckets: The parameters of each bucket that factors belong to, in order; none where they belong to
+            parameters.
     """
 
     step: int
@@ -51,6 +54,7 @@ class LoadedState(NamedTuple):
     error: dict[str, torch.Tensor]
     factor: dict[str, torch.Tensor]
     checksum: str
+    buckets: tuple[tuple[str, ...], ...]
 
 
 def packed_state(
@@ -61,6 +65,7 @@ def packed_state(
     unclaimed_error: Mapping[str, torch.Tensor],
     *,
     skipped_steps: int,
+    buckets: tuple[tuple[str, ...], ...] = (),
 ) -> dict[str, Any]:
     """The state of `memory`, as copies on the CPU.
 
@@ -74,6 +79,7 @@ def packed_state(
         shapes: Of all parameters, noted.
         unclaimed_error: Loaded, and not yet laid out.
         skipped_steps: Noted.
+        buckets: What the next step is to be made with, where results depend on it.
     """
     error = {name: _in_shape(flat, specs[name]) for name, flat in memory.error.items()}
     error |= {name: tensor.clone() for name, tensor in unclaimed_error.items()}
@@ -86,6 +92,7 @@ def packed_state(
         "parameters": tuple(sorted(shapes.items())),
         "error": tuple(sorted(error.items())),
         "factor": tuple(sorted(factor.items())),
+        "buckets": buckets,
     }
     return with_checksum(state)
 
@@ -112,7 +119,7 @@ def checked_state(
             f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
-    if state.keys() != KEYS:
+    if state.keys() - LATER_KEYS != KEYS:
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
     shapes = _shapes(state)
     tensors = {key: _tensors(state, key) for key in TENSORS}
@@ -125,6 +132,7 @@ def checked_state(
         shapes,
         **tensors,
         checksum=check_undamaged(state),
+        buckets=_buckets(state, shapes),
     )
     _check_inside(loaded)
     if specs is not None:
@@ -301,6 +309,20 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise StateError(f"parameters must pair names with shapes, got {name!r}: {_kind(shape)}")
     return {name: tuple(shape) for name, shape in state["parameters"]}
+
+
+def _buckets(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[str, ...], ...]:
+    """By bucket, the names of its parameters, each of the model's and no more than once."""
+    told = state.get("buckets", ())
+    if not isinstance(told, list | tuple) or not all(isinstance(each, list | tuple) for each in told):
+        raise StateError(f"buckets must be a tuple of tuples of names, got {_kind(told)}")
+    names = [name for each in told for name in each]
+    if not all(isinstance(name, str) and name in shapes for name in names) or len(set(names)) < len(names):
+        raise StateError(
+            "buckets must hold names from the state's list of parameters, each once; the state is damaged, "
+            "load an earlier one"
+        )
+    return tuple(tuple(each) for each in told)
 
 
 def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:

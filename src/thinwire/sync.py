@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
@@ -108,6 +108,9 @@ class GradientSync:
         self.observers: list[Callable[[bool], None]] = []
         self.clock = StepClock()
         self._started: list[Bucket] = []
+        self._held: list[Bucket] = []
+        self._layout: tuple[tuple[str, ...], ...] = ()  # of the next step, where results depend on it
+        self._is_resumed = False  # there was no step since a state was loaded
         self._used: list[torch.Tensor] = []
         self._agreed: set[tuple[ParameterSpec, ...]] = set()
         self._last_buckets: list[tuple[ParameterSpec, ...]] = []
@@ -257,25 +260,67 @@ class GradientSync:
             self._start(specs, flat, is_agreed=is_agreed)
 
     def _start(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor, *, is_agreed: bool) -> None:
-        if any(bucket.specs == specs for bucket in self._started):
+        if any(bucket.specs == specs for bucket in [*self._started, *self._held]):
             self.abandon()
             raise StepError(
                 f"the bucket of {specs[0].name} was started twice: the last backward pass did not finish on "
                 "this process; restart all processes from a checkpoint"
             )
         with exact_arithmetic(flat.device):
-            owes = bool(self._memory.error or self._loaded_error)
             self._device = flat.device
             self._admit(specs, flat.device)
-            if not is_agreed:
-                self.agree(specs)
-            scale = None if self._loss_scale is None else self._loss_scale(flat.device)
-            bucket = Bucket(specs, flat, scale)
-            used = [used_flags(bucket)] if self._may_be_unused and owes else []
-            self._exchange.start(self._algorithm, bucket, self._memory, step=self.steps)
+            if self._is_to_be_held(specs):
+                self._held.append(Bucket(specs, flat))
+            else:
+                self._send(specs, flat, is_agreed=is_agreed)
+        self._gradient_bytes += flat.numel() * flat.element_size()
+
+    def _send(self, specs: tuple[ParameterSpec, ...], flat: torch.Tensor, *, is_agreed: bool = False) -> None:
+        """Send a bucket's first message."""
+        owes = bool(self._memory.error or self._loaded_error)
+        if not is_agreed:
+            self.agree(specs)
+        bucket = Bucket(specs, flat, None if self._loss_scale is None else self._loss_scale(flat.device))
+        used = [used_flags(bucket)] if self._may_be_unused and owes else []
+        self._exchange.start(self._algorithm, bucket, self._memory, step=self.steps)
         self._used += used
         self._started.append(bucket)
-        self._gradient_bytes += flat.numel() * flat.element_size()
+
+    def _is_to_be_held(self, specs: tuple[ParameterSpec, ...]) -> bool:
+        """Whether a step is to be made with other buckets than those that come, from this one on.
+
+        DDP makes its buckets anew after the first step of a process. So that a run which resumes is the run
+        that went on, the first step after a load has the buckets that the state tells, and the second step of
+        a run those of the first: DDP's new ones are not yet known to a run that resumes there.
+        """
+        if not self._algorithm.sees_buckets or not (self._is_resumed or self.steps < 2):
+            return False
+        expected = self._layout[len(self._started) : len(self._started) + 1]
+        return bool(self._layout) and (bool(self._held) or expected != _names_of([specs]))
+
+    def _send_held(self) -> list[Bucket]:
+        """Send what was held in the buckets it is to be sent in, or as it came if the parameters are others.
+
+        Returns:
+            The buckets that came, if their gradients were copied into others.
+        """
+        held, self._held = self._held, []
+        came = {
+            spec.name: gradient
+            for bucket in held
+            for spec, gradient in zip(bucket.specs, bucket.gradients(), strict=True)
+        }
+        planned = self._layout[len(self._started) :]
+        fits = sorted(came) == sorted(name for names in planned for name in names) and all(
+            len({(came[name].dtype, came[name].device) for name in names}) == 1 for names in planned
+        )
+        if not fits:
+            for bucket in held:
+                self._send(bucket.specs, bucket.flat)
+            return []
+        for names in planned:
+            self._send(tuple(self._specs[name] for name in names), torch.cat([came[name] for name in names]))
+        return held
 
     def agree(self, bucket: tuple[ParameterSpec, ...] = ()) -> None:
         """For fronts: collective, where this bucket is new since the start, `use` or `load_state_dict`.
@@ -326,7 +371,8 @@ class GradientSync:
             StateError: The loaded state turns out to be of another model.
             CommunicationError: A collective failed; memory is as it was.
         """
-        device = self._started[0].flat.device if self._started else torch.device("cpu")
+        buckets = [*self._started, *self._held]
+        device = buckets[0].flat.device if buckets else torch.device("cpu")
         with exact_arithmetic(device):
             committed = drained(self.finishing())
         self.raise_unless(committed)
@@ -370,7 +416,7 @@ class GradientSync:
 
     def finishing(self) -> Generator[None, None, bool]:
         """`finish` for simulated workers: yields whenever messages are under way; see `lockstep`."""
-        if not self._started:
+        if not self._started and not self._held:
             raise StepError("finish() was called without start(): there are no gradients to average")
         with self.clock.inside(self.channel.traffic, are_ready=False):
             committed = yield from self._finishing()
@@ -380,11 +426,17 @@ class GradientSync:
         return committed
 
     def _finishing(self) -> Generator[None, None, bool]:
+        self._check_loaded()
+        came = [bucket.specs for bucket in [*self._started, *self._held]]
+        copied = self._send_held()
         buckets, used = self._started, self._used
         self._started, self._used = [], []
-        self._check_loaded()
         closing = keep_owed(buckets, used, self._memory) if used else None
         committed = yield from self._exchange.finish(closing)
+        _copy_back(buckets, copied)
+        if not (copied and self._is_resumed and self.steps >= 2):
+            self._layout = _names_of(came)
+        self._is_resumed = False
         self._told_missed = None
         if committed:
             self._memory.step += 1
@@ -436,7 +488,7 @@ class GradientSync:
     def abandon(self) -> None:
         """For fronts: forget a step that can't be finished. Memory is as it was before the step."""
         self._exchange.abandon()
-        self._started, self._used = [], []
+        self._started, self._held, self._used = [], [], []
 
     def take_error(self, name: str) -> torch.Tensor | None:
         """For fronts: what is owed on a parameter, which is the caller's from now on; None if nothing is.
@@ -503,7 +555,13 @@ class GradientSync:
             shapes = self._unchecked.shapes | shapes
         unclaimed = self._loaded_error
         return packed_state(
-            self._algorithm, self._memory, self._specs, shapes, unclaimed, skipped_steps=self._nonfinite_steps
+            self._algorithm,
+            self._memory,
+            self._specs,
+            shapes,
+            unclaimed,
+            skipped_steps=self._nonfinite_steps,
+            buckets=self._layout if self._algorithm.sees_buckets else (),
         )
 
     def _average_error(self, purpose: str) -> Generator[None, None, None]:
@@ -530,7 +588,7 @@ class GradientSync:
             error[name] = error[name].copy_(mean) if name in error else mean
 
     def _check_between_steps(self, call: str) -> None:
-        if self._started:
+        if self._started or self._held:
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
                 "the pass on all processes, call abandon() first"
@@ -565,6 +623,7 @@ class GradientSync:
         self._agreed.clear()
         self._memory = Memory(step=loaded.step, factor=loaded.factor)
         self._loaded_error, self._nonfinite_steps = loaded.error, loaded.skipped_steps
+        self._layout, self._is_resumed = loaded.buckets, True
         self._told_missed = None
         self._exchange.unseen_nonfinite = None
 
@@ -572,6 +631,22 @@ class GradientSync:
         """What `load_state_dict` would load; raises as it does, and changes nothing."""
         self._check_between_steps("load_state_dict()")
         return checked_state(state, self._specs if self._all_specs_known else None, strict=strict)
+
+
+def _names_of(buckets: Iterable[tuple[ParameterSpec, ...]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(spec.name for spec in bucket) for bucket in buckets)
+
+
+def _copy_back(sent: Iterable[Bucket], came: Sequence[Bucket]) -> None:
+    """Copy means to the buckets that their gradients came in."""
+    means = {
+        spec.name: mean
+        for bucket in (sent if came else ())
+        for spec, mean in zip(bucket.specs, bucket.gradients(), strict=True)
+    }
+    for bucket in came:
+        for spec, gradient in zip(bucket.specs, bucket.gradients(), strict=True):
+            gradient.copy_(means[spec.name])
 
 
 def drained(generator: Generator[None, None, Result]) -> Result:

@@ -77,6 +77,9 @@ class Algorithm(ABC):
     # Settings that are told even where they have their default.
     always_told: ClassVar[tuple[str, ...]] = ()
 
+    # Whether results depend on which parameters share a bucket.
+    sees_buckets: ClassVar[bool] = False
+
     def __str__(self) -> str:
         """As it is written in code, mostly without what has its default."""
         told = [

@@ -20,6 +20,10 @@ from thinwire.plan import ParameterSpec, Plan, Route
 
 __all__ = ["BatchedPowerSGD"]
 
+# Rows that begin with a cache line are read and written faster; from here on that makes no message longer.
+LINE_ELEMENTS = 16
+WIDE_COLUMNS = 1024
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedPowerSGD(LowRank):
@@ -29,8 +33,10 @@ class BatchedPowerSGD(LowRank):
     not the rows of any layer. Meant for rank 1. The settings are `PowerSGD`'s, with `matrix_rank=1` by
     default.
 
-    The error is kept by parameter and outlives a change of buckets; the factor belongs to the bucket
-    and starts anew when DDP rebuilds its buckets after the first step.
+    The error is kept by parameter and outlives a change of buckets; the factor belongs to the bucket. A state
+    tells the buckets, and the first step after it is loaded is made with them, whatever DDP's are; so is a
+    run's second step with those of its first, since DDP rebuilds its buckets in between. Such a step copies
+    the gradients to and fro and sends nothing during the backward pass.
 
     Cost a step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
     and, of gradients in 16 bits, an fp32 copy until the step's end; one host synchronisation, for the finite
@@ -45,18 +51,20 @@ class BatchedPowerSGD(LowRank):
         (46, 46)
     """
 
+    sees_buckets = True
+
     matrix_rank: int = 1
 
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """One route for the bucket, or one a parameter where it is not worth compressing."""
         numel = sum(spec.numel for spec in specs)
-        side = math.isqrt(numel - 1) + 1 if numel else 0
-        matrix_rank = self.matrix_rank_of((side, side), specs[0].dtype) if numel else None
+        shape = _square(numel)
+        matrix_rank = self.matrix_rank_of(shape, specs[0].dtype) if numel else None
         if matrix_rank is None:
             return self.whole_plan(specs)
         before = sum(spec.gradient_bytes for spec in specs)
-        after = self.factor_bytes((side, side), matrix_rank, specs[0].dtype)
-        return Plan((Route(tuple(spec.name for spec in specs), before, after, (side, side), matrix_rank),))
+        after = self.factor_bytes(shape, matrix_rank, specs[0].dtype)
+        return Plan((Route(tuple(spec.name for spec in specs), before, after, shape, matrix_rank),))
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
         """Two rounds a power iteration; one in the warm-up, and where there is nothing to compress."""
@@ -65,11 +73,11 @@ class BatchedPowerSGD(LowRank):
         if self.travels_whole(bucket, memory) or shape is None or matrix_rank is None:
             yield from self.exchange_uncompressed(bucket, memory)
             return
-        label, side, scale = routes[0].label, shape[0], bucket.loss_scale
+        label, (rows, columns), scale = routes[0].label, shape, bucket.loss_scale
         flat = bucket.flat.to(bucket.specs[0].memory_dtype)
         owed = _owed(bucket, memory)
-        matrices = _rows(flat, side)
-        errors = [] if owed is None else _rows(owed, side)
+        matrices = _rows(flat, columns)
+        errors = [] if owed is None else _rows(owed, columns)
         parts = [
             MatrixGroup([label], [matrix], errors[index : index + 1] or [None], matrix_rank)
             for index, matrix in enumerate(matrices)
@@ -79,7 +87,7 @@ class BatchedPowerSGD(LowRank):
         (right,) = starting_bases(self, memory, parts[:1], left=False)
         for iteration in range(self.power_iterations):
             lefts = [products(part, right, scale, add_error=iteration == 0) for part in parts]
-            left = pad(torch.cat(lefts, dim=2), (0, side - sum(heights)))
+            left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
             mean = yield packed([left], dtype)
             (left,) = orthonormal_rows(unpacked(mean, like=[left]))
             lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
@@ -92,7 +100,7 @@ class BatchedPowerSGD(LowRank):
                 (right,) = orthonormal_rows([mean])
         if self.error_feedback and owed is None:
             owed = torch.empty_like(flat)
-            errors = _rows(owed, side)
+            errors = _rows(owed, columns)
         yield None
         for index, (part, basis) in enumerate(zip(parts, lefts, strict=True)):
             settle(part, errors[index : index + 1] or None, [Factors(basis, own, mean)], scale)
@@ -104,6 +112,15 @@ class BatchedPowerSGD(LowRank):
         if owed is not None:
             memory.error.update(zip((spec.name for spec in bucket.specs), bucket.split(owed), strict=True))
         remember(self, memory, [label], [Factors(left, own, mean)], scale)
+
+
+def _square(numel: int) -> tuple[int, int]:
+    """(rows, columns) of the smallest square that holds so many elements; if large, of whole cache lines."""
+    side = math.isqrt(numel - 1) + 1 if numel else 0
+    if side < WIDE_COLUMNS:
+        return side, side
+    columns = -(-side // LINE_ELEMENTS) * LINE_ELEMENTS
+    return -(-numel // columns), columns
 
 
 def _rows(flat: torch.Tensor, columns: int) -> list[torch.Tensor]:
