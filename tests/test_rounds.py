@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from catalog import spec
 from thinwire import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms import Algorithm, compilation
-from thinwire.algorithms.cast import WireDtype
+from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.algorithms.matrices import round_into
 from thinwire.simulation import Simulation
 
@@ -81,6 +81,32 @@ def test_float64_gradients_are_float64_all_through(algorithm: Algorithm) -> None
             simulation.syncs[0].load_state_dict(state)
     assert {each.dtype for _, each in (*state["error"], *state["factor"])} == {torch.float64}
     assert simulation.syncs[0].plan.compression_ratio > 5
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("wire_dtype", ["fp16", "bf16", None])
+def test_the_rounding_of_the_sum_is_all_that_is_lost(wire_dtype: WireDtype | None, alternating: bool) -> None:
+    """A mean of N parts is rounded N times; what a worker rounds of its own part it goes on owing."""
+    num_workers, weight = 3, spec("weight", 48, 40)
+    dtype = torch.float32 if wire_dtype is None else wire_dtype_of(wire_dtype)
+    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype, alternating=alternating)
+    simulation = Simulation(algorithm, [(weight,)], num_workers=num_workers)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(weight.numel, generator=generator) for _ in range(num_workers)]
+    applied, most_lost = torch.zeros(weight.numel, dtype=torch.float64), 0.0
+    for _ in range(60):
+        flats = [[gradient.clone()] for gradient in gradients]
+        assert simulation.step(flats)
+        applied += flats[0][0].double()
+        sent = [sync._memory.sent["weight"] for sync in simulation.syncs]
+        assert all(torch.equal(each, each.to(dtype).float()) for each in sent)
+        norms = sum(float(each.norm()) for each in sent) / num_workers
+        most_lost += num_workers * torch.finfo(dtype).eps / 2 * norms
+    owed = dict(simulation.state_dicts()[0]["error"])["weight"].view(-1).double()
+    true = 60 * torch.stack(gradients).double().mean(0)
+    in_fp32 = 60 * torch.finfo(torch.float32).eps * float(true.norm())
+    assert (applied + owed - true).norm() < most_lost + in_fp32
+    assert simulation.syncs[0].stats().compression_ratio > 10
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

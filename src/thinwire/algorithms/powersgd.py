@@ -51,7 +51,9 @@ class PowerSGD(LowRank):
         wire_dtype: "fp16" or "bf16" to send every message in 16 bits; None for fp32 (fp64 of
             fp64 gradients). "bf16" has fp32's range. "fp16" is for gradients that a loss
             scale keeps in its range: of factors, what is above 65 504 is cut off and what is below
-            6e-8 vanishes (both stay owed); gradients that ride along overflow as with `Cast`.
+            6e-8 vanishes (both stay owed); gradients that ride along overflow as with `Cast`. A process goes
+            on owing what it rounds off its own factors. Lost for good are the rounding of their sum and all
+            rounding of gradients that travel whole.
         power_iterations: How often the two rounds are repeated in a step. With `alternating`, how
             many single rounds a step takes; their results add up.
         matrix_ranks: Of single parameters, by name, where it is another than `matrix_rank`.
