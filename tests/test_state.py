@@ -317,6 +317,8 @@ def test_an_error_above_the_models_range_is_refused_where_it_becomes_known_bucke
     sync.load_state_dict(bad)
     with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
         sync.start((spec("head.weight", 64, 32),), torch.zeros(64 * 32))
+
+
 def test_a_state_without_buckets_is_of_an_earlier_release_and_taken(state: dict[str, Any]) -> None:
     del state["buckets"]
     state["checksum"] = None
@@ -336,3 +338,18 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
         with pytest.raises(StateError, match=message):
             sync.load_state_dict(bad if replaced is None else replaced)
     assert_same_state(simulation.state_dicts()[0], untouched.state_dicts()[0])
+
+
+def test_a_factor_of_a_large_bucket_is_taken() -> None:
+    """Its matrix has whole cache lines as rows, and is not quite square."""
+    layout = [(spec("wide", 1_050, 1_000), spec("bias", 7))]
+    first, second = (Simulation(BatchedPowerSGD(), layout, num_workers=1) for _ in range(2))
+    gradients = [torch.randn(1_050_007, generator=torch.Generator().manual_seed(step)) for step in range(2)]
+    assert first.step([[gradients[0].clone()]])
+    second.syncs[0].load_state_dict(first.state_dicts()[0])
+    here, there = gradients[1].clone(), gradients[1].clone()
+    assert first.step([[here]])
+    assert second.step([[there]])
+    assert torch.equal(here, there)
+    assert first.syncs[0].plan.routes[0].matrix_shape == (1010, 1040)
+    assert first.syncs[0].stats().compression_ratio > 500

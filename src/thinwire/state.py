@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from thinwire.algorithms import Algorithm, Memory
+from thinwire.algorithms.batched import square
 from thinwire.checks import whole_number
 from thinwire.checksum import check_undamaged, with_checksum
 from thinwire.errors import StateError
@@ -265,9 +266,9 @@ def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], m
     first, *last = label.split(BUCKET_SEPARATOR)
     numel = math.prod(shapes[first])
     if last:
-        return _side(numel + math.prod(shapes[last[0]])) <= columns <= _side(most)
+        return _side(numel + math.prod(shapes[last[0]])) <= columns <= square(most)[1]
     sizes = {size for size in shapes[first] if size}
-    return columns in sizes | {numel // size for size in sizes} | {_side(numel)}
+    return columns in sizes | {numel // size for size in sizes} | {_side(numel), square(numel)[1]}
 
 
 def _side(numel: int) -> int:

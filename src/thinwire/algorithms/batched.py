@@ -18,7 +18,7 @@ from thinwire.algorithms.passes import products, projections, settle
 from thinwire.algorithms.rounds import as_sent, packed, unpacked
 from thinwire.plan import ParameterSpec, Plan, Route
 
-__all__ = ["BatchedPowerSGD"]
+__all__ = ["BatchedPowerSGD", "square"]
 
 # Rows that begin with a cache line are read and written faster; from here on that makes no message longer.
 LINE_ELEMENTS = 16
@@ -58,7 +58,7 @@ class BatchedPowerSGD(LowRank):
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
         """One route for the bucket, or one a parameter where it is not worth compressing."""
         numel = sum(spec.numel for spec in specs)
-        shape = _square(numel)
+        shape = square(numel)
         matrix_rank = self.matrix_rank_of(shape, specs[0].dtype) if numel else None
         if matrix_rank is None:
             return self.whole_plan(specs)
@@ -114,7 +114,7 @@ class BatchedPowerSGD(LowRank):
         remember(self, memory, [label], [Factors(left, own, mean)], scale)
 
 
-def _square(numel: int) -> tuple[int, int]:
+def square(numel: int) -> tuple[int, int]:
     """(rows, columns) of the smallest square that holds so many elements; if large, of whole cache lines."""
     side = math.isqrt(numel - 1) + 1 if numel else 0
     if side < WIDE_COLUMNS:
