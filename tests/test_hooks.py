@@ -678,7 +678,7 @@ def _switched(wrapper: str) -> tuple[list[str], float, bool]:
         ("error_dict", {}, "load_state_dict"),
         ("matrix_rank", 4, "no setting 'matrix_rank'"),
         ("matrix_approximation_rank", 0, "got 0"),
-        ("compression_stats_logging_frequency", 0, "got 0"),
+        ("compression_stats_logging_frequency", -1, "got -1"),
         ("process_group", "gloo", "got 'gloo'"),
     ],
 )

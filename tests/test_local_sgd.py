@@ -1214,13 +1214,13 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: _make(every_steps=0),
         "ConfigError: every_steps must be a whole number of at least 1",
     ),
-    "every_steps=2.0": (lambda: _make(every_steps=2.0), "ConfigError: every_steps"),
+    "every_steps=2.5": (lambda: _make(every_steps=2.5), "ConfigError: every_steps"),
     "every_steps=True": (lambda: _make(every_steps=True), "ConfigError: every_steps"),
     "warm-up": (
         lambda: _make(warmup_steps=-1),
         "ConfigError: warmup_steps must be a whole number of at least 0",
     ),
-    "buffers": (lambda: _make(average_buffers=1), "ConfigError: average_buffers must be True or False"),
+    "buffers": (lambda: _make(average_buffers=2), "ConfigError: average_buffers must be True or False"),
     "algorithm": (lambda: _make(algorithm="PowerSGD"), "ConfigError: expected an algorithm such as"),
     "no module": (lambda: _make([1], new_optimizer(new_model())), "ConfigError: expected a torch.nn.Module"),
     "lazy": (
