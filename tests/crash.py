@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import threading
@@ -43,13 +42,13 @@ class Setting:
     process_rank: int
     processes: int
     timeout_seconds: float
-    port: int
+    store: str
 
     def join_group(self) -> None:
-        """Join the others in a Gloo group, over a store of process 0."""
+        """Join the others in a Gloo group, over a file that is gone with the run."""
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://127.0.0.1:{self.port}",
+            init_method=f"file://{self.store}",
             rank=self.process_rank,
             world_size=self.processes,
             timeout=timedelta(seconds=self.timeout_seconds),
@@ -68,44 +67,28 @@ def run(
 
     A process that has not ended by itself after `limit_seconds` is killed, and the test fails.
     """
-    port = free_port()
-    pipes = [forked.context().Pipe(duplex=False) for _ in range(processes)]
-    running = [
-        forked.process(_serve, body, Setting(number, processes, timeout_seconds, port), args, pipe)
-        for number, (_, pipe) in enumerate(pipes)
-    ]
-    for process in running:
-        process.start()
-    for _, pipe in pipes:
-        pipe.close()
-    deadline = time.monotonic() + limit_seconds
-    told = [_received(pipe, deadline) for pipe, _ in pipes]
-    for process in running:
-        process.join(max(0.0, deadline - time.monotonic()))
-    hung = [number for number, process in enumerate(running) if process.is_alive()]
-    for process in running:
-        process.kill()
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [forked.context().Pipe(duplex=False) for _ in range(processes)]
+        running = [
+            forked.process(
+                _serve, body, Setting(number, processes, timeout_seconds, f"{folder}/store"), args, pipe
+            )
+            for number, (_, pipe) in enumerate(pipes)
+        ]
+        for process in running:
+            process.start()
+        for _, pipe in pipes:
+            pipe.close()
+        deadline = time.monotonic() + limit_seconds
+        told = [_received(pipe, deadline) for pipe, _ in pipes]
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
+        hung = [number for number, process in enumerate(running) if process.is_alive()]
+        for process in running:
+            process.kill()
+            process.join()
     assert not hung, f"processes {hung} did not end; told: {told}"
     return [Ended(value, process.exitcode) for value, process in zip(told, running, strict=True)]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def can_listen(port: int) -> bool:
-    """Whether a port is free."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def listening_on(process_id: int) -> set[IPv4Address | IPv6Address]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -13,8 +14,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from torch._C._distributed_c10d import TCPStore
+
 import forked
-from crash import free_port
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_TEARDOWN = str(Path(__file__).with_name("without_teardown.py"))
@@ -22,10 +24,15 @@ TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.
 
 
 def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
-    """What the script printed, errors included; raises if it failed."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [sys.executable, *launch, f"--nproc-per-node={processes}"]
-    return run([*command, WITHOUT_TEARDOWN, str(script), *arguments], timeout_seconds=timeout_seconds)
+    """What the script printed, errors included; raises if it failed.
+
+    The rendezvous is a file: what torchrun finds there, it loads as a pickle.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        launch = ["-m", "torch.distributed.run", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
+        launch += [f"--rdzv-endpoint={folder}/store", "--rdzv-conf=store_type=file"]
+        command = [sys.executable, *launch, f"--nproc-per-node={processes}"]
+        return run([*command, WITHOUT_TEARDOWN, str(script), *arguments], timeout_seconds=timeout_seconds)
 
 
 def run_processes(
@@ -55,7 +62,9 @@ def run_job(
     environment: Mapping[str, str] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """How processes ended that were told what torchrun tells its own; for the command see `run_python`."""
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
+    store = _store_on_loopback()
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "none"}
+    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     told |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {})}
     of_each = [told | {"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(processes)]
     return _run_all(command, of_each, Path.cwd(), timeout_seconds)
@@ -72,6 +81,16 @@ def run_python(
     It runs in a forked process: what is to be tested before torch is imported needs a process of its own.
     """
     return _run_all(command, [environment or {}], cwd or Path.cwd(), timeout_seconds)[0]
+
+
+def _store_on_loopback() -> TCPStore:
+    """One that no other machine reaches; the processes' own would listen on all addresses."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    # The store closes the listener when it is gone.
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _run_all(
