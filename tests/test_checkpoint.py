@@ -33,6 +33,7 @@ from thinwire import (
     AllReduce,
     BatchedPowerSGD,
     CheckpointError,
+    ConfigError,
     GradientSync,
     MissingExtraError,
     PowerSGD,
@@ -161,6 +162,8 @@ def test_what_is_not_a_state_is_not_written_and_leaves_the_old_file(tmp_path: Pa
         save(state | {"step": 99}, path)
     with pytest.raises(StateError, match="made by state_dict"):
         save({"model": 1}, path)
+    with pytest.raises(ConfigError, match=r"path must be that of a file, got '\.'"):
+        save(state, "")
     assert_same_state(load(path), state)
 
 

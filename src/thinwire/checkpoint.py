@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from thinwire.errors import CheckpointError, MissingExtraError, StateError
+from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
 from thinwire.state import TENSORS, checked_state
 
 __all__ = ["load", "save"]
@@ -52,11 +52,14 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises:
         StateError: It is no such state.
+        ConfigError: The path names no file.
         CheckpointError: It can't be written, such as to a full disk. What was there before is there still.
         MissingExtraError: safetensors is not installed.
     """
     checked_state(state, specs=None)
     path = Path(path)
+    if not path.name:
+        raise ConfigError(f"path must be that of a file, got {str(path)!r}")
     safetensors = _safetensors() if path.suffix == SAFETENSORS else None
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
