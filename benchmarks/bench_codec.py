@@ -25,9 +25,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import peers
 from report import markdown_table, page, save
 from shapes import SHAPE_SETS, Shape
-from thinwire import BatchedPowerSGD, GradientSync, PowerSGD
+from thinwire import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms import compilation
 from thinwire.channel import ProcessGroupChannel
+from thinwire.engine import Engine
 from thinwire.plan import ParameterSpec
 
 # PyTorch's hook averages whole gradients for at least two steps, then allocates in its first compressed one.
@@ -101,18 +102,18 @@ class Thinwire(Contender):
         gradients = enumerate(bucket.gradients())
         self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
         algorithm = self.algorithm(matrix_rank=matrix_rank)
-        self.sync = GradientSync(algorithm, ProcessGroupChannel(), self.specs)
+        self.engine = Engine(algorithm, ProcessGroupChannel(), self.specs)
 
     def step(self) -> None:
         compilation._compiled = COMPILED if self.compiled else lambda: None  # type: ignore[assignment]
-        self.sync.start(self.specs, self.flat)
-        self.sync.finish()
+        self.engine.start(self.specs, self.flat)
+        self.engine.finish()
 
     def compression_ratio(self) -> float:
-        return self.sync.stats().compression_ratio
+        return self.engine.stats().compression_ratio
 
     def memory_bytes(self) -> int:
-        memory = self.sync._memory
+        memory = self.engine._memory
         kept = [*memory.error.values(), *memory.factor.values(), *memory.sent.values()]
         return storage_bytes(kept)
 

@@ -19,10 +19,11 @@ import thinwire
 import thinwire.told as told_module
 from catalog import buckets, random_gradients
 from pool import Pool
-from thinwire import AgreementError, AllReduce, Cast, GradientSync, PowerSGD, hooks
+from thinwire import AgreementError, AllReduce, Cast, PowerSGD, hooks
 from thinwire import powersgd as epfl
 from thinwire.channel import InProcessChannel, ProcessGroupChannel
 from thinwire.channel.agreement import check_same
+from thinwire.engine import Engine
 from thinwire.simulation import Simulation
 
 POWER = PowerSGD(matrix_rank=2)
@@ -300,12 +301,12 @@ def _disagree_and_go_on() -> tuple[Any, Any, int]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     epfl.optimizer_step(optimizer, aggregator)
-    before = [(name, owed.clone()) for name, owed in aggregator.sync._memory.error.items()]
+    before = [(name, owed.clone()) for name, owed in aggregator.engine._memory.error.items()]
     aggregator.sync.use(PowerSGD(matrix_rank=3 + dist.get_rank()))
     step(model)
     with pytest.raises(AgreementError):
         epfl.optimizer_step(optimizer, aggregator)
-    after = [(name, owed.clone()) for name, owed in aggregator.sync._memory.error.items()]
+    after = [(name, owed.clone()) for name, owed in aggregator.engine._memory.error.items()]
     aggregator.sync.use(POWER)
     epfl.optimizer_step(optimizer, aggregator)
     return before, after, aggregator.stats().steps
@@ -346,7 +347,7 @@ def test_simulated_workers_compare_too() -> None:
 
 
 def test_a_bucket_that_is_new_is_compared_where_parameters_become_known_one_by_one() -> None:
-    syncs = [GradientSync(POWER, channel) for channel in InProcessChannel.group(2)]
+    syncs = [Engine(POWER, channel) for channel in InProcessChannel.group(2)]
     flats = random_gradients(buckets(), num_workers=1, seed=0)[0]
     syncs[0].start(buckets()[0], flats[0])
     with pytest.raises(AgreementError, match=r"no parameter head\.weight"):

@@ -194,8 +194,8 @@ def test_nothing_is_lost_over_changes_of_the_plan() -> None:
         plans.add(str(ranks_of(simulation)))
     assert len(plans) > 1
     owed = torch.zeros_like(total)
-    for sync in simulation.syncs:
-        error = sync._memory.error
+    for engine in simulation.engines:
+        error = engine._memory.error
         flat = [error.get(each.name, torch.zeros(each.numel)) for each in SPECS[0]]
         owed += torch.cat(flat) / 3
     assert (total - returned - owed).norm() < 1e-5 * total.norm()
@@ -343,8 +343,8 @@ def test_a_state_of_more_bytes_does_not_break_the_budget() -> None:
 def test_a_choice_that_fails_comes_after_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = PowerSGD(matrix_rank=3, bytes_per_step=BYTES, replan_every_steps=8)
     simulation = run(algorithm, steps=7, num_workers=1)
-    (sync,) = simulation.syncs
-    average = sync.channel.average
+    (engine,), (sync,) = simulation.engines, simulation.syncs
+    average = engine.channel.average
 
     def failing(message: torch.Tensor, purpose: str, **options: bool) -> Any:
         if "what the plan is made by" in purpose:
@@ -352,7 +352,7 @@ def test_a_choice_that_fails_comes_after_the_step(monkeypatch: pytest.MonkeyPatc
         return average(message, purpose, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(sync.channel, "average", failing)
+        patched.setattr(engine.channel, "average", failing)
         with pytest.raises(CommunicationError, match="step 8, what the plan is made by"):
             simulation.step(gradients(7, 1))
     assert sync.steps == 8

@@ -18,6 +18,7 @@ from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, GradientSync, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupChannel
+from thinwire.sync import engine_of
 
 POWER = PowerSGD(matrix_rank=2)
 
@@ -619,7 +620,8 @@ def _interrupted() -> tuple[dict[str, Any], dict[str, Any], int]:
     for step in range(2):
         torch.autograd.backward(ddp_model(batch_of("linear", step, 0, torch.float32)).square().mean())
     before = sync.state_dict()
-    start, calls = sync.start, []
+    engine, calls = engine_of(sync), []
+    start = engine.start
 
     def failing(*arguments: Any) -> None:
         calls.append(arguments)
@@ -627,7 +629,7 @@ def _interrupted() -> tuple[dict[str, Any], dict[str, Any], int]:
             raise MemoryError("out of memory at the second bucket")
         start(*arguments)
 
-    setattr(sync, "start", failing)  # noqa: B010 (mypy would not have it otherwise)
+    setattr(engine, "start", failing)  # noqa: B010 (mypy would not have it otherwise)
     with pytest.raises(MemoryError):
         torch.autograd.backward(ddp_model(batch_of("linear", 2, 0, torch.float32)).square().mean())
     return before, sync.state_dict(), sync.stats().steps

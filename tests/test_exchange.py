@@ -13,9 +13,9 @@ from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Channel, InProcessChannel, Pending, Told, lockstep
+from thinwire.engine import Engine
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
-from thinwire.sync import GradientSync
 
 
 class Recording(Channel):
@@ -55,7 +55,7 @@ class _Arrived:
         return self.message
 
 
-def step(sync: GradientSync, seed: int = 0) -> list[torch.Tensor]:
+def step(sync: Engine, seed: int = 0) -> list[torch.Tensor]:
     gradients = random_gradients(buckets(), num_workers=1, seed=seed)[0]
     for specs, flat in zip(buckets(), gradients, strict=True):
         sync.start(specs, flat)
@@ -108,7 +108,7 @@ RIGHT = 2 * (32 + 32 + 54)
 def test_number_order_and_size_of_messages(algorithm: Algorithm, events: list[str]) -> None:
     """First rounds are sent as buckets come; second rounds of all buckets travel as one."""
     channel = Recording()
-    sync = GradientSync(algorithm, channel, [each for bucket in buckets() for each in bucket])
+    sync = Engine(algorithm, channel, [each for bucket in buckets() for each in bucket])
     step(sync)
     assert channel.events == events
     assert sync.stats().messages == sum("send" in event for event in events)
@@ -116,7 +116,7 @@ def test_number_order_and_size_of_messages(algorithm: Algorithm, events: list[st
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
 def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
-    healthy, failing = (GradientSync(PowerSGD(matrix_rank=2), Recording()) for _ in range(2))
+    healthy, failing = (Engine(PowerSGD(matrix_rank=2), Recording()) for _ in range(2))
     for sync in (healthy, failing):
         step(sync)
     channel = failing.channel
@@ -130,14 +130,14 @@ def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
 
 
 def test_finish_without_start_is_refused_and_counts_nothing() -> None:
-    sync = GradientSync(PowerSGD(matrix_rank=2), Recording())
+    sync = Engine(PowerSGD(matrix_rank=2), Recording())
     with pytest.raises(StepError, match="without start"):
         sync.finish()
     assert sync.stats().steps == 0
 
 
 def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
-    sync = GradientSync(PowerSGD(matrix_rank=2), Recording())
+    sync = Engine(PowerSGD(matrix_rank=2), Recording())
     step(sync)
     flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
     sync.start(buckets()[0], flat)
@@ -178,7 +178,7 @@ def _reversed(flat: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry, autocast_dtype: torch.dtype) -> None:
-    plain, under = (GradientSync(entry.algorithm, Recording()) for _ in range(2))
+    plain, under = (Engine(entry.algorithm, Recording()) for _ in range(2))
     for seed in range(5):
         expected = step(plain, seed)
         with torch.autocast("cpu", dtype=autocast_dtype), torch.enable_grad():
@@ -201,7 +201,7 @@ def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str
     torch.set_float32_matmul_precision(precision)
     try:
         outside = torch.backends.cuda.matmul.fp32_precision
-        step(GradientSync(PowerSGD(matrix_rank=2), channel))
+        step(Engine(PowerSGD(matrix_rank=2), channel))
         assert torch.get_float32_matmul_precision() == precision
         assert torch.backends.cuda.matmul.fp32_precision == outside == "tf32"
     finally:
@@ -248,7 +248,7 @@ def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, st
     for level, precision in settings.items():
         torch._C._set_fp32_precision_setter(*level, precision)
     try:
-        step(GradientSync(PowerSGD(matrix_rank=2), Looking()))
+        step(Engine(PowerSGD(matrix_rank=2), Looking()))
     finally:
         left = _own_settings()
     assert left == {level: settings.get(level, "none") for level in left}
@@ -277,7 +277,7 @@ def test_workers_that_end_early_are_told() -> None:
 
 
 def test_error_norm_and_relative_error_agree_with_the_matrix() -> None:
-    sync = GradientSync(PowerSGD(matrix_rank=1), Recording())
+    sync = Engine(PowerSGD(matrix_rank=1), Recording())
     shape = spec("weight", 30, 20)
     matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
     for _ in range(40):
@@ -306,7 +306,7 @@ def test_the_relative_error_is_what_is_owed_of_what_was_to_send(
     """Under any scaling and number of iterations; and saving, which averages what is owed, keeps it."""
     channels = InProcessChannel.group(2)
     scaled = None if scale is None else (lambda device: torch.tensor(scale))
-    syncs = [GradientSync(algorithm, channel, loss_scale=scaled) for channel in channels]
+    syncs = [Engine(algorithm, channel, loss_scale=scaled) for channel in channels]
     layout = (spec("weight", 49, 25),)  # a square number of elements
     for seed in range(3):
         owed = [sync._memory.error.get("weight", torch.zeros(49 * 25)).clone() for sync in syncs]
@@ -335,7 +335,7 @@ def _silently(generator: Generator[None, None, Any]) -> Generator[None, None, No
 def test_the_seed_decides_the_first_factors() -> None:
     results = []
     for seed in (0, 0, 1):
-        sync = GradientSync(PowerSGD(matrix_rank=2, seed=seed), Recording())
+        sync = Engine(PowerSGD(matrix_rank=2, seed=seed), Recording())
         results.append(torch.cat(step(sync)))
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
@@ -351,14 +351,14 @@ def test_waiting_is_timed() -> None:
         def _average(self, message: torch.Tensor, purpose: str) -> Pending:
             return Slow(self, 0, message)
 
-    sync = GradientSync(PowerSGD(matrix_rank=2), SlowChannel())
+    sync = Engine(PowerSGD(matrix_rank=2), SlowChannel())
     step(sync)
     assert 0.06 <= sync.stats().waiting_seconds < 10
 
 
 def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
     first, second = buckets()
-    sync = GradientSync(BatchedPowerSGD(), Recording())
+    sync = Engine(BatchedPowerSGD(), Recording())
     found = []
     for layout in ([first, second], [(*first, *second)], [(*first, *second)]):
         flats = random_gradients(layout, num_workers=1, seed=0)[0]
@@ -377,7 +377,7 @@ def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
     flats = random_gradients(layout, num_workers=1, seed=0)[0]
     saved: dict[str, Any] = {}
     for _ in range(2):
-        sync = GradientSync(PowerSGD(matrix_rank=1), Recording(), may_be_unused=True)
+        sync = Engine(PowerSGD(matrix_rank=1), Recording(), may_be_unused=True)
         if saved:
             sync.load_state_dict(saved)
             flats[1][600:] = 0

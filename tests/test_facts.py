@@ -183,7 +183,7 @@ def test_facts_11_the_error_memory_stays_bounded() -> None:
     norms = []
     for step in range(300):
         simulation.step([[_noise(step, worker)[0].reshape(-1)] for worker in range(2)])
-        norms.append(simulation.syncs[0]._memory.error["0"].norm().item())
+        norms.append(simulation.engines[0]._memory.error["0"].norm().item())
     assert simulation.syncs[0].stats().compression_ratio > 5
     assert norms[-1] < 1.15 * norms[99]
 

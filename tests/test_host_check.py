@@ -13,6 +13,7 @@ from pool import Pool
 from thinwire import AgreementError, AllReduce, BatchedPowerSGD, Cast, ConfigError, PowerSGD
 from thinwire.algorithms import Algorithm, compilation, passes
 from thinwire.channel import InProcessChannel
+from thinwire.engine import Engine
 from thinwire.simulation import Simulation
 from thinwire.sync import GradientSync
 
@@ -89,14 +90,14 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
             gradients[1][0][5] = torch.nan
             gradients[1][1][5] = torch.nan
         if step == 3:
-            assert simulation.syncs[0]._memory.error
+            assert simulation.engines[0]._memory.error
             for sync in simulation.syncs:
                 sync.use(after)
         before = simulation.syncs[0].stats().message_bytes
         simulation.step(gradients)
         sent_bytes = simulation.syncs[0].stats().message_bytes - before
         if step >= 3:
-            assert bool(simulation.syncs[0]._memory.error) == (bad_step and step == 3)
+            assert bool(simulation.engines[0]._memory.error) == (bad_step and step == 3)
             assert gradients[0][0].isnan().all() == (bad_step and step == 3)
     assert simulation.syncs[0].stats().nonfinite_steps == bad_step
     if isinstance(after, PowerSGD):
@@ -105,7 +106,7 @@ def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step
 
 def test_the_errors_of_a_family_stay_one_batch() -> None:
     simulation, _ = run(PowerSGD(matrix_rank=2), {1}, host_check=False)
-    error = simulation.syncs[0]._memory.error
+    error = simulation.engines[0]._memory.error
     assert passes.stacked([error["head.weight"], error["body.weight"]]) is not None
 
 
@@ -134,12 +135,12 @@ def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch:
             scale = torch.tensor([8.0])
             loss_scale = (lambda device: scale) if scaled else None
             (channel,) = InProcessChannel.group(1)
-            sync = GradientSync(algorithm, channel, loss_scale=loss_scale, host_check=host_check)
+            engine = Engine(algorithm, channel, loss_scale=loss_scale, host_check=host_check)
             for _ in range(3):
                 for specs in buckets():
-                    sync.start(specs, torch.randn(sum(spec.numel for spec in specs)))
-                sync.finish()
-            assert sync._memory.error
+                    engine.start(specs, torch.randn(sum(spec.numel for spec in specs)))
+                engine.finish()
+            assert engine._memory.error
 
     train(host_check=False)
     with pytest.raises(DataDependentOutputException):

@@ -20,6 +20,7 @@ from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupChannel
+from thinwire.engine import Engine
 
 WILDLY = [(0, 50), (7, 3), (0, 0), (4, 4)]
 POWER = PowerSGD(matrix_rank=2)
@@ -356,7 +357,12 @@ def _refused() -> list[str]:
     messages = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     local = thinwire.LocalSGD(model.module, optimizer, every_steps=2)
-    for joined in (nn.Linear(2, 2), thinwire.GradientSync(AllReduce(), ProcessGroupChannel()), model, local):
+    for joined in (
+        nn.Linear(2, 2),
+        thinwire.GradientSync(Engine(AllReduce(), ProcessGroupChannel())),
+        model,
+        local,
+    ):
         with pytest.raises(thinwire.ThinwireError) as raised, thinwire.join(joined):
             raise AssertionError("the loop must not be entered")
         messages.append(str(raised.value))

@@ -22,6 +22,7 @@ from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.channel import process_group
+from thinwire.sync import engine_of
 from thinwire.testing import Fault, InjectedError, fail_at, faults
 
 TIMEOUT_SECONDS = 2.0
@@ -81,7 +82,7 @@ class Told:
 
 def remembered(sync: GradientSync) -> dict[str, Tensor]:
     """Error and factors, as copies."""
-    memory = sync._memory
+    memory = engine_of(sync)._memory
     both = {f"error {name}": owed for name, owed in memory.error.items()}
     both |= {f"factor {label}": factor for label, factor in memory.factor.items()}
     return {name: tensor.clone() for name, tensor in both.items()}
@@ -105,7 +106,7 @@ def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, f
     seconds = time.monotonic() - start
     after = remembered(sync)
     same = before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    norm = sum(float(owed.norm()) for owed in sync._memory.error.values())
+    norm = sum(float(owed.norm()) for owed in engine_of(sync)._memory.error.values())
     dist.destroy_process_group()
     return Told(
         type(error).__name__,
@@ -205,7 +206,7 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float
     sync, step_with = by_hook(POWER)
     for step in range(3):
         step_with(step)
-    before = {name: owed.clone() for name, owed in sync._memory.error.items()}
+    before = {name: owed.clone() for name, owed in engine_of(sync)._memory.error.items()}
     start, error = time.monotonic(), None
     try:
         if setting.process_rank == 0:
@@ -217,7 +218,7 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float
     except CommunicationError as raised:
         error = raised
     seconds = time.monotonic() - start
-    same = all(torch.equal(owed, before[name]) for name, owed in sync._memory.error.items())
+    same = all(torch.equal(owed, before[name]) for name, owed in engine_of(sync)._memory.error.items())
     return type(error).__name__, str(error), seconds, warned, same
 
 

@@ -64,8 +64,8 @@ def test_zeros_in_place_of_nan_and_else_the_same_run(entry: Entry, host_check: b
     assert stats.steps == 5
     if entry.compresses:
         assert stats.compression_ratio > 1.1  # with a warm-up of three of the five steps
-    with_memory = as_nan.syncs[0]._memory
-    for name, owed in simulation.syncs[0]._memory.error.items():
+    with_memory = as_nan.engines[0]._memory
+    for name, owed in simulation.engines[0]._memory.error.items():
         assert torch.equal(owed, with_memory.error[name])
 
 

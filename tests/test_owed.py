@@ -27,14 +27,14 @@ def owing(dtype: torch.dtype, error: float, scale: float | None = None) -> Simul
         scaled = lambda device: torch.tensor(scale)  # noqa: E731
     simulation = Simulation(POWER, layout(dtype), num_workers=2, loss_scale=scaled)
     assert simulation.step(random_gradients(layout(dtype), num_workers=2, seed=0))
-    for sync in simulation.syncs:
-        sync._memory.error["weight"] += error
+    for engine in simulation.engines:
+        engine._memory.error["weight"] += error
     return simulation
 
 
 def owed(simulation: Simulation) -> torch.Tensor:
     zeros = torch.zeros(1200)
-    errors = [sync._memory.error.get("weight", zeros).double() for sync in simulation.syncs]
+    errors = [engine._memory.error.get("weight", zeros).double() for engine in simulation.engines]
     return torch.stack(errors).mean(0)
 
 
@@ -161,8 +161,8 @@ def test_fresh_random_factors_are_not_kept() -> None:
     results = []
     for _ in range(3):
         gradients = random_gradients(layout(), num_workers=2, seed=0)
-        for sync in simulation.syncs:
-            sync._memory.error.clear()
+        for engine in simulation.engines:
+            engine._memory.error.clear()
         assert simulation.step(gradients)
         results.append(gradients[0][0])
     assert not torch.equal(results[0], results[1])
@@ -172,12 +172,12 @@ def test_fresh_random_factors_are_not_kept() -> None:
 def test_what_is_unpaid_on_one_worker_only_is_remembered_by_all() -> None:
     """What a worker owes decides the type and length of messages: all must owe the same parameters."""
     simulation = owing(torch.float16, 0.0)
-    simulation.syncs[0]._memory.error["weight"] += 90_000.0  # beyond fp16
+    simulation.engines[0]._memory.error["weight"] += 90_000.0  # beyond fp16
     before = owed(simulation)
     switch(simulation, AllReduce())
     paid = pay(simulation, torch.float16, 1)
-    assert [set(sync._memory.error) for sync in simulation.syncs] == [{"weight"}, {"weight"}]
-    assert not simulation.syncs[1]._memory.error["weight"].any()
+    assert [set(engine._memory.error) for engine in simulation.engines] == [{"weight"}, {"weight"}]
+    assert not simulation.engines[1]._memory.error["weight"].any()
     paid += pay(simulation, torch.float16, 1)
-    assert [set(sync._memory.error) for sync in simulation.syncs] == [set(), set()]
+    assert [set(engine._memory.error) for engine in simulation.engines] == [set(), set()]
     torch.testing.assert_close(paid, before, rtol=1e-3, atol=0.1)

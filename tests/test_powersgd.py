@@ -365,9 +365,9 @@ def _fed_back(dtype: torch.dtype, scale: float) -> tuple[float, float]:
         for total, mean in zip(sent, powersgd.aggregate(held), strict=True):
             total.add_(mean.double() / scale)
     kept = dict(powersgd.state_dict()["error"]).get("parameter[0]", torch.zeros(()))
-    owed = held[0].double() / scale + powersgd.sync._memory.error.get("parameter[0]", torch.zeros(1200)).view(
-        40, 30
-    )
+    owed = held[0].double() / scale + powersgd.engine._memory.error.get(
+        "parameter[0]", torch.zeros(1200)
+    ).view(40, 30)
     assert (kept.norm() > 0) == (dtype == torch.bfloat16)
     dist.all_reduce(owed)
     gap = (sent[0] + owed / 2 - true[0]).norm() / true[0].norm()
@@ -685,7 +685,7 @@ class _Noting(Channel):
 def _noted() -> tuple[int, int, float]:
     assert dist.get_world_size() == 2
     powersgd = PowerSGD([torch.zeros(48, 32)], AT_ONCE)
-    powersgd.sync.channel = noting = _Noting(powersgd.sync.channel)
+    powersgd.engine.channel = noting = _Noting(powersgd.engine.channel)
     for _ in range(2):
         powersgd.average([torch.randn(48, 32)])
     return powersgd.stats().messages, noting.messages, powersgd.stats().compression_ratio

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from launcher import run_job
 from pool import Pool
 from thinwire import exchange
+from thinwire.engine import Engine
 from thinwire.selftest import command
 from thinwire.selftest.checks import CHECKS, Bench
-from thinwire.sync import GradientSync
 
 
 def test_all_is_well_here() -> None:
@@ -37,7 +37,7 @@ def doubled(patch: pytest.MonkeyPatch) -> None:
     """Every second element of the mean is wrong, on one process."""
     average = Bench.average
 
-    def wrong(self: Bench, sync: GradientSync, gradient: torch.Tensor) -> torch.Tensor:
+    def wrong(self: Bench, sync: Engine, gradient: torch.Tensor) -> torch.Tensor:
         average(self, sync, gradient)[::2] *= 1 + (self.channel.process_rank == 1)
         return gradient
 
@@ -46,13 +46,13 @@ def doubled(patch: pytest.MonkeyPatch) -> None:
 
 def forgetful(patch: pytest.MonkeyPatch) -> None:
     """What is loaded has no error."""
-    load = GradientSync.load_state_dict
+    load = Engine.load_state_dict
 
-    def wrong(self: GradientSync, state: Any, *, strict: bool = True) -> None:
+    def wrong(self: Engine, state: Any, *, strict: bool = True) -> None:
         load(self, state, strict=strict)
         self._loaded_error.clear()
 
-    patch.setattr(GradientSync, "load_state_dict", wrong)
+    patch.setattr(Engine, "load_state_dict", wrong)
 
 
 def poisoned(patch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def drifting(patch: pytest.MonkeyPatch) -> None:
 
 def deaf(patch: pytest.MonkeyPatch) -> None:
     """Nobody compares anything."""
-    patch.setattr(GradientSync, "agree", lambda self, bucket: None)
+    patch.setattr(Engine, "agree", lambda self, bucket: None)
 
 
 BREAKING = [

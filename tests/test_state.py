@@ -12,8 +12,9 @@ import torch
 
 from catalog import buckets, random_gradients, spec
 from test_conformance import assert_same_state
-from thinwire import BatchedPowerSGD, GradientSync, PowerSGD
+from thinwire import BatchedPowerSGD, PowerSGD
 from thinwire.channel import InProcessChannel
+from thinwire.engine import Engine
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
 
@@ -71,7 +72,7 @@ def test_a_loaded_state_can_be_saved_before_the_next_step(state: dict[str, Any])
 
 def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: dict[str, Any]) -> None:
     channel = InProcessChannel.group(1)[0]
-    sync = GradientSync(POWER, channel)
+    sync = Engine(POWER, channel)
     sync.load_state_dict(state)
     assert_same_state(sync.state_dict(), state)
     assert sync.state_dict()["parameters"] == state["parameters"]
@@ -91,7 +92,7 @@ def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
     for each, flat in ((plain, gradient.reshape(-1).clone()), (strided, in_memory_order.clone())):
         simulation = Simulation(algorithm, [(each,)], num_workers=1)
         for _ in range(30):  # to convergence: the first factor is random in the order of memory
-            simulation.syncs[0]._memory.error.clear()
+            simulation.engines[0]._memory.error.clear()
             simulation.step([[flat.clone()]])
         saved = simulation.state_dicts()[0]
         errors.append(dict(saved["error"])["conv"])
@@ -160,7 +161,7 @@ def test_switched_before_the_first_step_after_a_load_factors_of_buckets_are_kept
 def test_the_state_of_another_shape_is_refused_where_parameters_become_known_bucket_by_bucket(
     state: dict[str, Any],
 ) -> None:
-    sync = GradientSync(POWER, InProcessChannel.group(1)[0])
+    sync = Engine(POWER, InProcessChannel.group(1)[0])
     sync.load_state_dict(state)
     with pytest.raises(StateError, match=r"error of head.weight has shape \(64, 32\).*\(32, 64\)"):
         sync.start((spec("head.weight", 32, 64),), torch.zeros(64 * 32))
@@ -302,7 +303,7 @@ def test_what_is_expanded_is_refused_where_no_parameter_is_known_yet(state: dict
     torch.save(bad, file)
     assert len(file.getvalue()) < 10_000
     file.seek(0)
-    sync = GradientSync(POWER, InProcessChannel.group(1)[0])
+    sync = Engine(POWER, InProcessChannel.group(1)[0])
     with pytest.raises(StateError, match="expanded"):
         sync.load_state_dict(torch.load(file, weights_only=True))
     assert sync.steps == 0
@@ -313,7 +314,7 @@ def test_an_error_above_the_models_range_is_refused_where_it_becomes_known_bucke
 ) -> None:
     bad = copy.deepcopy(state)
     BAD["an error above the range of the model's memory"][0](bad)
-    sync = GradientSync(POWER, InProcessChannel.group(1)[0])
+    sync = Engine(POWER, InProcessChannel.group(1)[0])
     sync.load_state_dict(bad)
     with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
         sync.start((spec("head.weight", 64, 32),), torch.zeros(64 * 32))

@@ -37,6 +37,7 @@ FLOORS = [
         "missed",
         "all_gather",
     },
+    {"engine"},
     {"sync"},
     {"ddp", "simulation", "step", "local_sgd", "post_local_sgd", "stateless_hooks", "join", "testing"},
     {"hooks", "powersgd"},
@@ -123,6 +124,17 @@ def test_the_public_names() -> None:
         "Stats", "StepError", "ThinwireError", "__version__", "attach", "hooks", "join",
         "JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Watch", "read_run",
     }  # fmt: skip
+
+
+def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() -> None:
+    shown = [name for name in dir(thinwire.GradientSync) if not name.startswith("_")]
+    assert shown == [
+        "abandon", "algorithm", "load_state_dict", "plan", "state_dict", "stats", "steps", "use",
+    ]  # fmt: skip
+    reference = (SOURCE.parents[1] / "docs" / "api.md").read_text()
+    told = re.search(r"^::: thinwire.GradientSync\n    options:\n      members: \[(.*)\]", reference, re.M)
+    assert told is not None
+    assert told[1].split(", ") == shown
 
 
 def test_importing_thinwire_imports_only_torch_and_itself() -> None:

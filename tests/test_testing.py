@@ -64,12 +64,12 @@ def test_a_fault_of_another_process_step_or_incarnation_does_not_strike(
 
 
 def test_closed_it_leaves_the_channel_as_it_was() -> None:
-    sync = Simulation(POWER, buckets(), num_workers=1).syncs[0]
-    before = sync.channel
-    with faults(sync, []):
-        assert sync.channel is not before
-        assert (sync.channel.size, sync.channel.process_rank) == (1, 0)
-    assert sync.channel is before
+    simulation = Simulation(POWER, buckets(), num_workers=1)
+    engine, before = simulation.engines[0], simulation.engines[0].channel
+    with faults(simulation.syncs[0], []):
+        assert engine.channel is not before
+        assert (engine.channel.size, engine.channel.process_rank) == (1, 0)
+    assert engine.channel is before
 
 
 @pytest.mark.parametrize("front", [by_hook, by_optimizer_step], ids=lambda front: front.__name__)

@@ -34,6 +34,7 @@ from thinwire import (
 )
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.simulation import Simulation
+from thinwire.sync import engine_of
 from thinwire.watch import reading
 from thinwire.watch.growth import GrowthAlarm
 
@@ -87,7 +88,7 @@ def test_the_records_add_up_to_the_stats() -> None:
     assert [step for kind, step, _ in kept.records if kind == "norms"] == [2, 4, 6]
     assert norms[-1]["relative_error"] == stats.relative_error
     assert norms[-1]["error_norm"] == stats.error_norm
-    for name, error in simulated.syncs[0]._memory.error.items():
+    for name, error in simulated.engines[0]._memory.error.items():
         assert stats.error_norm[name] == pytest.approx(error.norm().item())
     (plan,) = kept.of("plan")
     assert plan["algorithm"] == "PowerSGD(matrix_rank=2)"
@@ -356,7 +357,7 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no file of a thinwire\.Watch; give another path"):
         Watch(sync, tmp_path / "mine.txt")
     assert (tmp_path / "mine.txt").read_text() == "important\n"
-    assert not sync.observers
+    assert not engine_of(sync).observers
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), RuntimeError("no network")])

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Channel, ProcessGroupChannel
 from thinwire.contributors import divide_by_contributors
+from thinwire.engine import Engine
 from thinwire.errors import (
     AttachError,
     ConfigError,
@@ -164,7 +165,7 @@ def front_of(
         if name not in model.parameters_to_ignore:
             names.setdefault(parameter, plain_name(name))
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
-    sync = GradientSync(
+    engine = Engine(
         algorithm,
         channel,
         specs,
@@ -173,7 +174,7 @@ def front_of(
         host_check=host_check,
         on_nonfinite=on_nonfinite,
     )
-    return BucketFront(sync, names, model)
+    return BucketFront(engine, names, model)
 
 
 def check_options(model: DistributedDataParallel) -> None:
@@ -281,14 +282,14 @@ class DetachedFront:
 
 
 class BucketFront:
-    """Feeds DDP's buckets to a `GradientSync` and hands their means back as futures.
+    """Feeds DDP's buckets to an `Engine` and hands their means back as futures.
 
     The work of all buckets is finished inside the call for the last one, on the thread that runs the
     backward pass: no collective is ever issued from a future's callback. In the first step of a static
     graph, where DDP calls every bucket its first, the last one is the one that completes the parameters.
 
     Args:
-        sync: What averages.
+        engine: What averages.
         names: The name of each parameter; None where they can't be known. Then they are named in the
             first step, by their position from the model's end. DDP's first buckets hold the parameters in
             reverse, each type for itself, so the names are the same in every run of a model of one type
@@ -298,11 +299,11 @@ class BucketFront:
 
     def __init__(
         self,
-        sync: GradientSync,
+        engine: Engine,
         names: dict[torch.nn.Parameter, str] | None = None,
         model: DistributedDataParallel | None = None,
     ) -> None:
-        self.sync = sync
+        self.engine, self.sync = engine, GradientSync(engine)
         self._model = None if model is None else weakref.ref(model)
         self._num_expected: int | None = None
         self._num_taken = 0
@@ -331,12 +332,12 @@ class BucketFront:
         flat = dense_buffer(bucket)
         if self._num_expected is None:
             self._num_expected = self._num_in_first_step(bucket.parameters())
-        if not self.sync.num_started:
+        if not self.engine.num_started:
             self._num_taken = 0
         try:
             self._watch_the_pass()
             divide_by_contributors(bucket.parameters(), flat)
-            self.sync.start(self._specs_of(bucket), flat)
+            self.engine.start(self._specs_of(bucket), flat)
             future = _new_future(flat.device)
             self._waiting.append((future, flat))
             self._num_taken += _num_trained(bucket.parameters())
@@ -347,7 +348,7 @@ class BucketFront:
                 self._release()
         except BaseException:
             self._waiting = []
-            self.sync.abandon()
+            self.engine.abandon()
             raise
         return future
 
@@ -376,7 +377,7 @@ class BucketFront:
         If more are to come in another pass, DDP does nothing now. If it thinks that all have come, it goes on
         to wait for their futures, for ever.
         """
-        num_started = self.sync.num_started
+        num_started = self.engine.num_started
         if not num_started or torch._C._current_autograd_node() is not None:  # inside another pass
             return
         alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)
@@ -387,7 +388,7 @@ class BucketFront:
             alarm.cancel()
             if self._was_given_up:
                 self._was_given_up = False
-                self.sync.abandon()
+                self.engine.abandon()
                 raise StepError(
                     f"DDP ended a step after {num_started} parameters without "
                     "handing over the others, so that nothing was averaged; build the DDP model without the "
@@ -402,8 +403,8 @@ class BucketFront:
 
     def _finish(self) -> None:
         try:
-            if not self.sync.finish():
-                self.sync.warn_of_nonfinite()
+            if not self.engine.finish():
+                self.engine.warn_of_nonfinite()
         except NonfiniteError as error:
             _raise_after_backward(error)
 

@@ -28,6 +28,7 @@ from thinwire.algorithms.lowrank import LowRank
 from thinwire.channel import ProcessGroupChannel
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.ddp import BucketFront, dense_buffer, front_of, models_where, refuse_training_of_copies
+from thinwire.engine import Engine
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.loss_scale import loss_scale_of
 from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
@@ -254,18 +255,18 @@ class PowerSGDState:
         """Committed steps so far: as long as it is below `start_powerSGD_iter`, whole gradients travel."""
         if self._front is None:
             return 0 if self._loaded is None else int(self._loaded["step"])
-        counts = self._front.sync.counts()
+        counts = self._front.engine.counts()
         return counts.steps - counts.nonfinite_steps
 
     @property
     def error_dict(self) -> Mapping[str, torch.Tensor]:
         """What this process owes, by parameter name (torch's is by bucket): fp32, flat, unscaled; to read."""
-        return MappingProxyType({} if self._front is None else self._front.sync._memory.error)
+        return MappingProxyType({} if self._front is None else self._front.engine._memory.error)
 
     @property
     def q_memory_dict(self) -> Mapping[str, torch.Tensor]:
         """The last mean right factors, by name: fp32, shape (matrix rank, columns); to read."""
-        return MappingProxyType({} if self._front is None else self._front.sync._memory.factor)
+        return MappingProxyType({} if self._front is None else self._front.engine._memory.factor)
 
     @property
     def p_memory_dict(self) -> Mapping[str, torch.Tensor]:
@@ -383,7 +384,7 @@ class PowerSGDState:
         if self._front is None:
             algorithm = self.algorithm(kind, wire_dtype)
             self._front = self._new_front(algorithm, dense_buffer(bucket).device)
-            self._front.sync.observers.append(self._after_step)
+            self._front.engine.observers.append(self._after_step)
             self._loaded, self._kind = None, (kind, wire_dtype)
         if self._kind != (kind, wire_dtype):
             raise ConfigError(
@@ -405,41 +406,45 @@ class PowerSGDState:
             front = front_of(models[0], algorithm, channel, loss_scale, on_nonfinite=self._on_nonfinite)
             refuse_training_of_copies(models[0])
         else:
-            sync = GradientSync(
+            engine = Engine(
                 algorithm,
                 channel,
                 loss_scale=loss_scale,
                 may_be_unused=True,
                 on_nonfinite=self._on_nonfinite,
             )
-            front = BucketFront(sync)
+            front = BucketFront(engine)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
         return front
 
     def _after_step(self, committed: bool) -> None:
         """Count and log."""
-        sync = self.sync
+        if self._front is None:
+            raise AssertionError("a step was made without a front")
+        engine = self._front.engine
         if self.iter - committed >= self._get("warmup_steps"):
-            counted_for = (sync.algorithm, sync.buckets)
+            counted_for = (engine.algorithm, engine.buckets)
             if self._counted[0] != counted_for:
-                self._counted = (counted_for, *_elements(sync))
+                self._counted = (counted_for, *_elements(engine))
             self._numel_before += self._counted[1]
             self._numel_after += self._counted[2]
-        if logger.isEnabledFor(logging.INFO) and sync.steps % self._log_every_steps == 0:
-            stats = sync.stats()
+        if logger.isEnabledFor(logging.INFO) and engine.steps % self._log_every_steps == 0:
+            stats = engine.stats()
             logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)
 
 
-def _elements(sync: GradientSync) -> tuple[int, int]:
+def _elements(engine: Engine) -> tuple[int, int]:
     """A compressed step's elements before and after compression, as torch counts them."""
-    numel = {spec.name: spec.numel for bucket in sync.buckets for spec in bucket}
+    numel = {spec.name: spec.numel for bucket in engine.buckets for spec in bucket}
     after = 0.0
-    for route in sync.plan.routes:
+    for route in engine.plan.routes:
         if route.matrix_shape is None or route.matrix_rank is None:
             after += sum(numel[name] for name in route.names)
         else:
-            after += route.matrix_rank * sum(route.matrix_shape) * getattr(sync.algorithm, "factor_pairs", 1)
+            after += (
+                route.matrix_rank * sum(route.matrix_shape) * getattr(engine.algorithm, "factor_pairs", 1)
+            )
     return sum(numel.values()), int(after)
 
 

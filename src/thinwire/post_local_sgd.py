@@ -16,9 +16,9 @@ from thinwire.channel.process_group import checked_group
 from thinwire.checks import true_or_false, whole_count
 from thinwire.contributors import divide_by_contributors
 from thinwire.ddp import BucketFront, dense_buffer, left_alone
+from thinwire.engine import Engine
 from thinwire.errors import ConfigError
 from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
-from thinwire.sync import GradientSync
 from thinwire.version import __version__
 
 __all__ = ["PostLocalSGDState", "averaged", "post_localSGD_hook"]
@@ -99,8 +99,8 @@ class PostLocalSGDState:
         group = channel.group
         if group not in self._fronts:
             algorithm = AllReduce() if wire_dtype is None else Cast(wire_dtype)
-            sync = GradientSync(algorithm, channel, on_nonfinite=self.on_nonfinite)
-            self._fronts[group] = BucketFront(sync)
+            engine = Engine(algorithm, channel, on_nonfinite=self.on_nonfinite)
+            self._fronts[group] = BucketFront(engine)
         return self._fronts[group].run(bucket)
 
 

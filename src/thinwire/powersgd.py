@@ -95,14 +95,14 @@ class _Synchronised(Aggregator):
         front = self.front_for(gradients)
         means, committed = front.average(gradients)
         if not committed:
-            front.sync.warn_of_nonfinite()
+            front.engine.warn_of_nonfinite()
         for index, gradient in enumerate(gradients if committed else ()):
             if gradient is not None:
                 self._leave_error(front, index, gradient)
         return means
 
     def _leave_error(self, front: StepFront, index: int, gradient: torch.Tensor) -> None:
-        error = front.sync.take_error(front.name_of(index))
+        error = front.engine.take_error(front.name_of(index))
         if error is None:
             gradient.zero_()
             return
@@ -112,7 +112,7 @@ class _Synchronised(Aggregator):
         front.in_layout(index, held).copy_(gradient)
         rest = error - held / scale
         if gradient.dtype.itemsize < error.dtype.itemsize and rest.any():
-            front.sync.owe(front.name_of(index), rest)
+            front.engine.owe(front.name_of(index), rest)
 
 
 class AllReduce(_Synchronised):

@@ -14,6 +14,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import InProcessChannel, lockstep
 from thinwire.checks import whole_number
+from thinwire.engine import Engine
 from thinwire.loss_scale import LossScale
 from thinwire.nonfinite import OnNonfinite
 from thinwire.plan import ParameterSpec
@@ -34,7 +35,8 @@ class Simulation:
         on_nonfinite: Likewise.
 
     Attributes:
-        syncs: The `GradientSync` of each worker.
+        engines: What averages, of each worker.
+        syncs: The handle of each.
 
     Examples:
         >>> from thinwire import AllReduce
@@ -58,8 +60,8 @@ class Simulation:
         whole_number("num_workers", num_workers, least=1)
         self.buckets = list(buckets)
         specs = [spec for bucket in self.buckets for spec in bucket]
-        self.syncs = [
-            GradientSync(
+        self.engines = [
+            Engine(
                 algorithm,
                 channel,
                 specs,
@@ -69,6 +71,7 @@ class Simulation:
             )
             for channel in InProcessChannel.group(num_workers)
         ]
+        self.syncs = [GradientSync(engine) for engine in self.engines]
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> bool:
         """Average one step's gradients, in place.
@@ -77,26 +80,26 @@ class Simulation:
             gradients: By worker and bucket, flat tensors.
 
         Returns:
-            Whether the step was committed; see `GradientSync.finish`.
+            Whether the step was committed; see `Engine.finish`.
 
         Raises:
-            NonfiniteError: See `GradientSync.finish`.
+            NonfiniteError: See `Engine.finish`.
         """
-        for sync, of_worker in zip(self.syncs, gradients, strict=True):
+        for engine, of_worker in zip(self.engines, gradients, strict=True):
             for specs, flat in zip(self.buckets, of_worker, strict=True):
-                sync.start(specs, flat)
+                engine.start(specs, flat)
         committed: list[bool] = []
         with exact_arithmetic(torch.device("cpu")):
-            lockstep([_noting(sync.finishing(), committed) for sync in self.syncs])
-        for sync, of_worker_committed in zip(self.syncs, committed, strict=True):
-            sync.raise_unless(of_worker_committed)
+            lockstep([_noting(engine.finishing(), committed) for engine in self.engines])
+        for engine, of_worker_committed in zip(self.engines, committed, strict=True):
+            engine.raise_unless(of_worker_committed)
         return all(committed)
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """The state of each worker; all are equal."""
         states: list[dict[str, Any]] = []
         with exact_arithmetic(torch.device("cpu")):
-            lockstep([_noting(sync.saving(), states) for sync in self.syncs])
+            lockstep([_noting(engine.saving(), states) for engine in self.engines])
         return states
 
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import Channel, InProcessChannel, ProcessGroupChannel, copy_from
 from thinwire.contributors import members_over_contributors
+from thinwire.engine import Engine
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.loss_scale import loss_scale_of
 from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
@@ -29,7 +30,7 @@ Gradients: TypeAlias = Sequence["torch.Tensor | None"]
 
 
 class StepFront(Joinable):
-    """Averages lists of gradients over a process group, through a `GradientSync`.
+    """Averages lists of gradients over a process group, through an `Engine`.
 
     Args:
         parameters: What the gradients are of, in an order that is the same in every run: parameters are
@@ -43,6 +44,7 @@ class StepFront(Joinable):
 
     Attributes:
         parameters: As given.
+        engine: What averages.
         sync: The handle: plan, statistics, state, and switching the algorithm.
 
     Cost: a copy of the gradients while they are averaged; a message of 4 bytes a parameter that tells which
@@ -63,13 +65,14 @@ class StepFront(Joinable):
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
         channel, self._group = _channel_of(process_group, self.parameters[0].device)
         loss_scale = loss_scale_of(grad_scaler)
-        self.sync = GradientSync(
+        self.engine = Engine(
             algorithm,
             channel,
             self._specs,
             loss_scale=loss_scale,
             on_nonfinite=checked_on_nonfinite(on_nonfinite, grad_scaler),
         )
+        self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
 
     @torch.no_grad()
@@ -92,12 +95,12 @@ class StepFront(Joinable):
             CommunicationError: A collective failed; memory is as it was.
         """
         self._check(gradients)
-        with self.sync.clock.inside(self.sync.channel.traffic):
+        with self.engine.clock.inside(self.engine.channel.traffic):
             return self._average(gradients)
 
     def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         share = members_over_contributors(self)
-        self.sync.agree()
+        self.engine.agree()
         means: list[torch.Tensor | None] = [None] * len(gradients)
         buckets = []
         for indices in self._buckets(self._used_anywhere(gradients)):
@@ -110,10 +113,10 @@ class StepFront(Joinable):
             buckets.append((specs, flat))
         try:
             for specs, flat in buckets:
-                self.sync.start(specs, flat, is_agreed=True)
-            return means, self.sync.finish() if buckets else True
+                self.engine.start(specs, flat, is_agreed=True)
+            return means, self.engine.finish() if buckets else True
         except BaseException:
-            self.sync.abandon()
+            self.engine.abandon()
             raise
 
     def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
@@ -151,8 +154,8 @@ class StepFront(Joinable):
         """The parameters that have a gradient on some process."""
         device = self.parameters[0].device
         flags = torch.tensor([float(gradient is not None) for gradient in gradients], device=device)
-        purpose = f"step {self.sync.steps}, which parameters were used"
-        channel = self.sync.channel
+        purpose = f"step {self.engine.steps}, which parameters were used"
+        channel = self.engine.channel
         shares = channel.average(flags, purpose, is_gradient=False, is_traffic=True).wait().tolist()
         return [index for index, share in enumerate(shares) if share > 0]
 

@@ -24,8 +24,9 @@ import torch
 
 from thinwire.channel import Channel, InProcessChannel, Pending, Told
 from thinwire.checks import number, whole_number
+from thinwire.engine import Engine
 from thinwire.errors import ConfigError
-from thinwire.sync import GradientSync
+from thinwire.sync import GradientSync, engine_of
 
 __all__ = ["Fault", "InjectedError", "Kind", "Synced", "fail_at", "faults", "random_faults"]
 
@@ -156,9 +157,9 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
             the process in which all simulated workers live.
         AttachError: `target` is not attached yet.
     """
-    sync = target if isinstance(target, GradientSync) else target.sync
+    engine = engine_of(target if isinstance(target, GradientSync) else target.sync)
     restart = int(os.environ.get(RESTART_COUNT, "0"))
-    own, before = [], sync.channel
+    own, before = [], engine.channel
     for fault in schedule:
         if not isinstance(fault, Fault):
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
@@ -168,22 +169,22 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
             raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
         if fault.process == before.process_rank and fault.restart in (None, restart):
             own.append(fault)
-    faulty = _FaultyChannel(before, sync, own)
-    sync.channel = faulty
+    faulty = _FaultyChannel(before, engine, own)
+    engine.channel = faulty
     try:
         yield faulty.struck
     finally:
-        sync.channel = before
+        engine.channel = before
 
 
 class _FaultyChannel(Channel):
     """Another channel, with faults before its messages."""
 
-    def __init__(self, inner: Channel, sync: GradientSync, schedule: Sequence[Fault]) -> None:
+    def __init__(self, inner: Channel, engine: Engine, schedule: Sequence[Fault]) -> None:
         self.traffic = inner.traffic
         self.struck: list[Fault] = []
         self._inner = inner
-        self._sync = sync
+        self._engine = engine
         self._waiting = list(schedule)
         self._step, self._messages = -1, 0
 
@@ -214,8 +215,8 @@ class _FaultyChannel(Channel):
         raise AssertionError("average() is passed on whole")
 
     def _strike(self, message: torch.Tensor) -> None:
-        if self._sync.steps != self._step:
-            self._step, self._messages = self._sync.steps, 0
+        if self._engine.steps != self._step:
+            self._step, self._messages = self._engine.steps, 0
         due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
         self._messages += 1
         for fault in due:

@@ -20,11 +20,11 @@ from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
 from thinwire.algorithms.lowrank import LowRank
 from thinwire.channel import ProcessGroupChannel
 from thinwire.ddp import front_of, register, thinwire_hook
+from thinwire.engine import Engine
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.probe.result import ring_share
-from thinwire.sync import GradientSync
 
 __all__ = ["ALGORITHMS", "advise"]
 
@@ -110,7 +110,8 @@ def advise(
         bench = _Bench(ddp, one_step)
         bench.run(budget_seconds, channel, progress)
         measured = {
-            name: (timelines, _memory_bytes(bench.syncs[name])) for name, timelines in bench.timelines.items()
+            name: (timelines, _memory_bytes(bench.engines[name]))
+            for name, timelines in bench.timelines.items()
         }
     alone = bench.without_averaging
     own_seconds, *_ = _slowest_of([each.seconds for each in alone], probe.world_size)
@@ -168,8 +169,8 @@ class _Bench:
         self.channel = RecordingChannel()
         self.front = front_of(ddp, AllReduce(), self.channel)
         register(ddp, self.front, thinwire_hook)
-        specs = self.front.sync.specs
-        self.syncs = {name: GradientSync(each, self.channel, specs) for name, each in ALGORITHMS.items()}
+        specs = self.front.engine.specs
+        self.engines = {name: Engine(each, self.channel, specs) for name, each in ALGORITHMS.items()}
         self.timelines: dict[str, list[Timeline]] = {name: [] for name in ALGORITHMS}
         self.without_averaging: list[Timeline] = []
 
@@ -193,8 +194,8 @@ class _Bench:
     def _round(self) -> None:
         with self.ddp.no_sync():
             self.without_averaging.append(self._step())
-        for name, sync in self.syncs.items():
-            self.front.sync = sync
+        for name, engine in self.engines.items():
+            self.front.engine = engine
             timeline = self._step()
             if not timeline.sent:
                 raise ConfigError(
@@ -210,8 +211,8 @@ class _Bench:
         return self.channel.timeline()
 
 
-def _memory_bytes(sync: GradientSync) -> int:
-    memory = sync._memory
+def _memory_bytes(engine: Engine) -> int:
+    memory = engine._memory
     kept = [*memory.error.values(), *memory.factor.values()]
     return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 

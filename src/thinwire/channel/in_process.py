@@ -120,7 +120,7 @@ def lockstep(workers: Sequence[Iterator[None]]) -> None:
     """Drive simulated workers to their end, one stretch each in turn.
 
     Args:
-        workers: Iterators that yield after sending and before waiting, as `GradientSync.finish` does.
+        workers: Iterators that yield after sending and before waiting, as `Engine.finish` does.
 
     Raises:
         CommunicationError: They do not send the same messages in the same order.

@@ -31,7 +31,7 @@ from thinwire.algorithms.cast import WireDtype
 from thinwire.ddp import attach
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.hooks import PowerSGDState
-from thinwire.sync import GradientSync
+from thinwire.sync import GradientSync, engine_of
 
 try:
     from accelerate import Accelerator
@@ -189,7 +189,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
                 "models and register your own objects in the same order as when it was saved"
             )
         for sync, saved in zip(self.syncs, models, strict=True):
-            sync.check_state_dict(saved, strict=self.strict)
+            engine_of(sync).check_state_dict(saved, strict=self.strict)
         for sync, saved in zip(self.syncs, models, strict=True):
             sync.load_state_dict(saved, strict=self.strict)
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.arithmetic import exact_arithmetic
 from thinwire.channel import ProcessGroupChannel
+from thinwire.engine import Engine
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.local_sgd.replica import Replica
 from thinwire.local_sgd.roll_call import Answer, check_agreement, do_agree, roll_call
 from thinwire.nonfinite import OnNonfinite
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync
 
 __all__ = ["EXACT", "Averager"]
 
@@ -37,7 +37,7 @@ class Averager:
 
     Attributes:
         channel: That of the group.
-        sync: Averages changes over the group, with `algorithm`.
+        engine: Averages changes over the group, with `algorithm`.
         exact: Averages changes or gradients over the group exactly, through the same channel.
         inner: Averages within the subgroup exactly.
     """
@@ -55,14 +55,12 @@ class Averager:
     ) -> None:
         specs = list(specs)
         self.channel = ProcessGroupChannel(group, device)
-        self.sync = GradientSync(algorithm, self.channel, specs)
-        self.exact = GradientSync(EXACT, self.channel, specs, on_nonfinite=on_nonfinite)
-        self.exact.clock = self.sync.clock  # as they share the channel and its counts
+        self.engine = Engine(algorithm, self.channel, specs)
+        self.exact = Engine(EXACT, self.channel, specs, on_nonfinite=on_nonfinite)
+        self.exact.clock = self.engine.clock  # as they share the channel and its counts
         inner_channel = None if subgroup is None else ProcessGroupChannel(subgroup, device)
         self.inner = (
-            None
-            if inner_channel is None
-            else GradientSync(EXACT, inner_channel, specs, on_nonfinite=on_nonfinite)
+            None if inner_channel is None else Engine(EXACT, inner_channel, specs, on_nonfinite=on_nonfinite)
         )
         self._asked_channel = inner_channel if asks_subgroup else None
 
@@ -101,7 +99,7 @@ class Averager:
                 return
             if divides_by_contributors:
                 _divide_by_contributors(changes, answers)
-            means = _means(self.exact if exactly else self.sync, replica, changes)
+            means = _means(self.exact if exactly else self.engine, replica, changes)
             if outer is None or exactly:
                 replica.move(means)
             else:
@@ -139,7 +137,7 @@ def _divide_by_contributors(changes: Sequence[torch.Tensor], answers: Sequence[A
         change.mul_(len(answers) / num_contributors)
 
 
-def _means(sync: GradientSync, replica: Replica, changes: list[torch.Tensor]) -> list[torch.Tensor]:
+def _means(engine: Engine, replica: Replica, changes: list[torch.Tensor]) -> list[torch.Tensor]:
     """The mean changes, in place of the changes.
 
     Raises:
@@ -148,12 +146,12 @@ def _means(sync: GradientSync, replica: Replica, changes: list[torch.Tensor]) ->
     """
     try:
         for specs, change in zip(replica.layout, changes, strict=True):
-            sync.start(specs, change)
-        committed = sync.finish()
+            engine.start(specs, change)
+        committed = engine.finish()
     except NonfiniteError:
         committed = False
     except BaseException:
-        sync.abandon()
+        engine.abandon()
         raise
     if not committed or not _are_finite(changes):
         raise StepError(

@@ -168,6 +168,7 @@ class LocalSGD(Joinable):
             on_nonfinite=on_nonfinite,
             asks_subgroup=self._ddp is None,
         )
+        self._sync = GradientSync(self._averager.engine)
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
         self._outer: torch.optim.Optimizer | None = None
@@ -181,7 +182,7 @@ class LocalSGD(Joinable):
     @property
     def sync(self) -> GradientSync:
         """What averages the changes every `every_steps` steps: its plan, and switching the algorithm."""
-        return self._averager.sync
+        return self._sync
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
@@ -198,8 +199,8 @@ class LocalSGD(Joinable):
         return self._compared(self.sync.stats())
 
     def counts(self) -> Stats:
-        """`stats()` without errors; see `GradientSync.counts`."""
-        return self._compared(self.sync.counts())
+        """`stats()` without errors; see `Engine.counts`."""
+        return self._compared(self._averager.engine.counts())
 
     def _compared(self, stats: Stats) -> Stats:
         return replace(stats, steps=self._step, gradient_bytes=self._steps_here * self._gradient_bytes)
@@ -244,7 +245,7 @@ class LocalSGD(Joinable):
         return self
 
     def _agree(self) -> None:
-        self.sync.agree()
+        self._averager.engine.agree()
         told = {
             "every_steps": self._every_steps,
             "warmup_steps": self._warmup_steps,

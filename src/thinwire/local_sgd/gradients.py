@@ -20,8 +20,8 @@ from thinwire.ddp import (
     left_alone,
     plain_name,
 )
+from thinwire.engine import Engine
 from thinwire.errors import AttachError, StateError
-from thinwire.sync import GradientSync
 
 __all__ = ["check_ddp", "driven_gradients"]
 
@@ -55,8 +55,8 @@ def _local_sgd_hook(state: _GradientSwitch, bucket: GradBucket) -> Future[torch.
 @contextmanager
 def driven_gradients(
     model: DistributedDataParallel,
-    everywhere: GradientSync,
-    inside: GradientSync | None,
+    everywhere: Engine,
+    inside: Engine | None,
     is_warm_up: Callable[[], bool],
 ) -> Iterator[None]:
     """Average the model's gradients over the group in the warm-up, later in the subgroup or not at all.
@@ -83,13 +83,13 @@ def driven_gradients(
     try:
         yield
     finally:
-        afterwards = _front(model, GradientSync(AllReduce(), ProcessGroupChannel(model.process_group)))
+        afterwards = _front(model, Engine(AllReduce(), ProcessGroupChannel(model.process_group)))
         switch.front_now = lambda: afterwards
 
 
-def _front(model: DistributedDataParallel, sync: GradientSync) -> BucketFront:
+def _front(model: DistributedDataParallel, engine: Engine) -> BucketFront:
     names = {parameter: plain_name(name) for name, parameter in model.module.named_parameters()}
-    return BucketFront(sync, names, model)
+    return BucketFront(engine, names, model)
 
 
 def check_ddp(model: DistributedDataParallel) -> None:

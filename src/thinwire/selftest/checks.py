@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.channel import ProcessGroupChannel
 from thinwire.ddp import attach
+from thinwire.engine import Engine
 from thinwire.errors import AgreementError
 from thinwire.loss_scale import LossScale, loss_scale_of
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync
 
 __all__ = ["CHECKS", "Bench", "Check"]
 
@@ -82,12 +82,12 @@ class Bench:
 
     def sync(
         self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
-    ) -> GradientSync:
+    ) -> Engine:
         """A new one over the group."""
         channel = ProcessGroupChannel(self.channel.group, self.device)  # which counts its own traffic only
-        return GradientSync(algorithm, channel, self.specs, host_check=host_check, loss_scale=loss_scale)
+        return Engine(algorithm, channel, self.specs, host_check=host_check, loss_scale=loss_scale)
 
-    def average(self, sync: GradientSync, gradient: torch.Tensor) -> torch.Tensor:
+    def average(self, sync: Engine, gradient: torch.Tensor) -> torch.Tensor:
         """One step."""
         sync.start(self.specs, gradient)
         sync.finish()

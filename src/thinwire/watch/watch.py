@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Any
 
 from thinwire.checks import whole_count
+from thinwire.engine import Engine
 from thinwire.errors import ConfigError
 from thinwire.local_sgd import LocalSGD
 from thinwire.stats import Stats
-from thinwire.sync import GradientSync
+from thinwire.sync import GradientSync, engine_of
 from thinwire.version import __version__
 from thinwire.watch.fields import COUNTED, FORMAT, RESERVED
 from thinwire.watch.growth import GrowthAlarm
@@ -80,17 +81,18 @@ class Watch:
             )
         self._every_steps = whole_count("every_steps", every_steps, least=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, least=1)
-        self._handle, self._sync = sync, sync.sync if isinstance(sync, LocalSGD) else sync
+        self._engine = engine_of(sync.sync if isinstance(sync, LocalSGD) else sync)
+        self._watched: LocalSGD | Engine = sync if isinstance(sync, LocalSGD) else self._engine
         self._writer: Writer | None = _checked(writer)
         self._alarm = GrowthAlarm()
         self._planned: tuple[object, ...] = ()
         self._start = self._last_end = time.perf_counter()
-        self._last = sync.counts()
+        self._last = self._watched.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
         told = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
-        channel = self._sync.channel
+        channel = self._engine.channel
         self._write("run", told | {"processes": channel.size, "process_rank": channel.process_rank})
-        sync.observers.append(self._after_step)
+        self._watched.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
         """Watching has begun already."""
@@ -108,7 +110,7 @@ class Watch:
     def close(self) -> None:
         """Stop watching; may be called twice."""
         if self._writer is not None:
-            self._handle.observers.remove(self._after_step)
+            self._watched.observers.remove(self._after_step)
             self._writer.close()
             self._writer = None
 
@@ -131,7 +133,7 @@ class Watch:
         self._write("log", {"seconds": time.perf_counter() - self._start, **values})
 
     def _after_step(self, committed: bool) -> None:
-        step = self._handle.steps
+        step = self._watched.steps
         self._steps += 1
         self._nonfinite_steps += not committed
         if step % self._every_steps == 0:
@@ -141,14 +143,14 @@ class Watch:
             self._write_norms()
 
     def _write_step(self) -> None:
-        now, counts = time.perf_counter(), self._handle.counts()
+        now, counts = time.perf_counter(), self._watched.counts()
         self._write(
             "step",
             {
                 "seconds": now - self._start,
                 "step_seconds": (now - self._last_end) / self._steps,
                 "steps": self._steps,
-                "nonfinite_steps": self._nonfinite_steps if self._sync.tells_nonfinite else None,
+                "nonfinite_steps": self._nonfinite_steps if self._engine.tells_nonfinite else None,
                 **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
                 "compression_ratio": counts.compression_ratio,
             },
@@ -157,27 +159,27 @@ class Watch:
         self._steps = self._nonfinite_steps = 0
 
     def _write_plan(self) -> None:
-        planned = (self._sync.algorithm, self._sync.buckets)
+        planned = (self._engine.algorithm, self._engine.buckets)
         if planned != self._planned:
             self._planned = planned
             self._alarm.start_anew()
-            routes = [{"label": route.label, **asdict(route)} for route in self._sync.plan.routes]
-            algorithm = self._sync.algorithm if self._handle is self._sync else self._handle
+            routes = [{"label": route.label, **asdict(route)} for route in self._engine.plan.routes]
+            algorithm = self._engine.algorithm if self._watched is self._engine else self._watched
             self._write("plan", {"algorithm": str(algorithm), "routes": routes})
 
     def _write_norms(self) -> None:
-        stats = self._sync.stats()
+        stats = self._engine.stats()
         if not stats.error_norm:
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
-        growth = self._alarm.told(_owed_in_steps(stats), self._handle.steps)
+        growth = self._alarm.told(_owed_in_steps(stats), self._watched.steps)
         if growth is not None:
             worst = max(stats.relative_error, key=lambda label: stats.relative_error[label])
             logger.warning(
                 "step %d: what is owed has grown %.1f-fold against what a step sends while the number of "
                 "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
                 "Raise the matrix rank, or lower the learning rate",
-                self._handle.steps,
+                self._watched.steps,
                 growth,
                 worst,
             )
@@ -186,12 +188,12 @@ class Watch:
         if self._writer is None:
             return
         try:
-            self._writer.write(kind, self._handle.steps, values)
+            self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
             if kind == "run":
                 raise
-            logger.warning("step %d: watching ends, training goes on: %r", self._handle.steps, error)
-            self._handle.observers.remove(self._after_step)
+            logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
+            self._watched.observers.remove(self._after_step)
             self._writer = None
 
 
