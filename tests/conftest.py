@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import forked
-from pool import Pool
+from pool import Pool, Pools
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
 torch.set_num_threads(1)
@@ -21,23 +21,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let processes start with what the tests of this run need; CUDA must not start before a fork."""
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
     forked.modules += sorted({each.module.__name__ for each in functions} - {"test_gpu"})
-
-
-class Pools:
-    """One pool a world size, started when first asked for, and again after a failure."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, Pool] = {}
-
-    def of(self, world_size: int) -> Pool:
-        pool = self._pools.get(world_size)
-        if pool is None or not pool.alive:
-            pool = self._pools[world_size] = Pool(world_size)
-        return pool
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,8 @@ def context() -> Any:
     found.set_forkserver_preload(modules)
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(each for each in sys.path if each)
-    with patch.dict(os.environ, PYTHONPATH=path, PYTORCH_NVML_BASED_CUDA_CHECK="1"):
+    settings = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with patch.dict(os.environ, settings):
         forkserver.ensure_running()
     return found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import pickle
-import queue
 import shutil
 import signal
 import tempfile
@@ -17,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -63,19 +63,20 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        shutil.rmtree(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
         results: list[Any] = []
-        for process_rank, answers in enumerate(self._answers):
-            try:
-                answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            except queue.Empty:
+        for process_rank, (process, answers) in enumerate(zip(self._processes, self._answers, strict=True)):
+            seconds = max(0.0, deadline - time.monotonic())
+            ready = connection.wait([answers._reader, process.sentinel], seconds)
+            if answers._reader not in ready:
+                how = "ended" if ready else f"hung for {timeout_seconds} s"
                 stacks = self._stacks()
                 self.close()
-                raise WorkerFailed(f"process {process_rank} hung for {timeout_seconds} s\n{stacks}") from None
-            ok, value = pickle.loads(answer)
+                raise WorkerFailed(f"process {process_rank} {how}\n{stacks}")
+            ok, value = pickle.loads(answers.get())
             if not ok:
                 self.close()
                 raise WorkerFailed(f"process {process_rank} of {self.world_size} failed\n{value}")
@@ -88,6 +89,23 @@ class Pool:
                 os.kill(process.pid, signal.SIGUSR1)
         time.sleep(1)
         return "\n".join(path.read_text() for path in sorted(self._folder.glob("stacks-*")))
+
+
+class Pools:
+    """One pool a world size, started when first asked for, and again after a failure."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def of(self, world_size: int) -> Pool:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.alive:
+            pool = self._pools[world_size] = Pool(world_size)
+        return pool
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
 
 
 def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers: Any) -> None:

@@ -26,8 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
-from conftest import Pools
-from pool import Pool
+from pool import Pool, Pools
 from test_conformance import assert_same_state
 from thinwire import (
     AllReduce,

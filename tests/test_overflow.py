@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader
 
 import thinwire
 from accelerated import several_processes
-from conftest import Pools
-from pool import Pool
+from pool import Pool, Pools
 from test_accelerate import new_handler
 from test_lightning import Regression, fit
 from thinwire import ConfigError, GradientSync, PowerSGD, hooks

@@ -185,7 +185,7 @@ def test_a_numba_that_does_not_work_is_told_and_products_taken(
 
     monkeypatch.setattr(compilation, "import_module", failing)
     monkeypatch.setattr(compilation, "_compiled", compilation._compiled.__wrapped__)
-    with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).* install thinwire\[numba\]"):
+    with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).*pip install '\.\[numba\]'"):
         assert compiled_for(torch.ones(8, 8), 3) is None
 
 
