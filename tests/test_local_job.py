@@ -14,6 +14,7 @@ import pytest
 
 from crash import listening_on
 from thinwire import ConfigError, lifeline, local_job
+from thinwire.interpreter import python_module
 from thinwire.local_job import LocalJob, run_here
 
 WITHIN_SECONDS = 30.0
@@ -146,3 +147,15 @@ def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_eye_that_looks_for_listeners_sees_them() -> None:
     with socket.create_server(("127.0.0.1", 0)), socket.create_server(("0.0.0.0", 0)):
         assert {ip_address("127.0.0.1"), ip_address("0.0.0.0")} <= listening_on(os.getpid())
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python can't be told to leave the folder out")
+def test_what_lies_in_the_current_folder_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "this.py").write_text("raise SystemExit('a stranger ran')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    run = subprocess.run(python_module("this"), capture_output=True, text=True, timeout=30, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as it is where the user wants it so
+    run = subprocess.run(python_module("this"), capture_output=True, text=True, timeout=30, check=False)
+    assert "a stranger ran" in run.stderr

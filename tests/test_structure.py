@@ -18,7 +18,7 @@ SOURCE = Path(thinwire.__file__).parent
 
 # From the bottom up; a module imports from its own floor or a lower one only.
 FLOORS = [
-    {"errors", "version", "end_signals", "lifeline"},
+    {"errors", "version", "end_signals", "interpreter", "lifeline"},
     {"plan", "checks", "checksum", "foreign"},
     {"algorithms", "channel"},
     {

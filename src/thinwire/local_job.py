@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import FileStore
 from thinwire.checks import whole_number
 from thinwire.end_signals import EndSignals
 from thinwire.errors import ConfigError
+from thinwire.interpreter import python_module
 from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
 
 __all__ = ["LocalJob", "is_in_local_job", "join_local_job", "loopback_interface", "run_here"]
@@ -204,7 +205,7 @@ def run_here(processes: int | None) -> None:
         )
     with (
         EndSignals() as end_signals,
-        LocalJob([sys.executable, "-m", "thinwire", *sys.argv[1:]], processes) as job,
+        LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes) as job,
     ):
         while job.is_running() and end_signals.received is None:
             time.sleep(LOOK_EVERY_SECONDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import RecordFile, StepRecord
 from thinwire.end_signals import EndSignals
 from thinwire.errors import ThinwireError
+from thinwire.interpreter import python_module
 from thinwire.local_job import LOOK_EVERY_SECONDS, LocalJob
 
 
@@ -40,7 +40,7 @@ def run_job(options: DemoOptions, on_record: Callable[[StepRecord], None]) -> No
     """
     prepare_output(options)
     files = [RecordFile(options.record_path(name)) for name in options.algorithms]
-    command = [sys.executable, "-m", "thinwire.demo.train", options.to_json()]
+    command = [*python_module("thinwire.demo.train"), options.to_json()]
     with (
         EndSignals() as end_signals,
         log_path(options).open("wb") as log,

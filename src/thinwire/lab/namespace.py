@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from thinwire.errors import ConfigError
+from thinwire.interpreter import python_module
 
 __all__ = ["LAB_VARIABLE", "check_machine", "is_inside", "start_inside"]
 
@@ -51,7 +52,7 @@ def start_inside(arguments: Sequence[str]) -> NoReturn:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
             os.environ[LAB_VARIABLE] = _identity()
             sys.stdout.flush()
-            os.execvp("unshare", ["unshare", *flags, sys.executable, "-m", "thinwire.cli", *arguments])
+            os.execvp("unshare", ["unshare", *flags, *python_module("thinwire.cli"), *arguments])
     raise ConfigError(
         "the lab can't make a network namespace: run it as root (in a container, with --privileged, or with "
         "--cap-add SYS_ADMIN --cap-add NET_ADMIN), or allow unprivileged user namespaces (sysctl "
