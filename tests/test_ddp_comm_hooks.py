@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -53,6 +55,13 @@ def test_as_the_documents_write_it() -> None:
     assert default.fp16_compress_wrapper(default.allreduce_hook) is hooks.fp16_compress_hook
     assert powerSGD.PowerSGDState(process_group=None, matrix_approximation_rank=1).iter == 0
     assert post_local.post_localSGD_hook is hooks.post_localSGD_hook
+
+
+def test_the_package_brings_its_modules_along() -> None:
+    """Its import is enough for `ddp_comm_hooks.default_hooks`; asked where nothing else imports them."""
+    code = f"import thinwire.ddp_comm_hooks as ours; print(all(hasattr(ours, name) for name in {MODULES}))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert done.stdout == b"True\n"
 
 
 def test_the_package_has_torchs_names() -> None:

@@ -25,6 +25,7 @@ from test_hooks import error_of
 from thinwire import GradientSync, PowerSGD, ddp, hooks
 from thinwire.channel.agreement import check_same
 from thinwire.channel.process_group import told_where
+from thinwire.sync import engine_of
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
@@ -141,6 +142,44 @@ def _static(way: str, options: dict[str, Any]) -> tuple[int, float, list[Tensor]
     state = registered(model, way)
     parameters = train(model, range(3))
     return state.stats().steps, state.stats().compression_ratio, parameters
+
+
+class Frozen(nn.Module):
+    """Layers of three types, so of three buckets; none of one is trained any more."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 24).double(), nn.Linear(24, 24).half()])
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, dtype in zip(self.layers, (torch.float32, torch.float64, torch.float16), strict=True):
+            x = layer(x.to(dtype))
+        return x
+
+
+@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("layer", range(3))
+def test_a_layer_is_frozen_after_the_model_was_wrapped(
+    pool2: Pool, options: dict[str, Any], layer: int
+) -> None:
+    """DDP still hands over its bucket, wherever it stands; a step is one step."""
+    for steps, buckets, ratio in pool2.run(_frozen, options, layer):
+        assert steps == [1, 2, 3]
+        assert buckets > 1
+        assert ratio > 1.5
+
+
+def _frozen(options: dict[str, Any], layer: int) -> tuple[list[int], int, float]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Frozen(layer), **options)
+    model.module.layers[layer].requires_grad_(False)
+    sync = thinwire.attach(model, POWER)
+    steps = []
+    for step in range(3):
+        train(model, range(step, step + 1))
+        steps.append(sync.stats().steps)
+    return steps, len(engine_of(sync).buckets), sync.stats().compression_ratio
 
 
 # Steps that never finish
@@ -276,6 +315,29 @@ def test_a_copy_refuses_to_train_until_it_is_attached(pool2: Pool, way: str) -> 
         assert second[0] == inner[0] == 2
         assert min(first[1], second[1], inner[1]) > 1.5
         assert all(map(torch.equal, second[2], results[0][3][2]))
+
+
+def test_a_copy_is_refused_from_registering_on_and_says_what_to_do(pool2: Pool) -> None:
+    for untrained, hooked, evaluated in pool2.run(_copied_early):
+        assert untrained[0] == hooked[0] == evaluated[0] == "AttachError"
+        assert "would train uncompressed; copy it again" in untrained[1]
+        assert untrained == hooked
+        assert "copy again and attach that copy first" in evaluated[1]
+
+
+def _copied_early() -> list[tuple[str, str]]:
+    """Before the first step, of a model with a hook without memory, and attached after a forward pass."""
+    model, hooked = (DistributedDataParallel(nn.Linear(24, 24)) for _ in range(2))
+    thinwire.attach(model, POWER)
+    ddp.register(hooked, None, hooks.fp16_compress_hook)
+    evaluated = copy.deepcopy(model)
+    evaluated(inputs_of(0))
+    calls: list[Callable[[], Any]] = [
+        lambda: train(copy.deepcopy(model), range(1)),
+        lambda: train(copy.deepcopy(hooked), range(1)),
+        lambda: thinwire.attach(evaluated, POWER),
+    ]
+    return [error_of(call) for call in calls]
 
 
 Trained = tuple[int, float, list[Tensor]]

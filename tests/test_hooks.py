@@ -64,10 +64,9 @@ def gradients_of(ddp_model: DistributedDataParallel, steps: range) -> list[Tenso
 
 
 def hook_named(name: str) -> Callable[..., Any]:
-    if "(" not in name:
-        return getattr(hooks, name)  # type: ignore[no-any-return]
-    wrapper, inner = name.rstrip(")").split("(")
-    return getattr(hooks, wrapper)(getattr(hooks, inner))  # type: ignore[no-any-return]
+    wrapper, _, inner = name.rstrip(")").partition("(")
+    found = getattr(hooks, wrapper)
+    return found(hook_named(inner)) if inner else found  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -485,6 +484,28 @@ def _sparse() -> tuple[tuple[str, str], tuple[str, str]]:
     by_attach = error_of(lambda: thinwire.attach(attached, thinwire.PowerSGD()))
     hooked.register_comm_hook(hooks.PowerSGDState(None, start_powerSGD_iter=0), hooks.powerSGD_hook)
     return by_attach, error_of(lambda: hooked(torch.tensor([1, 2])).sum().backward())
+
+
+@pytest.mark.parametrize("hook", [hooks.powerSGD_hook, hooks.batched_powerSGD_hook, hooks.post_localSGD_hook])
+def test_what_is_wrapped_already_can_be_wrapped_again(hook: hooks.Hook) -> None:
+    wrapped = hooks.bf16_compress_wrapper(hook)
+    assert hooks.fp16_compress_wrapper(wrapped) is wrapped
+
+
+def test_a_setting_that_stays_as_it_is_can_be_set_by_one_process(pool2: Pool) -> None:
+    """Nothing is compared anew, for which the others would have to be there."""
+    assert pool2.run(_set_unchanged) == [2, 2]
+
+
+def _set_unchanged() -> int:
+    ddp_model = new_model()
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    gradients_of(ddp_model, range(1))
+    if dist.get_rank() == 0:
+        state.matrix_approximation_rank = 1
+    gradients_of(ddp_model, range(1, 2))
+    return state.stats().steps
 
 
 def test_wrapping_another_hook_is_refused() -> None:

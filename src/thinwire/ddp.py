@@ -123,12 +123,11 @@ def attach(
     checked_on_nonfinite(on_nonfinite, grad_scaler)
     front = front_of(model, algorithm, channel, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite)
     register(model, front, thinwire_hook)
-    refuse_training_of_copies(model)
     return front.sync
 
 
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook.
+    """Register a communication hook; copies of the model refuse to be trained without if it is Thinwire's.
 
     Raises:
         AttachError: The model has one already.
@@ -139,10 +138,18 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
     except RuntimeError as error:
         model._comm_hooks.pop()  # DDP notes a hook before it finds that it can't have it
         model.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
+        remedy = "if it is Thinwire's, switch its algorithm with sync.use(…)"
+        if name == _refusing_hook.__qualname__:
+            remedy = (
+                "this model is a copy, and since its first forward pass with gradients it has one that "
+                "refuses to train it; copy again and attach that copy first, or evaluate it under "
+                "torch.no_grad()"
+            )
         raise AttachError(
-            "the model has a communication hook already, and DDP allows one only; "
-            "if it is Thinwire's, switch its algorithm with sync.use(…)"
+            f"the model has a communication hook already, and DDP allows one only; {remedy}"
         ) from error
+    if hook_of(model)[1]:
+        refuse_training_of_copies(model)
 
 
 def front_of(
@@ -244,8 +251,8 @@ def _hooked_by_refusal(copied: DistributedDataParallel, _: object) -> None:
 def _refusing_hook(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
     raise AttachError(
         "this DDP model is a copy of one that averages with Thinwire, and DDP copies no communication hook, "
-        "so it would train uncompressed; call thinwire.attach(copied_model, …) before its first step, "
-        "or copy model.module and wrap that"
+        "so it would train uncompressed; copy it again and call thinwire.attach(copied_model, …) before its "
+        "first step, or copy model.module and wrap that"
     )
 
 
@@ -306,6 +313,7 @@ class BucketFront:
         self.engine, self.sync = engine, GradientSync(engine)
         self._model = None if model is None else weakref.ref(model)
         self._num_expected: int | None = None
+        self._is_static = False
         self._num_taken = 0
         self._watched_pass = -1
         self._was_given_up = False
@@ -330,18 +338,22 @@ class BucketFront:
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Take a bucket; at the last one, finish them all."""
         flat = dense_buffer(bucket)
+        num_trained = _num_trained(bucket.parameters())
         if self._num_expected is None:
             self._num_expected = self._num_in_first_step(bucket.parameters())
+            self._is_static = self._num_expected > 0
         if not self.engine.num_started:
             self._num_taken = 0
+        if self._is_static and not num_trained and not (bucket.is_last() and self.engine.num_started):
+            return left_alone(flat)  # after those that are trained it would begin a step of its own
         try:
             self._watch_the_pass()
             divide_by_contributors(bucket.parameters(), flat)
             self.engine.start(self._specs_of(bucket), flat)
             future = _new_future(flat.device)
             self._waiting.append((future, flat))
-            self._num_taken += _num_trained(bucket.parameters())
-            if bucket.is_last() or self._num_taken == self._num_expected:
+            self._num_taken += num_trained
+            if bucket.is_last() or 0 < self._num_expected == self._num_taken:
                 self._num_expected = 0
                 self._all_named = True
                 self._finish()

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeAlias
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -200,7 +201,9 @@ class PowerSGDState:
             in_use = self._front.sync.algorithm
             if not isinstance(in_use, LowRank):
                 raise ConfigError(f"sync.use() has put {in_use} in place of PowerSGD, which has no {name}")
-            self._front.sync.use(replace(in_use, **{name: value}))
+            algorithm = replace(in_use, **{name: value})
+            if algorithm != in_use:  # or the next step would compare it among the processes
+                self._front.sync.use(algorithm)
         self._settings = changed
 
     @property
@@ -475,7 +478,8 @@ def _checked(state: object) -> PowerSGDState:
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """`hook` with its messages in fp16: the factors of PowerSGD, not its memory, which stays fp32.
 
-    Hooks whose messages have 16 or 8 bits already, or that send none, are given back as they are.
+    Hooks whose messages have 16 or 8 bits already (those wrapped before, too), or that send none, are given
+    back as they are.
 
     Raises:
         ConfigError: Not one of this module's hooks: the messages of another can't be reached.
@@ -499,6 +503,7 @@ SMALL_ALREADY: tuple[Hook, ...] = (
     quantization_perchannel_hook,
     noop_hook,
 )
+_made_small = WeakSet[Hook]()
 
 
 def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
@@ -508,16 +513,18 @@ def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
         def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
             return _checked(state).run(kind, wire_dtype, bucket)
 
+        _made_small.add(low_rank_in_16_bits)
         return low_rank_in_16_bits
     if hook is post_localSGD_hook:
 
         def post_local_in_16_bits(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
             return averaged(state, bucket, wire_dtype)
 
+        _made_small.add(post_local_in_16_bits)
         return post_local_in_16_bits
     if hook is allreduce_hook:
         return fp16_compress_hook if wire_dtype == "fp16" else bf16_compress_hook
-    if any(hook is each for each in SMALL_ALREADY):
+    if any(hook is each for each in (*SMALL_ALREADY, *_made_small)):
         return hook
     raise ConfigError(
         f"expected one of thinwire.hooks, got {hook!r}; the messages of another hook can't be reached from "

@@ -40,8 +40,8 @@ def join(
         joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or
             a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
         divide_by_initial_world_size: Divide sums of gradients by the members of the group. If False, by the
-            contributors, the processes that still have batches, in this step: with Thinwire's hooks on the
-            DDP model or none (others always divide by the members).
+            contributors, the processes that still have batches, in this step; a DDP model's communication
+            hook, if it has one, must then be Thinwire's.
         enable: False switches all of it off.
         throw_on_early_termination: Raise on all processes when the first has run out, instead.
 

@@ -23,6 +23,14 @@ from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import ddp, hooks
+from thinwire.ddp_comm_hooks import (  # noqa: F401 (as torch's package, this one has its modules when imported)
+    debugging_hooks,
+    default_hooks,
+    optimizer_overlap_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from thinwire.errors import AttachError, ConfigError
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
