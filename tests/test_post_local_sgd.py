@@ -111,7 +111,7 @@ def _copied() -> tuple[int, int, bool, bool]:
     [
         ({"start_localSGD_iter": -1}, "ConfigError: start_localSGD_iter must be a whole number"),
         ({"start_localSGD_iter": 1.5}, "ConfigError: start_localSGD_iter must be a whole number"),
-        ({"post_local_gradient_allreduce": 1}, "ConfigError: post_local_gradient_allreduce must be True"),
+        ({"post_local_gradient_allreduce": 2}, "ConfigError: post_local_gradient_allreduce must be True"),
         ({"subgroup": 3}, "AttachError: expected a torch.distributed process group"),
         ({"process_group": "all"}, "AttachError: expected a torch.distributed process group"),
         ({"subgroup": "foreign"}, "AttachError: this process is not a member"),
