@@ -10,8 +10,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from thinwire.algorithms import compilation, compiled
+from thinwire.algorithms import compilation
 from thinwire.algorithms.orthonormal import orthonormal_rows
+
+NO_NUMBA = "NO NUMBA HERE: nothing compiled was tested"
 
 
 @pytest.fixture(scope="module", params=["PyTorch", "compiled"], autouse=True)
@@ -21,6 +23,7 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "PyTorch":
             patch.setattr(compilation, "_compiled", lambda: None)
         else:
+            compiled = pytest.importorskip("thinwire.algorithms.compiled", reason=NO_NUMBA)
             patch.setattr(compiled, "FACTOR_ROWS", 64)
             assert compilation.compiled_for(torch.ones(1), 64) is compiled
         yield
@@ -144,6 +147,7 @@ def test_compiled_or_not_the_basis_is_the_same(rows: int) -> None:
     batch = torch.randn(3, rows, 70, generator=torch.Generator().manual_seed(0))
     batch[1, rows - 1] = batch[1, 0]
     batch[2] = 0
+    compiled = pytest.importorskip("thinwire.algorithms.compiled", reason=NO_NUMBA)
     own = compiled.orthonormal_rows(batch.mT.contiguous().mT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compilation, "_compiled", lambda: None)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
 import torch
 
@@ -15,10 +14,12 @@ from catalog import spec
 from thinwire import PowerSGD
 from thinwire.algorithms import compilation, passes
 from thinwire.algorithms.compilation import compiled_for
-from thinwire.algorithms.compiled import compiler
-from thinwire.algorithms.compiled import passes as compiled_passes
 from thinwire.algorithms.matrices import Factors, MatrixGroup
 from thinwire.simulation import Simulation
+
+numba = pytest.importorskip("numba", reason="NO NUMBA HERE: nothing compiled was tested")
+compiler = pytest.importorskip("thinwire.algorithms.compiled.compiler")
+compiled_passes = pytest.importorskip("thinwire.algorithms.compiled.passes")
 
 # Around the widths and numbers of rows at which they take other ways.
 SHAPES = [
