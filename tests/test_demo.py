@@ -335,7 +335,7 @@ def start_demo(output: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def test_demo_end_to_end(tmp_path: Path) -> None:
     demo = start_demo(tmp_path, "--steps", "6", "--processes", "2")
-    stdout, stderr = demo.communicate(timeout=60)
+    stdout, stderr = demo.communicate(timeout=110)
     assert demo.returncode == 0, stderr
     assert stderr == ""
     assert "held-out loss" in stdout
