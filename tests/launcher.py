@@ -11,8 +11,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import IO, Any
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -83,6 +86,62 @@ def run_python(
     return _run_all(command, [environment or {}], cwd or Path.cwd(), timeout_seconds)[0]
 
 
+class Running:
+    """A process that was started as `run_python` does it, and has perhaps not ended.
+
+    Attributes:
+        pid: Its number.
+        stdout: What it prints.
+        stderr: Its errors.
+    """
+
+    def __init__(self, process: forked.Process, stdout: IO[str], stderr: IO[str]) -> None:
+        self.pid, self.stdout, self.stderr = process.pid, stdout, stderr
+        self._process = process
+
+    def kill(self) -> None:
+        """End it outright."""
+        self._process.kill()
+
+    def wait(self, timeout_seconds: float = 60) -> int:
+        """How it ended, as subprocess.Popen tells it."""
+        self._process.join(timeout_seconds)
+        assert self._process.exitcode is not None, "it has not ended"
+        return int(self._process.exitcode)
+
+
+@contextmanager
+def started_python(
+    *command: str, environment: Mapping[str, str] | None = None, stdout: str | None = None
+) -> Iterator[Running]:
+    """What `run_python` starts, in a session of its own as on a terminal of its own; it ends with the block.
+
+    Args:
+        command: See `run_python`.
+        environment: What is added to this process's.
+        stdout: The file to print to, instead of a pipe.
+    """
+    (out, its_out), (err, its_err) = (forked.context().Pipe(duplex=False) for _ in range(2))
+    with out, err, open(os.dup(out.fileno())) as read_out, open(os.dup(err.fileno())) as read_err:
+        out.close()
+        with its_out, its_err:
+            where = its_out if stdout is None else stdout
+            process = forked.process(
+                _in_own_session, list(command), dict(environment or {}), where, its_err, str(Path.cwd())
+            )
+            process.start()
+        try:
+            yield Running(process, read_out, read_err)
+        finally:
+            process.kill()
+            process.join()
+
+
+def _in_own_session(*arguments: Any) -> None:
+    os.setsid()
+    _main(*arguments)
+
+
 def _store_on_loopback() -> TCPStore:
     """One that no other machine reaches; the processes' own would listen on all addresses."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -119,12 +178,16 @@ def _run_all(
         ]
 
 
-def _main(command: list[str], environment: dict[str, str], out: str, err: str, cwd: str) -> None:
+def _main(
+    command: list[str], environment: dict[str, str], out: str | Connection, err: str | Connection, cwd: str
+) -> None:
     """Be `python script arguments…`, or `python -m package arguments…`."""
     os.environ.update(environment)
     os.chdir(cwd)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for number, to in ((1, out), (2, err)):
+        opened = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if isinstance(to, str) else to.fileno()
+        os.dup2(opened, number)
+        os.close(opened) if isinstance(to, str) else to.close()
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     name, sys.argv, code = command[0], command, 0
     try:

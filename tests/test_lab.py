@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from launcher import Running, run_python, started_python
 from thinwire import ConfigError
 from thinwire.lab.layout import Layout, bits_per_second
-from thinwire.lab.namespace import LAB_VARIABLE, check_machine
+from thinwire.lab.namespace import check_machine
 
 SOURCE = Path(thinwire.__file__).parents[1]
 
@@ -48,18 +49,23 @@ elif rank == sender:
     peer.close()
 """
 
+# Five steps exact, five of low rank; and what the kernel has counted as sent on eth0 at both ends.
 TRAIN = """
-import os, torch, torch.distributed as dist, thinwire
-from torch.nn.parallel import DistributedDataParallel
+import torch, torch.distributed as dist
+from thinwire.powersgd import Config, PowerSGD, optimizer_step
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-model = DistributedDataParallel(torch.nn.Linear(1024, 1024, bias=False))
-algorithm = thinwire.PowerSGD(matrix_rank=4) if os.environ["KIND"] == "low rank" else thinwire.AllReduce()
-sync = thinwire.attach(model, algorithm)
-for _ in range(5):
-    model(torch.randn(8, 1024)).square().mean().backward()
-stats = sync.stats()
-print(f"world size {dist.get_world_size()}, message bytes {stats.message_bytes}", flush=True)
+model = torch.nn.Linear(1024, 1024, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+powersgd = PowerSGD(model.parameters(), Config(rank=4, start_compressing_after_num_steps=5))
+for _ in range(2):
+    for _ in range(5):
+        model(torch.randn(8, 1024)).square().mean().backward()
+        optimizer_step(optimizer, powersgd)
+    eth0, = (line.split() for line in open("/proc/self/net/dev") if line.strip().startswith("eth0"))
+    told = f"message bytes {powersgd.stats().message_bytes}, sent bytes {eth0[9]}"
+    print(f"world size {dist.get_world_size()}, {told}", flush=True)
+    dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -76,8 +82,8 @@ real = pytest.mark.skipif(not can_unshare(), reason="NO NETWORK NAMESPACES HERE:
 
 
 def lab_command(*options: str, code: str, arguments: tuple[str, ...] = ()) -> list[str]:
-    lab = [sys.executable, "-m", "thinwire.cli", "lab", *options]
-    return [*lab, "--", sys.executable, "-c", code, *arguments]
+    """A Python without its site on every host, which is there at once."""
+    return ["thinwire", "lab", *options, "--", sys.executable, "-S", "-c", code, *arguments]
 
 
 def run_lab(
@@ -85,31 +91,19 @@ def run_lab(
     code: str,
     arguments: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
-    before: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*before, *lab_command(*options, code=code, arguments=arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=os.environ | (environment or {}),
-    )
+    return run_python(*lab_command(*options, code=code, arguments=arguments), environment=environment)
 
 
 @contextmanager
-def started_lab(*options: str, code: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started_lab(*options: str, code: str) -> Iterator[tuple[Running, str]]:
     """A lab whose hosts have all said something; and how its processes can be told from others."""
-    with subprocess.Popen(
-        lab_command(*options, code=code), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as lab:
-        try:
-            assert lab.stdout is not None
-            said = {lab.stdout.readline() for _ in range(2)}
-            assert {line.split("]")[0] for line in said} == {"[host 0", "[host 1"}
-            yield lab, f"{LAB_VARIABLE}={lab.pid}-"
-        finally:
-            lab.kill()
+    mark = f"MARK={os.getpid()}-{time.monotonic_ns()}"
+    command = lab_command(*options, code=code)
+    with started_python(*command, environment=dict([mark.split("=")])) as lab:
+        said = {lab.stdout.readline() for _ in range(2)}
+        assert {line.split("]")[0] for line in said} == {"[host 0", "[host 1"}
+        yield lab, mark
 
 
 def alive(mark: str) -> list[int]:
@@ -125,19 +119,23 @@ def alive(mark: str) -> list[int]:
     return found
 
 
-def wait_until_gone(mark: str, but: int = 0) -> None:
-    deadline = time.monotonic() + 5
-    while set(alive(mark)) - {but} and time.monotonic() < deadline:
+def wait_until_gone(mark: str) -> None:
+    deadline = time.monotonic() + 20
+    while alive(mark) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert set(alive(mark)) - {but} == set()
+    assert alive(mark) == []
+
+
+def commands(mark: str) -> list[bytes]:
+    """What the processes with a mark were started as."""
+    return [Path(f"/proc/{each}/cmdline").read_bytes() for each in alive(mark)]
 
 
 def wait_for_children(mark: str, count: int) -> None:
     """Until the hosts' processes have started theirs: for a moment of its start, none shows its mark."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        commands = [Path(f"/proc/{each}/cmdline").read_bytes() for each in alive(mark)]
-        if sum(command == b"sleep\x0060\0" for command in commands) == count:
+        if commands(mark).count(b"sleep\x0060\0") == count:
             return
         time.sleep(0.02)
     raise AssertionError(f"not {count} children")
@@ -176,26 +174,25 @@ def test_links_without_a_rate_and_within_a_node_are_fast(options: list[str]) -> 
 
 @real
 def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
-    sent = {}
-    for kind in ("exact", "low rank"):
-        report = tmp_path / "report.json"
-        options = ["--hosts=2", "--rate=1gbit", f"--report={report}"]
-        done = run_lab(*options, code=TRAIN, environment={"KIND": kind})
-        assert done.returncode == 0, done.stdout + done.stderr
-        told = re.findall(r"world size 2, message bytes (\d+)", done.stdout)
-        assert len(told) == 2
-        found = json.loads(report.read_text())
-        assert found["exit_code"] == 0
-        assert len(found["seconds"]) == 2
-        sent[kind] = (int(told[0]), found["sent_bytes"][1])
-    exact_message_bytes, exact_bytes = sent["exact"]
-    low_rank_message_bytes, low_rank_bytes = sent["low rank"]
-    assert exact_message_bytes == 5 * 4 * 1024 * 1024
-    assert low_rank_message_bytes < exact_message_bytes / 50
-    # Of two hosts, each sends all of a message once. DDP sends the parameters when it starts, from host 0.
-    assert exact_bytes - low_rank_bytes == pytest.approx(
-        exact_message_bytes - low_rank_message_bytes, rel=0.15
-    )
+    report = tmp_path / "report.json"
+    python = [sys.executable, "-c", TRAIN]
+    done = run_python("thinwire", "lab", "--hosts=2", "--rate=1gbit", f"--report={report}", "--", *python)
+    assert done.returncode == 0, done.stdout + done.stderr
+    of_each = [
+        re.findall(rf"\[host {host}\] world size 2, message bytes (\d+), sent bytes (\d+)", done.stdout)
+        for host in range(2)
+    ]
+    found = json.loads(report.read_text())
+    assert found["exit_code"] == 0
+    assert len(found["seconds"]) == 2
+    for told, sent_bytes in zip(of_each, found["sent_bytes"], strict=True):
+        (exact_message_bytes, exact_bytes), (message_bytes, all_bytes) = (map(int, each) for each in told)
+        # Of two hosts, each sends all of a message once.
+        assert exact_message_bytes == pytest.approx(5 * 4 * 1024 * 1024, rel=1e-6)
+        assert exact_bytes == pytest.approx(exact_message_bytes, rel=0.15)
+        assert message_bytes - exact_message_bytes < exact_message_bytes / 50
+        assert all_bytes - exact_bytes < exact_bytes / 50
+        assert sent_bytes == pytest.approx(all_bytes, rel=0.01)
 
 
 @real
@@ -215,20 +212,25 @@ def test_a_host_that_is_killed_is_told_as_a_shell_does() -> None:
 
 @real
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_is_passed_on_and_nothing_is_left(number: signal.Signals) -> None:
-    with started_lab("--hosts=2", "--grace-seconds=5", code=SLEEP) as (lab, mark):
-        assert len(alive(mark)) >= 5  # the lab, two hosts, two that hold them open
-        lab.send_signal(number)
-        assert lab.wait(20) == 128 + number
+def test_a_signal_is_passed_on_and_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C on a terminal is a signal to all that the lab has not put elsewhere; what was sent is told."""
+    report = tmp_path / "report.json"
+    with started_lab("--hosts=2", "--grace-seconds=5", f"--report={report}", code=SLEEP) as (lab, mark):
+        names = [command.partition(b"\0")[0] for command in commands(mark)]
+        assert names.count(b"sleep") == 3  # which hold the namespaces open
+        assert names.count(sys.executable.encode()) == 4  # keepers and commands
+        (os.killpg if number == signal.SIGINT else os.kill)(lab.pid, number)
+        assert lab.wait() == 128 + number
         wait_until_gone(mark)
+    assert json.loads(report.read_text())["exit_code"] == 128 + number
 
 
 @real
 def test_a_process_that_does_not_listen_is_killed() -> None:
     code = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN);" + SLEEP
     with started_lab("--hosts=2", "--grace-seconds=0.3", code=code) as (lab, mark):
-        lab.send_signal(signal.SIGINT)
-        assert lab.wait(20) == 130
+        os.kill(lab.pid, signal.SIGINT)
+        assert lab.wait() == 130
         wait_until_gone(mark)
 
 
@@ -255,63 +257,49 @@ def test_what_a_command_has_started_ends_with_it() -> None:
 
 @real
 def test_it_ends_only_what_it_has_started() -> None:
-    """Whatever the environment of other processes says; and whatever its own does."""
-    marks = ["nonsense", "1-2", f"{os.getpid()}-gone", "99999999-5"]
-    others = [subprocess.Popen(["sleep", "600"], env={**os.environ, LAB_VARIABLE: mark}) for mark in marks]
-    try:
-        with started_lab("--hosts=2", code=SLEEP) as (lab, own):
-            count = len(alive(own))
-            done = run_lab("--hosts=1", code="print('up')", environment={LAB_VARIABLE: marks[0]})
-            assert (done.returncode, done.stdout) == (0, "[host 0] up\n"), done.stderr
-            assert len(alive(own)) == count
-            lab.kill()
-            lab.wait()
-            wait_until_gone(own)
-        assert [each.poll() for each in others] == [None] * len(others)
-    finally:
-        for each in others:
-            each.kill()
-            each.wait()
+    """Not what has the same environment, nor another lab."""
+    with started_lab("--hosts=2", code=SLEEP) as (lab, mark):
+        count = len(alive(mark))
+        environment = dict([mark.split("=")])
+        with subprocess.Popen(["sleep", "600"], env=os.environ | environment) as other:
+            try:
+                done = run_lab("--hosts=1", code="print('up')", environment=environment)
+                assert (done.returncode, done.stdout) == (0, "[host 0] up\n"), done.stderr
+                assert len(alive(mark)) == count + 1
+                lab.kill()
+                lab.wait()
+                deadline = time.monotonic() + 20
+                while alive(mark) != [other.pid] and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                assert alive(mark) == [other.pid]
+                assert other.poll() is None
+            finally:
+                other.kill()
 
 
 @real
 def test_nobody_reads_the_output() -> None:
     """As for any other command, that is an end by SIGPIPE, and nothing to talk about."""
-    with subprocess.Popen(
-        lab_command("--hosts=2", code="for i in range(200_000): print(i)"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as lab:
-        assert lab.stdout is not None
-        assert lab.stderr is not None
+    with started_python(*lab_command("--hosts=2", code="for i in range(200_000): print(i)")) as lab:
         assert lab.stdout.read(1) == "["
         lab.stdout.close()
         assert lab.stderr.read() == ""
-        assert lab.wait(20) == 128 + signal.SIGPIPE
+        assert lab.wait() == 128 + signal.SIGPIPE
 
 
 @real
 def test_output_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            lab_command("--hosts=2", f"--report={report}", code="print('up')"),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert done.returncode == 1
-    assert done.stderr == "thinwire: the hosts' output can't be written: No space left on device\n"
+    command = lab_command("--hosts=2", f"--report={report}", code="print('up')")
+    with started_python(*command, stdout="/dev/full") as lab:
+        assert lab.stderr.read() == "thinwire: the hosts' output can't be written: No space left on device\n"
+        assert lab.wait() == 1
     assert json.loads(report.read_text())["exit_code"] == 1
 
 
 @real
 def test_a_command_that_is_none() -> None:
-    lab = [sys.executable, "-m", "thinwire.cli", "lab", "--hosts=1", "--", "no-such-command"]
-    done = subprocess.run(lab, capture_output=True, text=True, timeout=60, check=False)
+    done = run_python("thinwire", "lab", "--hosts=1", "--", "no-such-command")
     assert done.returncode == 127
     assert done.stdout == "[host 0] no-such-command can't be started: No such file or directory\n"
 
@@ -328,7 +316,8 @@ def test_as_somebody_who_is_not_root() -> None:
         mounts = [f"mount --bind '{path}' '{folder}/{name}'" for name, path in needed.items()]
         nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
         python = f"{folder}/base/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-        lab = f'{python} -m thinwire.cli lab --hosts=2 --rate=100mbit -- {python} -c "$MEASURE" 1 5'
+        measure = f'{python} -S -c "$MEASURE" 1 5'
+        lab = f"{python} -m thinwire.cli lab --hosts=2 --rate=100mbit -- {measure}"
         found = f"env PYTHONHOME={folder}/base PYTHONPATH={folder}/source:{folder}/site"
         script = " && ".join([*mounts, f"cd {folder}", f"exec {nobody} {found} {lab}"])
         done = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sysconfig
 from collections.abc import Iterator
@@ -35,9 +36,11 @@ class Text:
 
 def source_files(folder: Path) -> list[Path]:
     """Every Python source file under `folder` that is text worth reading, in one fixed order."""
-    files = (path.relative_to(folder) for path in folder.rglob("*.py"))
-    kept = sorted(path.as_posix() for path in files if SKIPPED_FOLDERS.isdisjoint(path.parts))
-    return [folder / path for path in kept]
+    found = []
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]  # nor is it looked into
+        found += [Path(parent, name).relative_to(folder) for name in names if name.endswith(".py")]
+    return [folder / path for path in sorted(found, key=Path.as_posix)]
 
 
 def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:

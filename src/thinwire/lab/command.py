@@ -13,7 +13,7 @@ import typer
 from thinwire.errors import ConfigError
 from thinwire.lab.job import Output, run_on_hosts
 from thinwire.lab.layout import Layout
-from thinwire.lab.namespace import check_machine, is_inside, start_inside
+from thinwire.lab.namespace import check_machine
 from thinwire.lab.network import Network
 
 __all__ = ["lab"]
@@ -55,8 +55,6 @@ def lab(
     if not grace_seconds >= 0:
         raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
     check_machine()
-    if not is_inside():
-        start_inside(sys.argv[1:])
     output = Output(sys.stdout.buffer)
     with Network(layout) as network:
         exit_code, seconds = run_on_hosts(network, command, output, grace_seconds=grace_seconds)

@@ -1,7 +1,7 @@
-"""A network namespace for the lab itself, and what it needs of the machine.
+"""Network namespaces that live as long as the lab, and what they need of the machine.
 
-The lab starts itself anew in a namespace of its own, as root or (in a user namespace) without. Nothing that
-is made in there has a name outside, so all of it is gone when its last process is.
+None has a name outside: each is held open by a sleeping process, which ends with the lab. The first is made
+as root or (in a user namespace) without.
 """
 
 from __future__ import annotations
@@ -10,22 +10,13 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NoReturn
 
-from thinwire.errors import ConfigError
-from thinwire.interpreter import python_module
+from thinwire.errors import CommunicationError, ConfigError
 
-__all__ = ["LAB_VARIABLE", "check_machine", "is_inside", "start_inside"]
+__all__ = ["Namespace", "check_machine"]
 
-LAB_VARIABLE = "THINWIRE_LAB"  # in the environment: the lab that this is, or was started by
 PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
-
-
-def is_inside() -> bool:
-    """Whether this process is the lab in its own namespace."""
-    return os.environ.get(LAB_VARIABLE) == _identity()
+HOLD_OPEN = ["sh", "-c", "echo it stands; exec sleep infinity"]
 
 
 def check_machine() -> None:
@@ -41,26 +32,60 @@ def check_machine() -> None:
         raise ConfigError(f"the lab needs {' and '.join(missing)}; install it with the system's packages")
 
 
-def start_inside(arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by the same command in a network namespace of its own.
+class Namespace:
+    """A network namespace; it is gone with this process, even if that is killed outright.
+
+    Args:
+        outer: The one whose user namespace, if it has one of its own, this one belongs to as well.
+
+    Attributes:
+        holder_pid: The process that holds it open.
 
     Raises:
         ConfigError: The machine allows neither root nor anybody else to make one.
+        CommunicationError: It could not be made for another reason.
     """
+
+    def __init__(self, outer: Namespace | None = None) -> None:
+        flags = _allowed_flags() if outer is None else ["--net"]
+        make = ["unshare", *flags, *HOLD_OPEN]
+        self._holder = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "--", *(make if outer is None else outer.command(*make))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # so that Ctrl-C, which the lab passes on, does not end it
+        )
+        self.holder_pid = self._holder.pid
+        self._user_holder_pid: int | None = outer._user_holder_pid if outer is not None else None
+        if "--user" in flags:
+            self._user_holder_pid = self.holder_pid
+        assert self._holder.stdout is not None
+        with self._holder.stdout as told:
+            is_there = told.readline() != b""
+        if not is_there:
+            self.close()
+            raise CommunicationError("a network namespace could not be made; see what unshare has printed")
+
+    def command(self, *command: str) -> list[str]:
+        """A command line that runs `command` in there."""
+        user = [f"--user=/proc/{self._user_holder_pid}/ns/user", "--preserve-credentials"]
+        flags = [] if self._user_holder_pid is None else user
+        return ["nsenter", *flags, f"--net=/proc/{self.holder_pid}/ns/net", "--", *command]
+
+    def close(self) -> None:
+        """Let go of it: it is gone when no process is left in there."""
+        self._holder.kill()
+        self._holder.wait()
+
+
+def _allowed_flags() -> list[str]:
+    """What this machine lets `unshare` make a first network namespace with."""
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:
-            os.environ[LAB_VARIABLE] = _identity()
-            sys.stdout.flush()
-            os.execvp("unshare", ["unshare", *flags, *python_module("thinwire.cli"), *arguments])
+            return flags
     raise ConfigError(
         "the lab can't make a network namespace: run it as root (in a container, with --privileged, or with "
         "--cap-add SYS_ADMIN --cap-add NET_ADMIN), or allow unprivileged user namespaces (sysctl "
         "kernel.unprivileged_userns_clone=1; on Ubuntu also kernel.apparmor_restrict_unprivileged_userns=0)"
     )
-
-
-def _identity() -> str:
-    """This process's number and when it began, which it keeps when it becomes another program."""
-    stat = Path("/proc/self/stat").read_text()
-    return f"{os.getpid()}-{stat.rpartition(')')[2].split()[19]}"

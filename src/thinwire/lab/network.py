@@ -6,24 +6,22 @@ import json
 import os
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from thinwire.errors import CommunicationError
 from thinwire.lab.layout import Layout
+from thinwire.lab.namespace import Namespace
 
 __all__ = ["Network"]
 
-READY_WITHIN_SECONDS = 10.0
-
 
 class Network:
-    """While open, the network stands; to be used in a network namespace of its own.
+    """While open, the network stands.
 
-    Each host is a namespace that a sleeping process holds open. The bridges are in the namespace of this
-    process: one for each node, and one that joins the nodes' slow links.
+    Each host is a namespace. The bridges are in another one: one for each node, and one that joins the nodes'
+    slow links.
 
     Args:
         layout: What it looks like.
@@ -31,13 +29,15 @@ class Network:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._holders: list[subprocess.Popen[bytes]] = []
+        self._hosts: list[Namespace] = []
         self._open = ExitStack()
 
     def __enter__(self) -> Network:
         with ExitStack() as opened:
-            _run("ip", "link", "set", "lo", "up")
-            _bridge("core")
+            self._core = Namespace()
+            opened.callback(self._core.close)
+            self._run("ip", "link", "set", "lo", "up")
+            self._bridge("core")
             for node in range(self.layout.nodes):
                 self._add_node(node)
             for host in range(self.layout.hosts):
@@ -52,8 +52,7 @@ class Network:
 
     def command_in(self, host: int, *command: str) -> list[str]:
         """A command line that runs `command` in a host, and ends with this process even if that is killed."""
-        namespace = f"--net=/proc/{self._holders[host].pid}/ns/net"
-        return ["setpriv", "--pdeathsig", "KILL", "--", "nsenter", namespace, "--", *command]
+        return ["setpriv", "--pdeathsig", "KILL", "--", *self._hosts[host].command(*command)]
 
     def kept_command_in(self, host: int, *command: str) -> list[str]:
         """The same for a command that may start others: a keeper ends them with it, or with this process."""
@@ -71,25 +70,22 @@ class Network:
         """A bridge for the hosts of a node, with a slow link to the others."""
         if self.layout.hosts_per_node == 1:
             return
-        _bridge(f"node{node}")
-        _run("ip", "link", "add", f"up{node}", "type", "veth", "peer", "name", f"down{node}")
-        _run("ip", "link", "set", f"up{node}", "master", f"node{node}", "up")
-        _run("ip", "link", "set", f"down{node}", "master", "core", "up")
+        self._bridge(f"node{node}")
+        self._run("ip", "link", "add", f"up{node}", "type", "veth", "peer", "name", f"down{node}")
+        self._run("ip", "link", "set", f"up{node}", "master", f"node{node}", "up")
+        self._run("ip", "link", "set", f"down{node}", "master", "core", "up")
         if self.layout.rate is not None:
-            _run("tc", "qdisc", "add", "dev", f"up{node}", "root", *self.layout.shaping())
+            self._run("tc", "qdisc", "add", "dev", f"up{node}", "root", *self.layout.shaping())
 
     def _add_host(self, host: int, opened: ExitStack) -> None:
-        holder = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "--", "unshare", "--net", "sleep", "infinity"]
-        )
-        opened.callback(_end, holder)
-        self._holders.append(holder)
-        _wait_for_namespace(holder)
+        namespace = Namespace(self._core)
+        opened.callback(namespace.close)
+        self._hosts.append(namespace)
         alone = self.layout.hosts_per_node == 1
         bridge = "core" if alone else f"node{host // self.layout.hosts_per_node}"
-        peer = ["peer", "name", "eth0", "netns", str(holder.pid)]
-        _run("ip", "link", "add", f"host{host}", "type", "veth", *peer)
-        _run("ip", "link", "set", f"host{host}", "master", bridge, "up")
+        peer = ["peer", "name", "eth0", "netns", str(namespace.holder_pid)]
+        self._run("ip", "link", "add", f"host{host}", "type", "veth", *peer)
+        self._run("ip", "link", "set", f"host{host}", "master", bridge, "up")
         address = ["ip", "addr", "add", f"{self.layout.address(host)}/24", "dev", "eth0"]
         for command in (["ip", "link", "set", "lo", "up"], address, ["ip", "link", "set", "eth0", "up"]):
             _run(*self.command_in(host, *command))
@@ -97,20 +93,13 @@ class Network:
             shaped = ["tc", "qdisc", "add", "dev", "eth0", "root", *self.layout.shaping()]
             _run(*self.command_in(host, *shaped))
 
+    def _bridge(self, name: str) -> None:
+        self._run("ip", "link", "add", name, "type", "bridge")
+        self._run("ip", "link", "set", name, "up")
 
-def _bridge(name: str) -> None:
-    _run("ip", "link", "add", name, "type", "bridge")
-    _run("ip", "link", "set", name, "up")
-
-
-def _wait_for_namespace(holder: subprocess.Popen[bytes]) -> None:
-    """Until the holder has left this process's namespace."""
-    own, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + READY_WITHIN_SECONDS
-    while holder.poll() is None and time.monotonic() < deadline:
-        if os.readlink(Path(f"/proc/{holder.pid}/ns/net")) != own:
-            return
-        time.sleep(0.005)
-    raise CommunicationError("a host's network namespace could not be made; see what unshare has printed")
+    def _run(self, *command: str) -> None:
+        """Run a tool where the bridges are."""
+        _run(*self._core.command(*command))
 
 
 def _run(*command: str) -> str:
@@ -119,8 +108,3 @@ def _run(*command: str) -> str:
     if done.returncode != 0:
         raise CommunicationError(f"{' '.join(command)} failed: {done.stderr.strip()}")
     return done.stdout
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
