@@ -11,8 +11,6 @@ from multiprocessing import connection, forkserver
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
-import torch
-
 Process: TypeAlias = Any
 """Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
 
@@ -40,7 +38,6 @@ def process(body: Callable[..., None], *args: Any) -> Process:
 def _begin(environment: dict[str, str], body: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     body(*args)
 

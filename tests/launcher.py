@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,13 +32,17 @@ TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.
 def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
     """What the script printed, errors included; raises if it failed.
 
-    The rendezvous is a file: what torchrun finds there, it loads as a pickle.
+    Its agent is forked, the processes that it starts are not. The rendezvous is a file: what torchrun finds
+    there, it loads as a pickle.
     """
     with tempfile.TemporaryDirectory() as folder:
-        launch = ["-m", "torch.distributed.run", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
+        launch = ["torch.distributed.run", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
         launch += [f"--rdzv-endpoint={folder}/store", "--rdzv-conf=store_type=file"]
-        command = [sys.executable, *launch, f"--nproc-per-node={processes}"]
-        return run([*command, WITHOUT_TEARDOWN, str(script), *arguments], timeout_seconds=timeout_seconds)
+        launch += [f"--nproc-per-node={processes}", WITHOUT_TEARDOWN, str(script), *arguments]
+        told = {"OMP_NUM_THREADS": "1"}
+        ended = run_python(*launch, environment=told, timeout_seconds=timeout_seconds)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
 
 
 def run_processes(
@@ -112,7 +119,10 @@ class Running:
 
 @contextmanager
 def started_python(
-    *command: str, environment: Mapping[str, str] | None = None, stdout: str | None = None
+    *command: str,
+    environment: Mapping[str, str] | None = None,
+    stdout: str | None = None,
+    stderr: str | None = None,
 ) -> Iterator[Running]:
     """What `run_python` starts, in a session of its own as on a terminal of its own; it ends with the block.
 
@@ -120,14 +130,15 @@ def started_python(
         command: See `run_python`.
         environment: What is added to this process's.
         stdout: The file to print to, instead of a pipe.
+        stderr: The one for errors.
     """
     (out, its_out), (err, its_err) = (forked.context().Pipe(duplex=False) for _ in range(2))
     with out, err, open(os.dup(out.fileno())) as read_out, open(os.dup(err.fileno())) as read_err:
         out.close()
         with its_out, its_err:
-            where = its_out if stdout is None else stdout
+            outputs = (stdout or its_out, stderr or its_err)
             process = forked.process(
-                _in_own_session, list(command), dict(environment or {}), where, its_err, str(Path.cwd())
+                _in_own_session, list(command), dict(environment or {}), *outputs, str(Path.cwd())
             )
             process.start()
         try:
@@ -135,6 +146,50 @@ def started_python(
         finally:
             process.kill()
             process.join()
+
+
+@contextmanager
+def stand_ins() -> Iterator[list[str]]:
+    """What a launcher is to start, before the script and its arguments: see stand_in.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/socket")
+            listener.listen()
+            server = forked.process(_fork_when_asked, listener)
+            server.start()
+        try:
+            yield [str(Path(__file__).with_name("stand_in.py")), f"{folder}/socket"]
+        finally:
+            server.kill()
+            server.join()
+
+
+def _fork_when_asked(listener: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            _stand_for(connection)
+        connection.close()
+
+
+def _stand_for(connection: socket.socket) -> None:
+    """Run what stand_in.py asks for at the other end, as long as that lives, and tell it how that ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    length, outputs, _, _ = socket.recv_fds(connection, 4, 2)
+    told = connection.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
+    command, environment, cwd = json.loads(told)
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    os.environ.clear()
+    code = _become(command, environment, *map(Connection, outputs), cwd)
+    connection.sendall(bytes([code]))
+    os._exit(code)
+
+
+def _end_with(connection: socket.socket) -> None:
+    connection.recv(1)  # nothing is sent: it is closed
+    os._exit(1)
 
 
 def _in_own_session(*arguments: Any) -> None:
@@ -178,10 +233,14 @@ def _run_all(
         ]
 
 
-def _main(
+def _main(*arguments: Any) -> None:
+    os._exit(_become(*arguments))  # without teardown: see without_teardown.py
+
+
+def _become(
     command: list[str], environment: dict[str, str], out: str | Connection, err: str | Connection, cwd: str
-) -> None:
-    """Be `python script arguments…`, or `python -m package arguments…`."""
+) -> int:
+    """Be `python script arguments…`, or `python -m package arguments…`; the exit status."""
     os.environ.update(environment)
     os.chdir(cwd)
     for number, to in ((1, out), (2, err)):
@@ -204,23 +263,7 @@ def _main(
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without teardown: see without_teardown.py
-
-
-def run(command: list[str], *, timeout_seconds: float = 100) -> str:
-    """What a command printed, errors included; raises if it failed or hung."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_seconds,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    return code
 
 
 def assert_compressed_and_agreed(output: str, *, processes: int = 2, least_ratio: float = 2.0) -> None:

@@ -9,7 +9,7 @@ import numpy as np  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch._dynamo  # by the first DDP model of a process
-import torch.distributed
+import torch.distributed.run
 import torch.nn.parallel
 
 import thinwire
@@ -17,7 +17,7 @@ import thinwire.cli
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 
-# Compiled arithmetic serves one thread.
+# Of all forked processes: compiled arithmetic serves one thread.
 torch.set_num_threads(1)
 
 

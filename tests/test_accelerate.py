@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from accelerated import error_of, several_processes
-from launcher import EXAMPLES, TOLD, WITHOUT_TEARDOWN, assert_compressed_and_agreed, run, run_processes
+from launcher import (
+    EXAMPLES,
+    TOLD,
+    assert_compressed_and_agreed,
+    run_processes,
+    run_python,
+    stand_ins,
+)
 from pool import Pool
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
@@ -31,9 +37,8 @@ from thinwire.integrations.accelerate import DistributedDataParallelKwargs
 
 AT_ONCE = {"start_powerSGD_iter": 0}
 LAUNCH = [
-    *("env", "ACCELERATE_USE_CPU=true", sys.executable, "-m", "accelerate.commands.launch"),
-    *("--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_port=0"),
-    *("--mixed_precision=no", "--dynamo_backend=no", WITHOUT_TEARDOWN),
+    *("accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"),
 ]
 # What that launcher tells the processes that it starts, besides what torchrun tells.
 LAUNCHED = {
@@ -44,8 +49,11 @@ LAUNCHED = {
 
 
 def test_the_example_resumes_where_it_stopped(tmp_path: Path) -> None:
-    command = [*LAUNCH, str(EXAMPLES / "accelerate_ddp.py"), "--folder", str(tmp_path)]
-    straight = run(command)
+    with stand_ins() as stand_in:
+        command = [*LAUNCH, *stand_in, str(EXAMPLES / "accelerate_ddp.py"), "--folder", str(tmp_path)]
+        ended = run_python(*command, environment={"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"})
+    straight = ended.stdout
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert_compressed_and_agreed(straight)
     arguments = ("--folder", str(tmp_path), "--resume")
     resumed = run_processes(EXAMPLES / "accelerate_ddp.py", *arguments, environment=LAUNCHED)

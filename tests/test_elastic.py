@@ -5,42 +5,37 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from launcher import EXAMPLES, TOLD
+from launcher import EXAMPLES, TOLD, Running, stand_ins, started_python
 
 STEP = re.compile(r"step (\d+), process (\d+) of (\d+): loss (\d+\.\d+)")
 SAVE_EVERY, STEPS = 5, 60
 LIMIT_SECONDS = 100.0
 
 
-def agent(store: Path, checkpoint: Path, log: Path) -> subprocess.Popen[bytes]:
+def agent(store: Path, checkpoint: Path, log: Path, stand_in: list[str]) -> AbstractContextManager[Running]:
     """One machine's torchrun: two processes, in a job of one or two machines.
 
     They meet by a file: what torchrun finds there, it loads as a pickle, and a store that many machines can
     reach would listen on all addresses. By default torchrun gives every restart the same store, in which Gloo
     finds addresses of dead processes.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
+    command = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
     command += ["--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job", "--local-addr=127.0.0.1"]
     command += [f"--rdzv-endpoint={store}"]
     command += [
         "--rdzv-conf=store_type=file,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
     ]
-    with log.open("wb") as out:
-        return subprocess.Popen(
-            [*command, str(EXAMPLES / "elastic.py"), str(checkpoint)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-        )
+    settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command += [*stand_in, str(EXAMPLES / "elastic.py"), str(checkpoint)]
+    return started_python(*command, environment=settings, stdout=str(log), stderr=str(log))
 
 
 def processes_of(parent: int) -> list[int]:
@@ -66,23 +61,25 @@ def wait_until(happened: Callable[[], bool], log: Path) -> None:
 @pytest.mark.timeout(200)
 def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
     store, checkpoint, log = tmp_path / "store", tmp_path / "checkpoint.pt", tmp_path / "log"
-    # The one that stays comes first: torchrun ranks machines by address and process number.
-    machines = [agent(store, checkpoint, log)]
-    everyone: list[int] = []
-    try:
-        machines.append(agent(store, checkpoint, tmp_path / "other log"))
-        wait_until(lambda: "step 22," in log.read_text(), log)
-        everyone = [each for machine in machines for each in processes_of(machine.pid)]
-        lost = processes_of(machines[1].pid)
-        assert len(lost) == 3
-        for process_id in lost:
-            os.kill(process_id, signal.SIGKILL)
-        assert machines[0].wait(LIMIT_SECONDS) == 0, log.read_text()
-    finally:
-        for machine in machines:
-            for process_id in processes_of(machine.pid) if machine.poll() is None else []:
+    log.touch()
+    with (
+        stand_ins() as stand_in,
+        # The one that stays comes first: torchrun ranks machines by address and process number.
+        agent(store, checkpoint, log, stand_in) as staying,
+        agent(store, checkpoint, tmp_path / "other log", stand_in) as leaving,
+    ):
+        try:
+            wait_until(lambda: "step 22," in log.read_text(), log)
+            lost = processes_of(leaving.pid)
+            everyone = [*processes_of(staying.pid), *lost]
+            assert len(lost) == 3
+            for process_id in lost:
                 os.kill(process_id, signal.SIGKILL)
-            machine.wait()
+            assert staying.wait(LIMIT_SECONDS) == 0, log.read_text()
+        finally:
+            for machine in filter(is_running, (staying.pid, leaving.pid)):
+                for process_id in processes_of(machine):
+                    os.kill(process_id, signal.SIGKILL)
     output = log.read_text()
     assert "thinwire.errors.CommunicationError: step 2" in output
     assert not any(map(is_running, everyone))
