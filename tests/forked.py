@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, forkserver
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -30,12 +31,21 @@ def context() -> Any:
     return found
 
 
-def process(body: Callable[..., None], *args: Any) -> Process:
-    """A process that will run `body(*args)`, and ends when this one does; it is not started."""
-    return context().Process(target=_begin, args=(dict(os.environ), body, args), daemon=True)
+def process(body: Callable[..., None], *args: Any, namespaces: Sequence[str] = ()) -> Process:
+    """A process that will run `body(*args)`, and ends when this one does; it is not started.
+
+    It enters Linux's namespaces of these files first.
+    """
+    return context().Process(target=_begin, args=(dict(os.environ), namespaces, body, args), daemon=True)
 
 
-def _begin(environment: dict[str, str], body: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _begin(
+    environment: dict[str, str], namespaces: Sequence[str], body: Callable[..., None], args: tuple[Any, ...]
+) -> None:
+    for path in namespaces:  # before there is a second thread, with which none of users can be entered
+        with open(path) as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, daemon=True).start()

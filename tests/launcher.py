@@ -23,9 +23,11 @@ from typing import IO, Any
 from torch._C._distributed_c10d import TCPStore
 
 import forked
+from thinwire.lab.network import Network
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WITHOUT_TEARDOWN = str(Path(__file__).with_name("without_teardown.py"))
+WITHOUT_PACKAGE = str(Path(__file__).with_name("without_package.py"))
 TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.\d{9})")
 
 
@@ -78,6 +80,17 @@ def run_job(
     told |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), **(environment or {})}
     of_each = [told | {"RANK": str(number), "LOCAL_RANK": str(number)} for number in range(processes)]
     return _run_all(command, of_each, Path.cwd(), timeout_seconds)
+
+
+def run_on_hosts(
+    network: Network, *command: str, timeout_seconds: float = 100
+) -> list[subprocess.CompletedProcess[str]]:
+    """How processes ended on the hosts of a lab's network; for the command see `run_python`."""
+    hosts = range(network.layout.hosts)
+    told = [network.layout.environment(host) for host in hosts]
+    enter = [[each for each in network.command_in(host) if "/ns/" in each] for host in hosts]
+    files = [[flag.partition("=")[2] for flag in flags] for flags in enter]
+    return _run_all(command, told, Path.cwd(), timeout_seconds, files)
 
 
 def run_python(
@@ -208,15 +221,21 @@ def _store_on_loopback() -> TCPStore:
 
 
 def _run_all(
-    command: Sequence[str], environments: Sequence[Mapping[str, str]], cwd: Path, timeout_seconds: float
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    cwd: Path,
+    timeout_seconds: float,
+    namespaces: Sequence[Sequence[str]] | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
     """A process for each environment; those that have not ended in time are killed."""
     deadline = time.monotonic() + timeout_seconds
     with tempfile.TemporaryDirectory() as folder:
         paths = [(Path(folder, f"out-{n}"), Path(folder, f"err-{n}")) for n in range(len(environments))]
         running = [
-            forked.process(_main, list(command), dict(each), str(out), str(err), str(cwd))
-            for each, (out, err) in zip(environments, paths, strict=True)
+            forked.process(_main, list(command), dict(each), str(out), str(err), str(cwd), namespaces=enter)
+            for each, (out, err), enter in zip(
+                environments, paths, namespaces or [()] * len(paths), strict=True
+            )
         ]
         try:
             for process in running:

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from crash import listening_on
+import crash
+import forking
+from launcher import WITHOUT_PACKAGE, run_python, started_python
 from thinwire import cli, local_job
 from thinwire.demo.evaluate import heldout_loss
 from thinwire.demo.launch import JobError, run_job
@@ -127,8 +129,7 @@ def test_every_byte_can_be_drawn_and_none_beyond_the_end() -> None:
     ("size", "parameters"), [("tiny", 136_960), ("small", 1_902_720), ("medium", 10_893_312)]
 )
 def test_sizes(size: str, parameters: int) -> None:
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in GPT(SIZES[size]).parameters()) == parameters
+    assert sum(parameter.numel() for parameter in GPT(SIZES[size]).parameters()) == parameters
 
 
 def test_the_model_does_not_see_the_future() -> None:
@@ -296,50 +297,36 @@ def test_a_users_mistake_is_one_line(
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
 def test_missing_packages_are_named(package: str) -> None:
-    program = f"import sys; sys.modules[{package!r}] = None; from thinwire import cli; cli.main()"
-    command = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    command = run_python(WITHOUT_PACKAGE, package, "thinwire")
     assert command.returncode == 2
     remedy = "pip install '.[cli]' in a clone of Thinwire"
     assert command.stderr == f"thinwire: the command line needs {package}: {remedy}\n"
 
 
-def test_a_failing_process_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_job, "loopback_interface", lambda: "no-such-network")
-    options = DemoOptions(steps=1, model_size="tiny", output=tmp_path)
-    with pytest.raises(JobError) as error_info:
-        run_job(options, lambda record: None)
-    assert re.match(r"the training job failed: process [01]: ", str(error_info.value))
-    assert "no-such-network" in str(error_info.value)
-    assert "\n" not in str(error_info.value)
+def test_a_failing_process_is_told_in_one_line(tmp_path: Path) -> None:
+    (ended,) = crash.run(_failed, tmp_path, processes=1)
+    assert re.match(r"the training job failed: process [01]: ", ended.told)
+    assert "no-such-network" in ended.told
+    assert "\n" not in ended.told
 
 
-def start_demo(output: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "thinwire.cli",
-            "demo",
-            "--model-size",
-            "tiny",
-            "--output",
-            output,
-            *arguments,
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def _failed(setting: crash.Setting, folder: Path) -> str:
+    forking.install()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_job, "loopback_interface", lambda: "no-such-network")
+        with pytest.raises(JobError) as error_info:
+            run_job(DemoOptions(steps=1, model_size="tiny", output=folder), lambda record: None)
+    return str(error_info.value)
 
 
 def test_demo_end_to_end(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--steps", "6", "--processes", "2")
-    stdout, stderr = demo.communicate(timeout=110)
-    assert demo.returncode == 0, stderr
-    assert stderr == ""
-    assert "held-out loss" in stdout
-    assert "powersgd  step 6/6" in stdout
+    demo = run_python(
+        "thinwire", "demo", "--model-size=tiny", f"--output={tmp_path}", "--steps=6", "--processes=2"
+    )
+    assert demo.returncode == 0, demo.stderr
+    assert demo.stderr == ""
+    assert "held-out loss" in demo.stdout
+    assert "powersgd  step 6/6" in demo.stdout
     records = {name: read_records(tmp_path / f"{name}.jsonl") for name in ("fp16", "powersgd")}
     for steps in records.values():
         assert [record.step for record in steps] == [1, 2, 3, 4, 5, 6]
@@ -352,37 +339,39 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert powersgd < fp16 / 4
 
 
-def processes_with(argument: str) -> list[int]:
-    """The running processes whose command line mentions `argument`."""
-    if not Path("/proc/self/cmdline").exists():
-        listing = subprocess.run(["ps", "-A", "-o", "pid,args"], capture_output=True, text=True, check=True)
-        return [int(line.split()[0]) for line in listing.stdout.splitlines() if argument in line]
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if argument in command:
-            found.append(int(path.parent.name))
-    return found
+def children_of(process_id: int) -> list[int]:
+    """The processes that a process has started and not waited for."""
+    path = Path(f"/proc/{process_id}/task/{process_id}/children")
+    if path.exists():
+        return [int(each) for each in path.read_text().split()]
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
+    pairs = [line.split() for line in listing.stdout.splitlines()]
+    return [int(child) for child, parent in pairs if int(parent) == process_id]
+
+
+def is_there(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Path) -> None:
-    demo = start_demo(tmp_path, "--steps", "100000")
-    deadline = time.monotonic() + 60
-    while not read_records(tmp_path / "fp16.jsonl") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    running = processes_with(str(tmp_path))
-    assert len(running) == 3
-    if Path("/proc/net/tcp").exists():
-        addresses = {each for process_id in running for each in listening_on(process_id)}
-        assert addresses
-        assert all(address.is_loopback for address in addresses)
-    os.killpg(demo.pid, signal.SIGINT)
-    _, stderr = demo.communicate(timeout=30)
-    assert demo.returncode == 130
-    assert stderr == "thinwire: stopped by SIGINT; every process has ended\n"
-    assert processes_with(str(tmp_path)) == []
+    options = ["--model-size=tiny", f"--output={tmp_path}", "--steps=100000"]
+    with started_python(str(forking.__file__), "demo", *options) as demo:
+        deadline = time.monotonic() + 60
+        while not read_records(tmp_path / "fp16.jsonl") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running = [demo.pid, *children_of(demo.pid)]
+        assert len(running) == 3
+        if Path("/proc/net/tcp").exists():
+            addresses = {each for process_id in running for each in crash.listening_on(process_id)}
+            assert addresses
+            assert all(address.is_loopback for address in addresses)
+        os.killpg(demo.pid, signal.SIGINT)
+        assert demo.wait() == 130
+        assert demo.stderr.read() == "thinwire: stopped by SIGINT; every process has ended\n"
+        assert not any(map(is_there, running))
     for line in (tmp_path / "fp16.jsonl").read_text().splitlines()[:-1]:
         assert json.loads(line)["kind"] in ("run", "plan", "step", "norms", "log")

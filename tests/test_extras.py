@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from importlib.metadata import metadata
 from pathlib import Path
+
+import pytest
+
+from launcher import WITHOUT_PACKAGE, run_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -16,24 +18,17 @@ PACKAGES = {
 }
 
 
-def test_a_missing_package_is_named() -> None:
-    code = f"""
-import sys
-for extra, packages in {PACKAGES}.items():
-    sys.modules.update(dict.fromkeys(packages))
-    try:
-        __import__(f"thinwire.integrations.{{extra}}")
-    except ImportError as error:
-        print(type(error).__name__, error, type(error.__cause__).__name__)
-    for package in packages:
-        del sys.modules[package]
-"""
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    lines = out.stdout.splitlines()
-    assert len(lines) == len(PACKAGES)
-    for line, extra in zip(lines, PACKAGES, strict=True):
-        assert line.startswith("MissingExtraError")
-        assert line.endswith(f"pip install '.[{extra}]' in a clone of Thinwire ModuleNotFoundError")
+@pytest.mark.parametrize("extra", list(PACKAGES))
+def test_a_missing_package_is_named(extra: str) -> None:
+    done = run_python(WITHOUT_PACKAGE, ",".join(PACKAGES[extra]), f"thinwire.integrations.{extra}")
+    assert done.returncode == 1
+    cause, _, told = done.stderr.partition(
+        "The above exception was the direct cause of the following exception"
+    )
+    assert cause.strip().splitlines()[-1].startswith("ModuleNotFoundError: ")
+    last = told.splitlines()[-1]
+    assert last.startswith("thinwire.errors.MissingExtraError: ")
+    assert last.endswith(f"pip install '.[{extra}]' in a clone of Thinwire")
 
 
 def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:

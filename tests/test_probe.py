@@ -5,45 +5,39 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from crash import listening_on
-from launcher import run_job, run_python
+from launcher import run_job, run_on_hosts, run_python
 from pool import Pool
 from test_lab import real
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.job import alone
+from thinwire.lab.layout import Layout
+from thinwire.lab.network import Network
 from thinwire.probe import PairTiming, Probe, Timing, probe, result
 from thinwire.probe.result import nodes_of
 
-THINWIRE = [sys.executable, "-m", "thinwire"]
 
-
-def probed(options: list[str], path: Path, budget_seconds: float) -> tuple[Probe, str]:
+def probed(layout: Layout, path: Path, budget_seconds: float) -> tuple[Probe, str]:
     """The probe and what it printed, in the lab."""
-    command = [*THINWIRE, "lab", *options, "--", *THINWIRE, "probe", f"--budget-seconds={budget_seconds}"]
-    out = subprocess.run(
-        [*command, f"--save={path}"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    )
-    return Probe.load(path), out.stdout
+    with Network(layout) as network:
+        options = [f"--budget-seconds={budget_seconds}", f"--save={path}"]
+        ended = run_on_hosts(network, "thinwire", "probe", *options)
+    assert [each.returncode for each in ended] == [0] * layout.hosts, ended
+    return Probe.load(path), ended[0].stdout
 
 
 @real
 @pytest.mark.alone
-@pytest.mark.parametrize(("rate", "bits", "budget_seconds"), [("100mbit", 100e6, 5), ("1gbit", 1e9, 3)])
+@pytest.mark.parametrize(("rate", "bits", "budget_seconds"), [("100mbit", 100e6, 4), ("1gbit", 1e9, 3)])
 def test_the_bandwidth_of_links_of_a_known_rate(
     rate: str, bits: float, budget_seconds: float, tmp_path: Path
 ) -> None:
-    found, printed = probed(["--hosts=2", f"--rate={rate}"], tmp_path / "probe.json", budget_seconds)
+    found, printed = probed(Layout(hosts=2, rate=rate), tmp_path / "probe.json", budget_seconds)
     assert found.world_size == 2
     assert found.bytes_per_second == pytest.approx(bits / 8, rel=0.15)
     assert found.nodes == [[0, 1]]
@@ -54,8 +48,8 @@ def test_the_bandwidth_of_links_of_a_known_rate(
 @real
 @pytest.mark.alone
 def test_hosts_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
-    options = ["--hosts=4", "--hosts-per-node=2", "--rate=100mbit"]
-    found, printed = probed(options, tmp_path / "probe.json", 8)
+    layout = Layout(hosts=4, hosts_per_node=2, rate="100mbit")
+    found, printed = probed(layout, tmp_path / "probe.json", 5)
     assert found.world_size == 4
     assert len(found.pairs) == 6
     assert found.nodes == [[0, 1], [2, 3]]
@@ -112,7 +106,7 @@ def test_json_and_a_plot(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert run.stderr == "thinwire: --plot must end in one of .png, .svg, .pdf, got found.bmp\n"
     plot = tmp_path / "probe.svg"
-    run, _ = run_job("thinwire", "probe", "--json", "--budget-seconds=1", f"--plot={plot}")
+    run, _ = run_job("thinwire", "probe", "--json", "--budget-seconds=0.3", f"--plot={plot}")
     assert json.loads(run.stdout)["world_size"] == 2
     assert "<svg" in plot.read_text()
 

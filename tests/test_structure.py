@@ -5,13 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import thinwire
+from launcher import run_python
 from thinwire import algorithms, channel, checkpoint, ddp_comm_hooks, errors, hooks, testing
 
 SOURCE = Path(thinwire.__file__).parent
@@ -137,19 +136,35 @@ def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() ->
     assert told[1].split(", ") == shown
 
 
-def test_importing_thinwire_imports_only_torch_and_itself() -> None:
-    code = """
-import sys, json, torch, torch.nn.parallel
-before = set(sys.modules)
+# In a forked process, which has imported torch and much more: all but torch is forgotten, strangers refused.
+IMPORT = """
+import importlib.abc, json, sys
+standard = sys.stdlib_module_names | {"torch", "__main__", "__mp_main__"}
+for name in [each for each in sys.modules if each.partition(".")[0] not in standard]:
+    del sys.modules[name]
+strangers = []
+
+class Refusing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in standard | {"thinwire"}:
+            strangers.append(name)
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Refusing())
 import thinwire
-print(json.dumps(sorted(set(sys.modules) - before)))
+print(json.dumps({"strangers": strangers, "all": list(sys.modules)}))
 """
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    new = json.loads(out.stdout)
-    assert new
-    standard = sys.stdlib_module_names | {"torch", "thinwire"}
-    assert [name for name in new if name.split(".")[0] not in standard] == []
-    assert [name for name in new if name.startswith(("thinwire.demo", "thinwire.cli"))] == []
+
+
+def test_importing_thinwire_imports_only_torch_and_itself(tmp_path: Path) -> None:
+    script = tmp_path / "imports.py"
+    script.write_text(IMPORT)
+    done = run_python(str(script))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["strangers"] == []
+    assert "thinwire.engine" in told["all"]
+    assert [name for name in told["all"] if name.startswith(("thinwire.demo", "thinwire.cli"))] == []
 
 
 def test_every_error_is_in_the_tree_and_in_its_picture() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -76,8 +75,8 @@ def demo(
 
 def opening(options: DemoOptions) -> str:
     """What is about to happen, in one line."""
-    with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
+    # Not on torch's meta device: what that imports takes longer than the largest model.
+    parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
     return (
         f"Training a byte-level GPT of {parameters / 1e6:.1f} M parameters on Python's standard library: "
         f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}."

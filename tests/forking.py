@@ -1,0 +1,83 @@
+"""`thinwire arguments…`, whose local jobs fork their processes: they have imported what this one has."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import IO, NoReturn
+
+from thinwire import cli, local_job
+
+
+class Forked:
+    """What a local job needs of subprocess.Popen, for `python [-P] -m module arguments…`."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: int,
+        env: Mapping[str, str],
+        start_new_session: bool,
+    ) -> None:
+        assert (stdin, stderr) == (subprocess.DEVNULL, subprocess.STDOUT)
+        assert start_new_session
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _be(command[command.index("-m") + 1 :], stdout.fileno(), env)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("forked", timeout)
+            time.sleep(0.01)
+        assert self.returncode is not None
+        return self.returncode
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+def _be(command: Sequence[str], out: int, environment: Mapping[str, str]) -> NoReturn:
+    os.setsid()
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_DFL)
+    for number in (1, 2):
+        os.dup2(out, number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = list(command)
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+    os._exit(0)
+
+
+def install() -> None:
+    """For the rest of this process's life."""
+    local_job.subprocess.Popen = Forked  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    install()
+    cli.main()

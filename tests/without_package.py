@@ -1,0 +1,16 @@
+"""`python -m MODULE`, as where packages are not installed: `without_package.py PACKAGE,PACKAGE MODULE`.
+
+In a forked process that has imported everything: it forgets the packages, and what has them.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+if __name__ == "__main__":
+    packages = sys.argv[1].split(",")
+    for name in [each for each in sys.modules if each.partition(".")[0] in (*packages, "thinwire", "typer")]:
+        del sys.modules[name]
+    sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
+    runpy.run_module(sys.argv[2], run_name="__main__")
