@@ -39,13 +39,18 @@ def process(body: Callable[..., None], *args: Any, namespaces: Sequence[str] = (
     return context().Process(target=_begin, args=(dict(os.environ), namespaces, body, args), daemon=True)
 
 
+def enter(path: str) -> None:
+    """Enter Linux's namespace of a file; one of users only before there is a second thread."""
+    with open(path) as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+
+
 def _begin(
     environment: dict[str, str], namespaces: Sequence[str], body: Callable[..., None], args: tuple[Any, ...]
 ) -> None:
-    for path in namespaces:  # before there is a second thread, with which none of users can be entered
-        with open(path) as file:
-            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), 0):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+    for path in namespaces:
+        enter(path)
     os.environ.clear()
     os.environ.update(environment)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -192,7 +192,11 @@ def _stand_for(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, outputs, _, _ = socket.recv_fds(connection, 4, 2)
     told = connection.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
-    command, environment, cwd = json.loads(told)
+    pid, command, environment, cwd = json.loads(told)
+    for kind in ("user", "net"):
+        own, its = f"/proc/self/ns/{kind}", f"/proc/{pid}/ns/{kind}"
+        if os.path.exists(its) and os.readlink(its) != os.readlink(own):
+            forked.enter(its)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     os.environ.clear()
     code = _become(command, environment, *map(Connection, outputs), cwd)

@@ -204,8 +204,8 @@ def _advised() -> tuple[Advice, Advice, bool]:
     assert dist.get_world_size() == 2
     model = new_model()
     # This machine may be busy: only a gain of half counts.
-    slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=1, least_gain=0.5)
-    fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=1, least_gain=0.5)
+    slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=0.5, least_gain=0.5)
+    fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.5, least_gain=0.5)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), new_model().parameters(), strict=True))
     return slow, fast, same and all(each.grad is None for each in model.parameters())
 
@@ -255,7 +255,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command(folder: Path) -> None:
-    options = ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=1"]
+    options = ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=0.5"]
     done = run(folder, *options, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)

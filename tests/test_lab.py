@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from launcher import Running, run_python, started_python
+from launcher import Running, run_python, stand_ins, started_python
 from thinwire import ConfigError
 from thinwire.lab.layout import Layout, bits_per_second
 from thinwire.lab.namespace import check_machine
@@ -175,8 +175,11 @@ def test_links_without_a_rate_and_within_a_node_are_fast(options: list[str]) -> 
 @real
 def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    python = [sys.executable, "-c", TRAIN]
-    done = run_python("thinwire", "lab", "--hosts=2", "--rate=1gbit", f"--report={report}", "--", *python)
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    options = ["--hosts=2", "--rate=1gbit", f"--report={report}"]
+    with stand_ins() as stand_in:
+        done = run_python("thinwire", "lab", *options, "--", sys.executable, "-S", *stand_in, str(script))
     assert done.returncode == 0, done.stdout + done.stderr
     of_each = [
         re.findall(rf"\[host {host}\] world size 2, message bytes (\d+), sent bytes (\d+)", done.stdout)

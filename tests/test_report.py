@@ -56,12 +56,18 @@ def watched(path: Path, algorithm: Algorithm, *, name: str | None = None, steps:
     return path
 
 
-@pytest.fixture
-def paths(tmp_path: Path) -> list[Path]:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("recorded")
     return [
-        watched(tmp_path / "low.jsonl", PowerSGD(matrix_rank=2)),
-        watched(tmp_path / "half.jsonl", Cast("fp16")),
+        watched(folder / "low.jsonl", PowerSGD(matrix_rank=2)),
+        watched(folder / "half.jsonl", Cast("fp16")),
     ]
+
+
+@pytest.fixture
+def paths(recorded: list[Path], tmp_path: Path) -> list[Path]:
+    return [Path(shutil.copy(path, tmp_path)) for path in recorded]
 
 
 def checked(page: str) -> str:
@@ -102,7 +108,7 @@ def test_it_tells_what_was_watched(paths: list[Path], tmp_path: Path) -> None:
 
 def test_names_are_text_and_not_code(tmp_path: Path) -> None:
     name = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
-    path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), name=name)
+    path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), name=name, steps=20)
     assert name in checked(report_page([read_run(path)]))
 
 
