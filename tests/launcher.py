@@ -199,7 +199,8 @@ def _stand_for(connection: socket.socket) -> None:
             forked.enter(its)
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     os.environ.clear()
-    code = _become(command, environment, *map(Connection, outputs), cwd)
+    out, err = outputs
+    code = _become(command, environment, Connection(out), Connection(err), cwd)
     connection.sendall(bytes([code]))
     os._exit(code)
 

@@ -70,7 +70,7 @@ def new_model() -> nn.Sequential:
 
 
 def one_step(model: nn.Module) -> None:
-    torch.autograd.backward(model(torch.ones(1024, 256)).square().mean())
+    torch.autograd.backward(model(torch.ones(256, 256)).square().mean())
 
 
 def predicted(name: str, low_ms: float, high_ms: float, order: int, message_bytes: int = 1000) -> Prediction:
@@ -204,8 +204,8 @@ def _advised() -> tuple[Advice, Advice, bool]:
     assert dist.get_world_size() == 2
     model = new_model()
     # This machine may be busy: only a gain of half counts.
-    slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=0.5, least_gain=0.5)
-    fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.5, least_gain=0.5)
+    slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=0.3, least_gain=0.5)
+    fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.3, least_gain=0.5)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), new_model().parameters(), strict=True))
     return slow, fast, same and all(each.grad is None for each in model.parameters())
 
