@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
+from thinwire.algorithms.orthonormal import orthonormal_rows
 from thinwire.plan import ParameterSpec
 
 
@@ -74,6 +76,26 @@ def buckets(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...
             spec("empty", 0, 5, dtype=dtype),
         ),
     ]
+
+
+class Bits:
+    """Tensors, equal to those of the same bits."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = [tensor.clone() for tensor in tensors]
+        self._bits = tuple((t.dtype, t.shape, t.numpy().tobytes()) for t in self.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bits) and self._bits == other._bits
+
+    def __hash__(self) -> int:
+        return hash(self._bits)
+
+
+@lru_cache(maxsize=512)
+def bases_of(batches: Bits, compiled: object) -> list[torch.Tensor]:
+    """`orthonormal_rows`, once for the same tensors and the same arithmetic."""
+    return orthonormal_rows(batches.tensors)
 
 
 Gradients = list[list[torch.Tensor]]

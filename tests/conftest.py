@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
+import catalog
 import forked
 from pool import Pool, Pools
+from thinwire.algorithms import alternating, batched, compilation, matrices, rounds
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
 torch.set_num_threads(1)
@@ -38,3 +40,15 @@ def pool2(pools: Pools) -> Pool:
 @pytest.fixture
 def pool4(pools: Pools) -> Pool:
     return pools.of(4)
+
+
+@pytest.fixture
+def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
+
+    def remembered(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        bases = catalog.bases_of(catalog.Bits(batches), compilation._compiled())
+        return [basis.clone() for basis in bases]
+
+    for module in (alternating, batched, matrices, rounds):
+        monkeypatch.setattr(module, "orthonormal_rows", remembered)

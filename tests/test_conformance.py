@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,48 +12,19 @@ import torch
 
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, BatchedPowerSGD
-from thinwire.algorithms import alternating, batched, compilation, matrices, rounds
-from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.algorithms import compilation
 from thinwire.errors import ConfigError
 from thinwire.simulation import Simulation
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+pytestmark = pytest.mark.usefixtures("one_for_all")
 
 
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As without Numba and on accelerators; tests of whole processes run the compiled passes."""
     monkeypatch.setattr(compilation, "_compiled", lambda: None)
-
-
-class Bits:
-    """Tensors, equal to those of the same bits."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.tensors = [tensor.clone() for tensor in tensors]
-        self._bits = tuple((t.dtype, t.shape, t.numpy().tobytes()) for t in self.tensors)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bits) and self._bits == other._bits
-
-    def __hash__(self) -> int:
-        return hash(self._bits)
-
-
-@lru_cache(maxsize=512)
-def bases_of(batches: Bits) -> list[torch.Tensor]:
-    return orthonormal_rows(batches.tensors)
-
-
-@pytest.fixture(autouse=True)
-def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
-
-    def remembered(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [basis.clone() for basis in bases_of(Bits(batches))]
-
-    for module in (alternating, batched, matrices, rounds):
-        monkeypatch.setattr(module, "orthonormal_rows", remembered)
 
 
 def over(entries: Iterable[Entry]) -> pytest.MarkDecorator:

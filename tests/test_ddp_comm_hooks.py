@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import subprocess
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -18,6 +17,7 @@ from torch.distributed.algorithms import ddp_comm_hooks as stock
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from launcher import run_python
 from pool import Pool
 from thinwire import ddp_comm_hooks, hooks
 
@@ -57,11 +57,18 @@ def test_as_the_documents_write_it() -> None:
     assert post_local.post_localSGD_hook is hooks.post_localSGD_hook
 
 
-def test_the_package_brings_its_modules_along() -> None:
+def test_the_package_brings_its_modules_along(tmp_path: Path) -> None:
     """Its import is enough for `ddp_comm_hooks.default_hooks`; asked where nothing else imports them."""
-    code = f"import thinwire.ddp_comm_hooks as ours; print(all(hasattr(ours, name) for name in {MODULES}))"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
-    assert done.stdout == b"True\n"
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] == "thinwire"]:
+    del sys.modules[name]
+import thinwire.ddp_comm_hooks as ours
+print(all(hasattr(ours, name) for name in {MODULES}))
+""")
+    ended = run_python(str(script))
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
 
 
 def test_the_package_has_torchs_names() -> None:

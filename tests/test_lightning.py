@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import thinwire
-from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes
+from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_python
 from pool import Pool
 from thinwire import PowerSGD, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
@@ -371,8 +369,11 @@ def test_positional_arguments_are_the_stock_strategys() -> None:
 
 
 def test_with_pytorch_lightning_alone(tmp_path: Path) -> None:
-    code = f"""
+    script = tmp_path / "script.py"
+    script.write_text(f"""
 import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("lightning", "thinwire")]:
+    del sys.modules[name]
 sys.modules["lightning"] = None
 import torch
 import torch.distributed as dist
@@ -387,12 +388,10 @@ register_ddp_comm_hook(model, state, hooks.powerSGD_hook)
 model(torch.ones(2, 64)).sum().backward()
 print("ratio", state.stats().compression_ratio)
 dist.destroy_process_group()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[-1]) > 4
+""")
+    ended = run_python(str(script))
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout.split()[-1]) > 4
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import thinwire
-from catalog import buckets, random_gradients
+from catalog import buckets, random_gradients, spec
 from pool import Pool
 from thinwire import (
     ConfigError,
@@ -64,7 +64,7 @@ def simulation(algorithm: Algorithm | None = None) -> Simulation:
 
 def train(simulated: Simulation, steps: range, bad_steps: tuple[int, ...] = ()) -> None:
     for step in steps:
-        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        gradients = random_gradients(simulated.buckets, num_workers=len(simulated.syncs), seed=step)
         if step in bad_steps:
             gradients[0][0][0] = torch.nan
         simulated.step(gradients)
@@ -482,8 +482,13 @@ class Hoard(Algorithm):
             memory.sent[name] = torch.ones(1)
 
 
+def of_one_matrix(algorithm: Algorithm) -> Simulation:
+    """One worker and one matrix: a thousand steps take a second."""
+    return Simulation(algorithm, [(spec("weight", 64, 32),)], num_workers=1)
+
+
 def test_error_that_grows_without_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    simulated = simulation(Hoard())
+    simulated = of_one_matrix(Hoard())
     with (
         Watch(simulated.syncs[0], Kept(), norms_every_steps=16),
         caplog.at_level(logging.WARNING, "thinwire"),
@@ -495,7 +500,7 @@ def test_error_that_grows_without_bound_is_told(caplog: pytest.LogCaptureFixture
 
 
 def test_error_that_is_paid_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    simulated = simulation(PowerSGD(matrix_rank=1))
+    simulated = of_one_matrix(PowerSGD(matrix_rank=1))
     caplog.set_level(logging.WARNING, "thinwire")
     with Watch(simulated.syncs[0], Kept(), norms_every_steps=8):
         train(simulated, range(600))
