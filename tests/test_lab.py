@@ -126,21 +126,23 @@ def wait_until_gone(mark: str) -> None:
     assert alive(mark) == []
 
 
-def commands(mark: str) -> list[bytes]:
-    """What the processes with a mark were started as."""
-    return [Path(f"/proc/{each}/cmdline").read_bytes() for each in alive(mark)]
+def wait_for_commands(mark: str, wanted: dict[bytes, int]) -> None:
+    """Until so many processes with a mark were started as what begins so.
 
-
-def wait_for_children(mark: str, count: int) -> None:
-    """Until the hosts' processes have started theirs: for a moment of its start, none shows its mark."""
+    For a moment of its start, none shows its mark.
+    """
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if commands(mark).count(b"sleep\x0060\0") == count:
+    while True:
+        commands = [Path(f"/proc/{each}/cmdline").read_bytes() for each in alive(mark)]
+        found = {start: sum(each.startswith(start) for each in commands) for start in wanted}
+        if found == wanted or time.monotonic() > deadline:
+            assert found == wanted
             return
         time.sleep(0.02)
-    raise AssertionError(f"not {count} children")
 
 
+HOLDER, PYTHON = b"sleep\0infinity\0", sys.executable.encode() + b"\0"
+OF_TWO_HOSTS = {HOLDER: 3, PYTHON: 4}  # one namespace more than hosts; keepers and commands
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 
@@ -219,9 +221,7 @@ def test_a_signal_is_passed_on_and_nothing_is_left(number: signal.Signals, tmp_p
     """Ctrl-C on a terminal is a signal to all that the lab has not put elsewhere; what was sent is told."""
     report = tmp_path / "report.json"
     with started_lab("--hosts=2", "--grace-seconds=5", f"--report={report}", code=SLEEP) as (lab, mark):
-        names = [command.partition(b"\0")[0] for command in commands(mark)]
-        assert names.count(b"sleep") == 3  # which hold the namespaces open
-        assert names.count(sys.executable.encode()) == 4  # keepers and commands
+        wait_for_commands(mark, OF_TWO_HOSTS)
         (os.killpg if number == signal.SIGINT else os.kill)(lab.pid, number)
         assert lab.wait() == 128 + number
         wait_until_gone(mark)
@@ -242,7 +242,7 @@ def test_killed_outright_it_leaves_nothing() -> None:
     """Not even what the hosts' processes have started, in sessions of their own."""
     code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
     with started_lab("--hosts=2", code=code) as (lab, mark):
-        wait_for_children(mark, 2)
+        wait_for_commands(mark, {**OF_TWO_HOSTS, b"sleep\x0060\0": 2})
         lab.kill()
         lab.wait()
         wait_until_gone(mark)
@@ -262,6 +262,7 @@ def test_what_a_command_has_started_ends_with_it() -> None:
 def test_it_ends_only_what_it_has_started() -> None:
     """Not what has the same environment, nor another lab."""
     with started_lab("--hosts=2", code=SLEEP) as (lab, mark):
+        wait_for_commands(mark, OF_TWO_HOSTS)
         count = len(alive(mark))
         environment = dict([mark.split("=")])
         with subprocess.Popen(["sleep", "600"], env=os.environ | environment) as other:
