@@ -25,13 +25,14 @@ def agent(store: Path, checkpoint: Path, log: Path, stand_in: list[str]) -> Abst
 
     They meet by a file: what torchrun finds there, it loads as a pickle, and a store that many machines can
     reach would listen on all addresses. By default torchrun gives every restart the same store, in which Gloo
-    finds addresses of dead processes.
+    finds addresses of dead processes. They wait so long for a second machine that both begin together on a
+    busy computer too.
     """
     command = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
     command += ["--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job", "--local-addr=127.0.0.1"]
     command += [f"--rdzv-endpoint={store}"]
     command += [
-        "--rdzv-conf=store_type=file,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        "--rdzv-conf=store_type=file,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3"
     ]
     settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command += [*stand_in, str(EXAMPLES / "elastic.py"), str(checkpoint)]
