@@ -35,7 +35,7 @@ docs: .venv/.installed
 
 # Once, so that two workers of the tests do not compile the same at the same time.
 compiled: build/.compiled
-build/.compiled: .venv/.installed $(wildcard src/thinwire/algorithms/compiled/*.py)
+build/.compiled: .venv/.installed $(wildcard src/thinwire/algorithms/kernels/numba/*.py)
 	$(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 

@@ -25,8 +25,8 @@ import plots
 import thinwire
 from in_lab import leave_job, run_in_lab
 from lstm import new_lstm
-from report import markdown_table, page, save, save_json
-from thinwire.advice.measure import ALGORITHMS, BASELINE, LOCAL_EVERY_STEPS, LOCAL_SGD
+from pages import markdown_table, page, save, save_json
+from thinwire.advice.measure import BASELINE, LOCAL_EVERY_STEPS, LOCAL_SGD, priced
 from thinwire.demo.model import GPT, SIZES
 from thinwire.probe import probe
 
@@ -119,9 +119,9 @@ def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep) -> dict
     A large message leaves the link's burst allowance empty for whoever comes next.
     """
     models = {}
-    for name, algorithm in ALGORITHMS.items():
+    for name, variant in priced().items():
         models[name] = DistributedDataParallel(build())
-        thinwire.attach(models[name], algorithm)
+        thinwire.attach(models[name], variant.algorithm)
     seconds: dict[str, list[float]] = {name: [] for name in models}
     for number in range(UNTIMED_ROUNDS + ROUNDS):
         names = list(models)
@@ -231,7 +231,7 @@ def main() -> None:
     text = page(
         "Predicted and measured steps",
         f"{len(settings)} settings in `thinwire lab`; {PROBE_SECONDS:g} s of probing and "
-        f"{ADVICE_SECONDS:g} s of advice in each, then {ROUNDS} steps with each of {len(ALGORITHMS)} "
+        f"{ADVICE_SECONDS:g} s of advice in each, then {ROUNDS} steps with each of {len(priced())} "
         f"algorithms in turn, and {LOCAL_BLOCKS * LOCAL_EVERY_STEPS} with LocalSGD. Over all {len(errors)} "
         f"predictions the median error is {100 * median(errors):.0f} %, and {accurate} are within "
         f"{ACCURATE:.0%}. The advised algorithm was "

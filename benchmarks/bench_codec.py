@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import peers
-from report import markdown_table, page, save
+from pages import markdown_table, page, save
 from shapes import SHAPE_SETS, Shape
 from thinwire import BatchedPowerSGD, PowerSGD
-from thinwire.algorithms import compilation
-from thinwire.channel import ProcessGroupChannel
-from thinwire.engine import Engine
+from thinwire.algorithms.kernels import dispatch
+from thinwire.channel import ProcessGroupTransport
 from thinwire.plan import ParameterSpec
+from thinwire.sync.engine import Engine
 
 # PyTorch's hook averages whole gradients for at least two steps, then allocates in its first compressed one.
 UNCOMPRESSED_STEPS = 2
@@ -102,20 +102,18 @@ class Thinwire(Contender):
         gradients = enumerate(bucket.gradients())
         self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
         algorithm = self.algorithm(matrix_rank=matrix_rank)
-        self.engine = Engine(algorithm, ProcessGroupChannel(), self.specs)
+        self.engine = Engine(algorithm, ProcessGroupTransport(), self.specs)
 
     def step(self) -> None:
-        compilation._compiled = COMPILED if self.compiled else lambda: None  # type: ignore[assignment]
-        self.engine.start(self.specs, self.flat)
-        self.engine.finish()
+        dispatch.backends = (dispatch.NUMBA, dispatch.TORCH) if self.compiled else (dispatch.TORCH,)
+        self.engine.average([(self.specs, self.flat)])
 
     def compression_ratio(self) -> float:
         return self.engine.stats().compression_ratio
 
     def memory_bytes(self) -> int:
-        memory = self.engine._memory
-        kept = [*memory.error.values(), *memory.factor.values(), *memory.sent.values()]
-        return storage_bytes(kept)
+        slots = self.engine.memory.slots.values()
+        return storage_bytes([tensor for tensors in slots for tensor in tensors.values()])
 
 
 class ThinwireCompiled(Thinwire):
@@ -191,7 +189,6 @@ CONTENDERS: dict[str, Callable[[OneBucket, int], Contender]] = {
     "batched, Numba": BatchedCompiled,
 }
 LAYERWISE = {"batched": "Thinwire", "batched, Numba": "Thinwire, Numba"}
-COMPILED = compilation._compiled
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from report import markdown_table, page, save
+from pages import markdown_table, page, save
 from thinwire import hooks
 
 GROUP_TIMEOUT_SECONDS = 20.0

@@ -30,7 +30,7 @@ import peers
 import plots
 import thinwire
 from in_lab import UNSHAPED, interface_sent_bytes, leave_job, run_in_lab
-from report import markdown_table, page, save, save_json
+from pages import markdown_table, page, save, save_json
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.text import load_text, sample_batch

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from report import markdown_table, page, save
+from pages import markdown_table, page, save
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.budget import SKETCH_COLUMNS
-from thinwire.demo.evaluate import heldout_loss
-from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
+from thinwire.algorithms.lowrank.budget import SKETCH_COLUMNS
+from thinwire.algorithms.lowrank.config import LowRankRoute
+from thinwire.demo.model import GPT, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -101,7 +101,11 @@ def with_budget(matrix_rank: int) -> PowerSGD:
     """As many bytes as the same matrix rank everywhere sends, less what choosing others sends."""
     specs = [ParameterSpec.of(name, each) for name, each in GPT(MODEL).named_parameters()]
     plan, every_steps = PowerSGD(matrix_rank=matrix_rank).plan(specs), 25
-    rows = sum(route.matrix_shape[0] for route in plan.routes if route.matrix_shape)
+    rows = sum(
+        route.matrix_shape[0]
+        for route in plan.routes
+        if isinstance(route, LowRankRoute) and route.matrix_shape
+    )
     return PowerSGD(
         matrix_rank=matrix_rank,
         bytes_per_step=plan.message_bytes - 4 * SKETCH_COLUMNS * rows // every_steps,

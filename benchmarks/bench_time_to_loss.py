@@ -27,7 +27,7 @@ import plots
 import thinwire
 from in_lab import interface_sent_bytes, leave_job, run_in_lab
 from lstm import new_lstm
-from report import markdown_table, page, save, save_json
+from pages import markdown_table, page, save, save_json
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
 from thinwire.demo.text import batch_generator, fixed_batches, load_text, sample_batch

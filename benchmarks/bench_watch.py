@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from in_lab import leave_job
-from report import markdown_table, page, save
+from pages import markdown_table, page, save
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.text import batch_generator, load_text, sample_batch
 from thinwire.watch import Writer

@@ -28,7 +28,7 @@ def run_in_lab(hosts: int, rate: str, script: Sequence[str], *, packages: str = 
     Raises:
         CalledProcessError: It failed on some host.
     """
-    lab = [sys.executable, "-m", "thinwire.cli", "lab", f"--hosts={hosts}"]
+    lab = [sys.executable, "-m", "thinwire", "lab", f"--hosts={hosts}"]
     lab += [] if rate == UNSHAPED else [f"--rate={rate}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
     subprocess.run([*lab, "--", sys.executable, *script], check=True, env=environment)

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from report import result_path
+from pages import result_path
 
 __all__ = ["loss_against_time", "predicted_against_measured", "save_figure", "step_time"]
 

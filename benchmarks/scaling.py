@@ -26,9 +26,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import softplus
 
-from report import RESULTS_FOLDER, markdown_table, page, save
+from pages import RESULTS_FOLDER, markdown_table, page, save
 from thinwire import AllReduce, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
+from thinwire.algorithms.lowrank.config import LowRankRoute
 from thinwire.demo.model import GPT, SIZES
 from thinwire.plan import ParameterSpec
 
@@ -118,7 +119,7 @@ def messages_of(algorithm: Algorithm, specs: Sequence[ParameterSpec]) -> Message
     later = sum(
         4 * route.matrix_rank * route.matrix_shape[1]
         for route in plan.routes
-        if route.matrix_rank is not None and route.matrix_shape is not None
+        if isinstance(route, LowRankRoute) and route.matrix_rank and route.matrix_shape
     )
     return Messages(plan.message_bytes - later, NUM_BUCKETS, later, 1)
 

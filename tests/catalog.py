@@ -11,8 +11,10 @@ import torch
 
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.orthonormal import orthonormal_rows
-from thinwire.plan import ParameterSpec
+from thinwire.algorithms.kernels.dispatch import orthonormal_rows
+from thinwire.algorithms.lowrank.config import LowRankRoute
+from thinwire.plan import ParameterSpec, Plan
+from toy import AroundTrend
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ ENTRIES = [
     Entry(PowerSGD(matrix_rank=2, alternating=True, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
     Entry(BatchedPowerSGD(), feedback=True),
     Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False)),
+    Entry(AroundTrend(), feedback=True),  # not Thinwire's: nothing of Thinwire knows it
 ]
 
 
@@ -96,6 +99,13 @@ class Bits:
 def bases_of(batches: Bits, compiled: object) -> list[torch.Tensor]:
     """`orthonormal_rows`, once for the same tensors and the same arithmetic."""
     return orthonormal_rows(batches.tensors)
+
+
+def low_rank_routes(plan: Plan) -> list[LowRankRoute]:
+    """The routes of a low-rank algorithm's plan, all of them."""
+    routes = [route for route in plan.routes if isinstance(route, LowRankRoute)]
+    assert len(routes) == len(plan.routes)
+    return routes
 
 
 Gradients = list[list[torch.Tensor]]

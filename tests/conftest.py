@@ -10,7 +10,8 @@ import torch
 import catalog
 import forked
 from pool import Pool, Pools
-from thinwire.algorithms import alternating, batched, compilation, matrices, rounds
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.lowrank import alternating, bases, batched, two_rounds
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
 torch.set_num_threads(1)
@@ -47,8 +48,8 @@ def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
 
     def remembered(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        bases = catalog.bases_of(catalog.Bits(batches), compilation._compiled())
+        bases = catalog.bases_of(catalog.Bits(batches), dispatch.backends)
         return [basis.clone() for basis in bases]
 
-    for module in (alternating, batched, matrices, rounds):
+    for module in (alternating, bases, batched, two_rounds):
         monkeypatch.setattr(module, "orthonormal_rows", remembered)

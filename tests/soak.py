@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 import crash
 import thinwire
 from thinwire import CommunicationError, PowerSGD
-from thinwire.testing import RESTART_COUNT, Fault, InjectedError, Kind, fail_at, faults, random_faults
+from thinwire.testing import Fault, InjectedError, Kind, fail_at, faults, random_faults
+from thinwire.testing.faults import RESTART_COUNT
 
 SAVE_EVERY, BATCH, CONTEXT = 20, 4, 16
 TIMEOUT_SECONDS = 3.0

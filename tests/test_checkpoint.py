@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from algorithms.test_conformance import assert_same_state
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_means
 from pool import Pool, Pools
-from test_conformance import assert_same_state
 from thinwire import (
     AllReduce,
     BatchedPowerSGD,

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from pool import Pool
 from thinwire import PowerSGD, hooks
+from thinwire.algorithms.error_feedback import ERROR
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 
@@ -183,7 +184,7 @@ def test_facts_11_the_error_memory_stays_bounded() -> None:
     norms = []
     for step in range(300):
         simulation.step([[_noise(step, worker)[0].reshape(-1)] for worker in range(2)])
-        norms.append(simulation.engines[0]._memory.error["0"].norm().item())
+        norms.append(simulation.engines[0].memory[ERROR]["0"].norm().item())
     assert simulation.syncs[0].stats().compression_ratio > 5
     assert norms[-1] < 1.15 * norms[99]
 

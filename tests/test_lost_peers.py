@@ -21,7 +21,8 @@ import thinwire
 from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
-from thinwire.channel import process_group
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import agreement
 from thinwire.sync import engine_of
 from thinwire.testing import Fault, InjectedError, fail_at, faults
 
@@ -81,11 +82,13 @@ class Told:
 
 
 def remembered(sync: GradientSync) -> dict[str, Tensor]:
-    """Error and factors, as copies."""
-    memory = engine_of(sync)._memory
-    both = {f"error {name}": owed for name, owed in memory.error.items()}
-    both |= {f"factor {label}": factor for label, factor in memory.factor.items()}
-    return {name: tensor.clone() for name, tensor in both.items()}
+    """All that is saved of its memory, as copies."""
+    return {
+        f"{slot.name} {label}": tensor.clone()
+        for slot, tensors in engine_of(sync).memory.slots.items()
+        for label, tensor in tensors.items()
+        if slot.is_saved
+    }
 
 
 def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, fault: Fault) -> Told:
@@ -106,7 +109,7 @@ def train_until_lost(setting: crash.Setting, front: str, algorithm: Algorithm, f
     seconds = time.monotonic() - start
     after = remembered(sync)
     same = before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
-    norm = sum(float(owed.norm()) for owed in engine_of(sync)._memory.error.values())
+    norm = sum(float(owed.norm()) for owed in engine_of(sync).memory[ERROR].values())
     dist.destroy_process_group()
     return Told(
         type(error).__name__,
@@ -197,7 +200,7 @@ def train_slowly(setting: crash.Setting, schedule: list[Fault]) -> tuple[int, fl
 
 
 def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float, list[str], bool]:
-    process_group.PATIENCE_SECONDS = 0.5
+    agreement.PATIENCE_SECONDS = 0.5
     warned: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
@@ -206,7 +209,7 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float
     sync, step_with = by_hook(POWER)
     for step in range(3):
         step_with(step)
-    before = {name: owed.clone() for name, owed in engine_of(sync)._memory.error.items()}
+    before = {name: owed.clone() for name, owed in engine_of(sync).memory[ERROR].items()}
     start, error = time.monotonic(), None
     try:
         if setting.process_rank == 0:
@@ -218,7 +221,7 @@ def save_on_one(setting: crash.Setting, meanwhile: str) -> tuple[str, str, float
     except CommunicationError as raised:
         error = raised
     seconds = time.monotonic() - start
-    same = all(torch.equal(owed, before[name]) for name, owed in engine_of(sync)._memory.error.items())
+    same = all(torch.equal(owed, before[name]) for name, owed in engine_of(sync).memory[ERROR].items())
     return type(error).__name__, str(error), seconds, warned, same
 
 

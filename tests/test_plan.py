@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from catalog import spec
+from catalog import low_rank_routes, spec
 from thinwire import AllReduce, PowerSGD
 from thinwire.plan import ParameterSpec, Plan
 
@@ -48,17 +48,18 @@ def test_what_is_worth_compressing(
     shape: tuple[int, int], matrix_rank: int, ratio: float, compressed_at: int | None
 ) -> None:
     algorithm = PowerSGD(matrix_rank=matrix_rank, min_compression_ratio=ratio)
-    assert algorithm.plan([spec("p", *shape)]).routes[0].matrix_rank == compressed_at
+    (route,) = low_rank_routes(algorithm.plan([spec("p", *shape)]))
+    assert route.matrix_rank == compressed_at
 
 
 def test_prints_as_a_table() -> None:
     specs = [spec("encoder.weight", 512, 256), spec("encoder.bias", 512), spec("logit_scale")]
     expected = """\
-parameter       matrix shape  matrix rank  bytes before  bytes after
-encoder.weight       512×256            4       524,288       12,288
-encoder.bias           whole                      2,048        2,048
-logit_scale            whole                          4            4
-total                                           526,340       14,340
+parameter            travels as  bytes before  bytes after
+encoder.weight  512×256, rank 4       524,288       12,288
+encoder.bias       uncompressed         2,048        2,048
+logit_scale        uncompressed             4            4
+total                                 526,340       14,340
 compression ratio 36.7"""
     assert str(PowerSGD(matrix_rank=4).plan(specs)) == expected
 

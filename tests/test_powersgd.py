@@ -17,8 +17,9 @@ from torch.amp.grad_scaler import GradScaler
 import thinwire
 from pool import Pool
 from reference_powersgd import ReferencePowerSGD
-from thinwire.algorithms.matrices import _first_rows
-from thinwire.channel import Channel, Pending, Told
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.lowrank.bases import random_rows
+from thinwire.channel import Recording
 from thinwire.powersgd import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
 from thinwire.testing import InjectedError, fail_at, faults
 
@@ -69,7 +70,7 @@ def _against_reference(config: Config) -> tuple[list[float], float, int]:
     parameters = [torch.zeros(shape) for shape in shapes]
     powersgd = PowerSGD(parameters, config)
     bases = {
-        index: _first_rows(0, (min(config.rank, shape[0]), shape[0]), torch.device("cpu")).T.double().numpy()
+        index: random_rows(0, (min(config.rank, shape[0]), shape[0]), torch.device("cpu")).T.double().numpy()
         for index, shape in enumerate(shapes)
         if len(shape) > 1
     }
@@ -93,7 +94,7 @@ def _against_reference(config: Config) -> tuple[list[float], float, int]:
         ]:
             scale = max(1.0, float(torch.from_numpy(true).norm()))
             gaps.append(float((got.double() - torch.from_numpy(true)).norm()) / scale)
-    planned = [route for route in powersgd.plan.routes if route.matrix_rank is not None]
+    planned = [route for route in powersgd.plan.routes if route.is_compressed]
     assert len(planned) == sum(reference.compressed)
     return gaps, powersgd.stats().compression_ratio, len(planned)
 
@@ -365,7 +366,7 @@ def _fed_back(dtype: torch.dtype, scale: float) -> tuple[float, float]:
         for total, mean in zip(sent, powersgd.aggregate(held), strict=True):
             total.add_(mean.double() / scale)
     kept = dict(powersgd.state_dict()["error"]).get("parameter[0]", torch.zeros(()))
-    owed = held[0].double() / scale + powersgd.engine._memory.error.get(
+    owed = held[0].double() / scale + powersgd.engine.memory[ERROR].get(
         "parameter[0]", torch.zeros(1200)
     ).view(40, 30)
     assert (kept.norm() > 0) == (dtype == torch.bfloat16)
@@ -459,7 +460,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too few gradients": (
         lambda: PowerSGD([torch.ones(3), torch.ones(2)], AT_ONCE).aggregate([torch.ones(3)]),
-        "expected 2 gradients, one a parameter, got 1",
+        "expected 2 gradients, one for each parameter, got 1",
     ),
     "another shape": (
         lambda: PowerSGD([torch.ones(3)], AT_ONCE).aggregate([torch.ones(4)]),
@@ -619,7 +620,7 @@ def test_as_many_matrices_of_resnet_50_are_compressed_as_by_the_reference(
         len(shape) > 1 and torch.Size(shape).numel() / elements > rate
         for shape, elements in zip(shapes, counted, strict=True)
     ]
-    assert [route.matrix_rank is not None for route in powersgd.plan.routes] == expected
+    assert [route.is_compressed for route in powersgd.plan.routes] == expected
     if rate <= 2:
         assert sum(expected) == 54
 
@@ -656,36 +657,17 @@ def _failed_between_buckets() -> tuple[int, bool]:
     return state["step"], len(state["error"]) == 2
 
 
-def test_every_message_goes_through_the_channel_of_the_sync(pool2: Pool) -> None:
+def test_every_message_goes_through_the_transport_of_the_sync(pool2: Pool) -> None:
     for counted, noted, ratio in pool2.run(_noted):
         assert noted == counted == 2 * (1 + 1)  # in each step, who was used and one factor
         assert ratio > 5
 
 
-class _Noting(Channel):
-    """Another channel, whose messages are counted."""
-
-    def __init__(self, inner: Channel) -> None:
-        self.traffic, self.inner, self.messages = inner.traffic, inner, 0
-
-    size = property(lambda self: self.inner.size)
-    process_rank = property(lambda self: self.inner.process_rank)
-
-    def agree(self, told: Told, purpose: str) -> None:
-        self.inner.agree(told, purpose)
-
-    def average(self, message: Tensor, purpose: str, **options: Any) -> Pending:
-        self.messages += 1
-        return self.inner.average(message, purpose, **options)
-
-    def _average(self, message: Tensor, purpose: str) -> Pending:
-        raise AssertionError("average() is passed on whole")
-
-
 def _noted() -> tuple[int, int, float]:
     assert dist.get_world_size() == 2
     powersgd = PowerSGD([torch.zeros(48, 32)], AT_ONCE)
-    powersgd.engine.channel = noting = _Noting(powersgd.engine.channel)
+    metered = powersgd.engine.metered
+    metered.transport = recording = Recording(metered.transport)
     for _ in range(2):
         powersgd.average([torch.randn(48, 32)])
-    return powersgd.stats().messages, noting.messages, powersgd.stats().compression_ratio
+    return powersgd.stats().messages, len(recording.notes), powersgd.stats().compression_ratio

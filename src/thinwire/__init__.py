@@ -1,14 +1,13 @@
 """Thinwire trains PyTorch models data-parallel over slow networks.
 
-It sends small messages (low-rank PowerSGD factors, 16-bit gradients) instead of whole gradients, and
-gives back the same model. Start with `attach`.
+It sends small messages (low-rank PowerSGD factors, 16-bit gradients) instead of uncompressed gradients,
+and gives back the same model. Start with `attach`.
 """
 
 from thinwire import hooks
 from thinwire.advice import Advice, advise
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.all_gather import AllGatherGrad, all_gather_grad
-from thinwire.ddp import attach
 from thinwire.errors import (
     AgreementError,
     AttachError,
@@ -22,11 +21,12 @@ from thinwire.errors import (
     StepError,
     ThinwireError,
 )
-from thinwire.join import join
-from thinwire.local_sgd import LocalSGD
+from thinwire.fronts.ddp import attach
+from thinwire.fronts.join import join
+from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.plan import Plan
-from thinwire.stats import Stats
 from thinwire.sync import GradientSync
+from thinwire.sync.stats import Stats
 from thinwire.version import __version__
 from thinwire.watch import JSONLWriter, MetricsWriter, TensorBoardWriter, Watch, read_run
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from thinwire.channel.gather import gather_stacked, sum_over
-from thinwire.channel.process_group import checked_group
+from thinwire.channel import ProcessGroupTransport, gather_stacked
 
 __all__ = ["AllGatherGrad", "all_gather_grad"]
 
@@ -22,15 +21,35 @@ class AllGatherGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """The stacked tensors, shape (processes, *shape)."""
-        ctx.group = checked_group(group)
-        return gather_stacked(tensor, ctx.group)
+        """Return the stacked tensors, shape (processes, *shape). Collective.
+
+        Args:
+            ctx: Of autograd.
+            tensor: This process's.
+            group: The process group, None for the default one.
+
+        Raises:
+            AttachError: No process group, or one this process is not in.
+            CommunicationError: The processes brought different shapes or types.
+        """
+        ctx.transport = ProcessGroupTransport(group, tensor.device)
+        return gather_stacked(tensor, ctx.transport)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """The sum over processes of their gradients with respect to this process's slice."""
-        return sum_over(gradients[0], ctx.group)[ctx.group.rank()], None
+        """Return the sum over processes of their gradients with respect to this process's slice. Collective.
+
+        Args:
+            ctx: Of autograd.
+            gradients: That of the stacked tensors.
+
+        Raises:
+            CommunicationError: The collective failed.
+        """
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        ctx.transport.all_reduce(total, "the gradient of a gather").wait()
+        return total[ctx.transport.rank], None
 
 
 def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -52,7 +71,7 @@ def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 
     Raises:
         AttachError: No process group, or one this process is not in.
-        CommunicationError: The processes brought different shapes or types; told on all of them.
+        CommunicationError: The processes brought different shapes or types; raised on all of them.
 
     Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)  # in a process group of one

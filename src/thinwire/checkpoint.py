@@ -28,8 +28,9 @@ from typing import Any
 
 import torch
 
+from thinwire.algorithms.registry import SLOTS
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
-from thinwire.state import TENSORS, checked_state
+from thinwire.sync.state import checked_state, slot_names
 
 __all__ = ["load", "save"]
 
@@ -109,20 +110,32 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _flat(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors by name, and all else as JSON, which is what safetensors holds."""
-    tensors = {f"{key}/{name}": tensor for key in TENSORS for name, tensor in state[key]}
-    plain = {key: value for key, value in state.items() if key not in TENSORS}
+    """Return tensors by name, and all else as JSON, which is what safetensors holds."""
+    slots = slot_names(state)
+    tensors = {f"{key}/{name}": tensor for key in slots for name, tensor in state[key]}
+    plain = {key: value for key, value in state.items() if key not in slots}
     return tensors, {"thinwire": json.dumps(plain)}
 
 
 def _nested(file: Any) -> dict[str, Any]:
-    """What `_flat` was given."""
+    """Return what `_flat` was given."""
     state = dict(json.loads(file.metadata()["thinwire"]))
     state["parameters"] = tuple((name, tuple(shape)) for name, shape in state["parameters"])
     if "buckets" in state:
         state["buckets"] = tuple(map(tuple, state["buckets"]))
-    for key in TENSORS:
-        stored = sorted(file.keys())
+    for key in ("slots", "choices"):
+        if key in state:
+            state[key] = tuple(
+                (name, tuple(each) if isinstance(each, list) else each) for name, each in state[key]
+            )
+    # A version 2 did not list its slots, and has at least these.
+    slots = (
+        [name for name, _ in state["slots"]]
+        if "slots" in state
+        else [slot.name for slot in SLOTS.values() if slot.is_saved]
+    )
+    stored = sorted(file.keys())
+    for key in slots:
         names = [name.removeprefix(f"{key}/") for name in stored if name.startswith(f"{key}/")]
         state[key] = tuple((name, file.get_tensor(f"{key}/{name}")) for name in names)
     return state

@@ -12,38 +12,76 @@ from thinwire.errors import ConfigError, ThinwireError
 __all__ = ["checked_scaler", "number", "true_or_false", "whole_count", "whole_number"]
 
 
-def whole_number(name: str, value: object, *, least: int, error: type[ThinwireError] = ConfigError) -> int:
-    """`value` as an int, if it is one of at least `least`, NumPy's included (True and False are none)."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise error(f"{name} must be a whole number of at least {least}, got {value!r}")
+def whole_number(name: str, value: object, *, minimum: int, error: type[ThinwireError] = ConfigError) -> int:
+    """Return a value as an int, if it is one of at least `minimum`.
+
+    NumPy's integers are taken; True and False are not.
+
+    Args:
+        name: Of the setting, for errors.
+        value: What was given.
+        minimum: The smallest that is taken.
+        error: What to raise.
+
+    Raises:
+        ConfigError: It is not; or `error`, if another one is given.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
+        raise error(f"{name} must be a whole number of at least {minimum}, got {value!r}")
     return int(value)
 
 
-def whole_count(name: str, value: object, *, least: int) -> int:
-    """Like `whole_number`, for steps and bytes: floats that are whole, such as 1e3, are taken too."""
+def whole_count(name: str, value: object, *, minimum: int) -> int:
+    """Return a count of steps or bytes as an int: as `whole_number`, but 1e3 is taken, too.
+
+    Args:
+        name: Of the setting, for errors.
+        value: What was given.
+        minimum: The smallest that is taken.
+
+    Raises:
+        ConfigError: It is no such number.
+    """
     if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
         value = int(float(value))
-    return whole_number(name, value, least=least)
+    return whole_number(name, value, minimum=minimum)
 
 
-def number(name: str, value: object, *, least: float) -> float:
-    """`value` as an int or a float, if it is a number of at least `least`, NumPy's included."""
+def number(name: str, value: object, *, minimum: float) -> float:
+    """Return a value as an int or a float, if it is a number of at least `minimum`, NumPy's included.
+
+    Args:
+        name: Of the setting, for errors.
+        value: What was given.
+        minimum: The smallest that is taken.
+
+    Raises:
+        ConfigError: It is not.
+    """
     if isinstance(value, Real) and not isinstance(value, bool):
         plain = int(value) if isinstance(value, Integral) else float(value)
-        if plain >= least:
+        if plain >= minimum:
             return plain
-    raise ConfigError(f"{name} must be a number of at least {least}, got {value!r}")
+    raise ConfigError(f"{name} must be a number of at least {minimum}, got {value!r}")
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """`value` as a bool, if it equals True or False: NumPy's own, 1 and 0 as well."""
+    """Return a value as a bool, if it equals True or False: NumPy's own, 1 and 0 as well.
+
+    Args:
+        name: Of the setting, for errors.
+        value: What was given.
+
+    Raises:
+        ConfigError: It equals neither.
+    """
     if not isinstance(value, Hashable) or value not in {True, False}:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
 def checked_scaler(grad_scaler: object) -> GradScaler | None:
-    """The scaler.
+    """Return the scaler, or None as it is.
 
     Raises:
         ConfigError: It is none.

@@ -7,27 +7,28 @@ import reprlib
 from typing import Any
 
 __all__ = [
-    "LARGEST_NUMBER",
-    "LARGEST_WHOLE_NUMBER",
-    "LONGEST_SECONDS",
-    "MOST_PROCESSES",
+    "MAX_NUMBER",
+    "MAX_PROCESSES",
+    "MAX_SECONDS",
+    "MAX_WHOLE_NUMBER",
     "field_of",
     "list_of",
     "number_of",
     "parsed",
     "text_of",
+    "true_or_false_of",
     "whole_number_of",
 ]
 
-LARGEST_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
-LARGEST_WHOLE_NUMBER = 1 << 53  # a float holds every one up to here
-LONGEST_SECONDS = 1e10  # three centuries
-LONGEST_TEXT = 10_000
-MOST_PROCESSES = 1 << 20
+MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
+MAX_WHOLE_NUMBER = 1 << 53  # a float holds every one up to here
+MAX_SECONDS = 1e10  # three centuries
+MAX_TEXT_LENGTH = 10_000
+MAX_PROCESSES = 1 << 20
 
 
 def parsed(line: str) -> Any:
-    """What a text in JSON says. A lone surrogate, which no file can hold, becomes a question mark.
+    """Return what a text in JSON says. A lone surrogate, which no file can hold, becomes a question mark.
 
     Raises:
         ValueError: It is no JSON, or is nested too deeply, or has NaN or an infinity.
@@ -42,7 +43,11 @@ def parsed(line: str) -> Any:
 
 
 def field_of(plain: object, name: str) -> object:
-    """The value of a name in an object.
+    """Return the value of a name in an object.
+
+    Args:
+        plain: As read.
+        name: Of the field.
 
     Raises:
         ValueError: It is no object, or has no such name.
@@ -52,52 +57,91 @@ def field_of(plain: object, name: str) -> object:
     return plain[name]
 
 
-def list_of(name: str, value: object, least: int = 0, most: int = LARGEST_WHOLE_NUMBER) -> list[object]:
-    """`value`, if it is a list of so many.
+def list_of(name: str, value: object, minimum: int = 0, maximum: int = MAX_WHOLE_NUMBER) -> list[object]:
+    """Return `value`, if it is a list of so many.
+
+    Args:
+        name: What it is called, for the error.
+        value: As read.
+        minimum: Length, at least.
+        maximum: Length, at most.
 
     Raises:
         ValueError: It is not.
     """
-    if type(value) is not list or not least <= len(value) <= most:
+    if type(value) is not list or not minimum <= len(value) <= maximum:
         got = f"one of {len(value)}" if type(value) is list else reprlib.repr(value)
-        raise ValueError(f"{name} must be a list of {least} to {most}, got {got}")
+        raise ValueError(f"{name} must be a list of {minimum} to {maximum}, got {got}")
     return value
 
 
-def number_of(
-    name: str, value: object, least: float = -LARGEST_NUMBER, most: float = LARGEST_NUMBER
-) -> float:
-    """`value`, if it is a finite number within the bounds.
+def number_of(name: str, value: object, minimum: float = -MAX_NUMBER, maximum: float = MAX_NUMBER) -> float:
+    """Return `value`, if it is a finite number within the bounds.
+
+    Args:
+        name: What it is called, for the error.
+        value: As read.
+        minimum: At least.
+        maximum: At most.
 
     Raises:
         ValueError: It is not.
     """
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
-        raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {reprlib.repr(value)}")
+    if type(value) not in (int, float) or not minimum <= value <= maximum:  # type: ignore[operator]
+        raise ValueError(
+            f"{name} must be a number from {minimum:g} to {maximum:g}, got {reprlib.repr(value)}"
+        )
     return value  # type: ignore[return-value]
 
 
-def whole_number_of(name: str, value: object, least: int = 0, most: int = LARGEST_WHOLE_NUMBER) -> int:
-    """`value`, if it is a whole number within the bounds.
+def whole_number_of(name: str, value: object, minimum: int = 0, maximum: int = MAX_WHOLE_NUMBER) -> int:
+    """Return `value`, if it is a whole number within the bounds.
+
+    Args:
+        name: What it is called, for the error.
+        value: As read.
+        minimum: At least.
+        maximum: At most.
 
     Raises:
         ValueError: It is not.
     """
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} must be a whole number from {least} to {most}, got {reprlib.repr(value)}")
+    if type(value) is not int or not minimum <= value <= maximum:
+        raise ValueError(
+            f"{name} must be a whole number from {minimum} to {maximum}, got {reprlib.repr(value)}"
+        )
     return value
 
 
 def text_of(name: str, value: object) -> str:
-    """`value`, if it is text that is not too long.
+    """Return `value`, if it is text that is not too long.
+
+    Args:
+        name: What it is called, for the error.
+        value: As read.
 
     Raises:
         ValueError: It is not.
     """
-    if type(value) is not str or len(value) > LONGEST_TEXT:
+    if type(value) is not str or len(value) > MAX_TEXT_LENGTH:
         raise ValueError(
-            f"{name} must be text of at most {LONGEST_TEXT} characters, got {reprlib.repr(value)}"
+            f"{name} must be text of at most {MAX_TEXT_LENGTH} characters, got {reprlib.repr(value)}"
         )
+    return value
+
+
+def true_or_false_of(name: str, value: object) -> bool:
+    """Return `value`, if it is true or false.
+
+    Args:
+        name: What it is called, for the error.
+        value: As read.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be true or false, got {reprlib.repr(value)}")
     return value
 
 

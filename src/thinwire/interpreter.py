@@ -12,7 +12,7 @@ def python_module(name: str) -> list[str]:
     """Return the command that runs a module, with the current folder on its path only if this process has it.
 
     `python -m` puts that folder first, so in a stranger's folder a `random.py` would run. (Python 3.10 can't
-    be told not to.)
+    be kept from it.)
     """
     has_current = any(Path(each or ".").resolve() == Path.cwd() for each in sys.path)
     leave_out = [] if has_current or sys.version_info < (3, 11) else ["-P"]

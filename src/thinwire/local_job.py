@@ -82,7 +82,7 @@ class LocalJob:
         self._open.close()
 
     def is_running(self) -> bool:
-        """Whether some still run, and none has failed."""
+        """Return whether some still run, and none has failed."""
         codes = [process.poll() for process in self._processes]
         failed = [process_rank for process_rank, code in enumerate(codes) if code]
         if failed and self.failure is None:
@@ -94,7 +94,7 @@ class LocalJob:
         return None in codes and not failed
 
     def _started(self, process_rank: int) -> subprocess.Popen[bytes]:
-        told = {
+        variables = {
             "RANK": str(process_rank),
             "LOCAL_RANK": str(process_rank),
             "WORLD_SIZE": str(self._size),
@@ -110,14 +110,14 @@ class LocalJob:
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=None if self._out is None else subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": "1", **os.environ, **told},
+            env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
             # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
             # hears it, and ends the others in order.
             start_new_session=True,
         )
 
     def _error_path(self, process_rank: int) -> Path:
-        """Where `torch.distributed.elastic`'s decorator `record` writes what a process died of."""
+        """Return where `torch.distributed.elastic`'s decorator `record` writes what a process died of."""
         return self._folder / f"error-{process_rank}.json"
 
     def _failed_at(self, process_rank: int) -> int:
@@ -148,7 +148,7 @@ class LocalJob:
 
 
 def loopback_interface() -> str:
-    """Its name on this machine.
+    """Return the name of this machine's loopback interface.
 
     Raises:
         ConfigError: It has none.
@@ -164,7 +164,7 @@ def loopback_interface() -> str:
 
 
 def is_in_local_job() -> bool:
-    """Whether this process was started by a `LocalJob`."""
+    """Return whether this process was started by a `LocalJob`."""
     return STORE_VARIABLE in os.environ
 
 
@@ -187,7 +187,7 @@ def join_local_job(backend: str, *, timeout_seconds: float) -> None:
 
 
 def run_here(processes: int | None) -> None:
-    """What `--processes` means: run this very command in so many processes of this machine.
+    """Run this very command in so many processes of this machine, as `--processes` asks.
 
     Exits as they do. Returns at once in one of them, and where None is asked for.
 
@@ -197,7 +197,7 @@ def run_here(processes: int | None) -> None:
     """
     if processes is None or is_in_local_job():
         return
-    whole_number("processes", processes, least=1)
+    whole_number("processes", processes, minimum=1)
     if "RANK" in os.environ:
         raise ConfigError(
             "--processes starts a job on this machine, but this is a process of one (RANK is set): leave it "

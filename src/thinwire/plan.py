@@ -31,10 +31,14 @@ class ParameterSpec(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParameterSpec:
-        """The spec of `tensor`, called `name`.
+        """Return the spec of a tensor.
 
         A tensor whose memory has gaps or overlaps is described as contiguous, and a complex one as real
         numbers with a last dimension of two: DDP lays out the gradients of such parameters that way.
+
+        Args:
+            name: What it is called.
+            tensor: The parameter, or a gradient of it.
 
         Examples:
             >>> ParameterSpec.of("weight", torch.zeros(3, 2).t()).stride
@@ -78,7 +82,7 @@ class ParameterSpec(NamedTuple):
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether memory is filled without gaps or overlaps, in any order of dimensions."""
+    """Return whether memory is filled without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
         if step != expected:
@@ -89,21 +93,21 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Route:
-    """How one gradient travels: whole, or as the two factors of a low-rank matrix.
+    """How a gradient travels.
 
     Attributes:
-        names: The parameters that travel together; several only where a whole bucket is one matrix.
-        gradient_bytes: Bytes a process would send a step without Thinwire.
-        message_bytes: Bytes a process sends a step, all rounds together, once past the warm-up.
-        matrix_shape: (rows, columns) of the compressed matrix, None if it travels whole.
-        matrix_rank: Rank of its approximation, None if it travels whole.
+        names: The parameters that travel together; several only where a whole bucket is compressed as one.
+        gradient_bytes: Bytes a process would send per step without Thinwire.
+        message_bytes: Bytes a process sends per step, all rounds together, once past any warm-up.
+        detail: As what the gradient travels, in a few words.
+        is_compressed: Whether it is approximated.
     """
 
     names: tuple[str, ...]
     gradient_bytes: int
     message_bytes: int
-    matrix_shape: tuple[int, int] | None = None
-    matrix_rank: int | None = None
+    detail: str = "uncompressed"
+    is_compressed: bool = False
 
     @property
     def label(self) -> str:
@@ -116,19 +120,19 @@ class Plan:
     """Which parameter travels how. Printing it gives a table.
 
     Attributes:
-        routes: One route a parameter (or a bucket, where the algorithm sees a bucket as one matrix).
+        routes: One for each parameter (or bucket, where the algorithm compresses a bucket as one).
     """
 
     routes: tuple[Route, ...]
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes a process would send a step without Thinwire."""
+        """Bytes a process would send per step without Thinwire."""
         return sum(route.gradient_bytes for route in self.routes)
 
     @property
     def message_bytes(self) -> int:
-        """Bytes a process sends a step, all rounds together, once past the warm-up."""
+        """Bytes a process sends per step, all rounds together, once past any warm-up."""
         return sum(route.message_bytes for route in self.routes)
 
     @property
@@ -137,16 +141,11 @@ class Plan:
         return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0
 
     def __str__(self) -> str:
-        rows = [("parameter", "matrix shape", "matrix rank", "bytes before", "bytes after")]
-        rows += [_row(route.label, route) for route in self.routes]
-        rows.append(("total", "", "", f"{self.gradient_bytes:,}", f"{self.message_bytes:,}"))
+        rows = [("parameter", "travels as", "bytes before", "bytes after")]
+        for route in self.routes:
+            rows.append((route.label, route.detail, f"{route.gradient_bytes:,}", f"{route.message_bytes:,}"))
+        rows.append(("total", "", f"{self.gradient_bytes:,}", f"{self.message_bytes:,}"))
         return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f}"
-
-
-def _row(label: str, route: Route) -> tuple[str, str, str, str, str]:
-    shape = "whole" if route.matrix_shape is None else "×".join(map(str, route.matrix_shape))
-    matrix_rank = "" if route.matrix_rank is None else str(route.matrix_rank)
-    return label, shape, matrix_rank, f"{route.gradient_bytes:,}", f"{route.message_bytes:,}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

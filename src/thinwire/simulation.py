@@ -1,24 +1,22 @@
 """Simulated workers: one process stands for many, to see what an algorithm does to gradients.
 
-The workers run the same algorithms and the same exchange as real ones; only the channel differs.
+The workers run the same algorithms and the same steps as real ones; only the transport differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.arithmetic import exact_arithmetic
-from thinwire.channel import InProcessChannel, lockstep
+from thinwire.channel import InProcessTransport, run_members
 from thinwire.checks import whole_number
-from thinwire.engine import Engine
-from thinwire.loss_scale import LossScale
-from thinwire.nonfinite import OnNonfinite
 from thinwire.plan import ParameterSpec
-from thinwire.sync import GradientSync
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.loss_scale import LossScale
+from thinwire.sync.nonfinite import OnNonfinite
 
 __all__ = ["Simulation"]
 
@@ -30,11 +28,12 @@ class Simulation:
         algorithm: How gradients become their mean.
         buckets: The parameters of each bucket.
         num_workers: Members of the group.
-        loss_scale: Tells what the loss is multiplied by; None if it is not.
+        loss_scale: Returns what the loss is multiplied by; None if it is not.
         host_check: As of `thinwire.attach`.
-        on_nonfinite: Likewise.
+        on_nonfinite: As of `thinwire.attach`.
 
     Attributes:
+        buckets: As given.
         engines: What averages, of each worker.
         syncs: The handle of each.
 
@@ -57,20 +56,12 @@ class Simulation:
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
-        whole_number("num_workers", num_workers, least=1)
+        whole_number("num_workers", num_workers, minimum=1)
         self.buckets = list(buckets)
         specs = [spec for bucket in self.buckets for spec in bucket]
-        self.engines = [
-            Engine(
-                algorithm,
-                channel,
-                specs,
-                loss_scale=loss_scale,
-                host_check=host_check,
-                on_nonfinite=on_nonfinite,
-            )
-            for channel in InProcessChannel.group(num_workers)
-        ]
+        settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite)
+        transports = InProcessTransport.group(num_workers)
+        self.engines = [Engine(algorithm, transport, specs, settings) for transport in transports]
         self.syncs = [GradientSync(engine) for engine in self.engines]
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -80,29 +71,17 @@ class Simulation:
             gradients: By worker and bucket, flat tensors.
 
         Returns:
-            Whether the step was committed; see `Engine.finish`.
+            Whether the step was committed; see `Engine.average`.
 
         Raises:
-            NonfiniteError: See `Engine.finish`.
+            NonfiniteError: See `Engine.average`.
         """
-        for engine, of_worker in zip(self.engines, gradients, strict=True):
-            for specs, flat in zip(self.buckets, of_worker, strict=True):
-                engine.start(specs, flat)
-        committed: list[bool] = []
-        with exact_arithmetic(torch.device("cpu")):
-            lockstep([_noting(engine.finishing(), committed) for engine in self.engines])
-        for engine, of_worker_committed in zip(self.engines, committed, strict=True):
-            engine.raise_unless(of_worker_committed)
-        return all(committed)
+
+        def body(rank: int) -> bool:
+            return self.engines[rank].average(zip(self.buckets, gradients[rank], strict=True))
+
+        return all(run_members(len(self.engines), body))
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """The state of each worker; all are equal."""
-        states: list[dict[str, Any]] = []
-        with exact_arithmetic(torch.device("cpu")):
-            lockstep([_noting(engine.saving(), states) for engine in self.engines])
-        return states
-
-
-def _noting(generator: Generator[None, None, Any], values: list[Any]) -> Generator[None, None, None]:
-    """`generator`, its value appended to `values` at the end."""
-    values.append((yield from generator))
+        """Return the state of each worker; all are equal."""
+        return run_members(len(self.syncs), lambda rank: self.syncs[rank].state_dict())

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
-from thinwire.algorithms import Algorithm, passes
-from thinwire.algorithms.matrices import Factors, MatrixGroup
-from thinwire.algorithms.orthonormal import orthonormal_rows
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
 
@@ -288,9 +288,9 @@ def test_the_arithmetic_can_be_captured_as_a_graph() -> None:
 
     def arithmetic() -> None:
         group = MatrixGroup(["a", "b", "c"], list(flat.view(3, 40, 64)), list(errors), 2)
-        left = orthonormal_rows([passes.products(group, right, None, add_error=True)])[0]
-        own = passes.projections(group, left)
-        passes.settle(group, list(errors), [Factors(left, own, own)], None)
+        (left,) = orthonormal_rows(products([group], [right], None, add_error=True))
+        (own,) = projections([group], [left], None, add_error=False)
+        reconstruct([group], [list(errors)], [[Factors(left, own, own)]], None)
 
     before = flat.clone(), errors.clone()
     arithmetic()

@@ -8,53 +8,51 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.result import Advice, Prediction, choose, tied
-from thinwire.advice.timeline import RecordingChannel, Timeline
-from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
-from thinwire.algorithms.lowrank import LowRank
-from thinwire.channel import ProcessGroupChannel
-from thinwire.ddp import front_of, register, thinwire_hook
-from thinwire.engine import Engine
+from thinwire.advice.timeline import Stopwatch, Timeline
+from thinwire.algorithms import registry
+from thinwire.algorithms.registry import Variant
+from thinwire.channel import (
+    Collective,
+    ProcessGroupTransport,
+    Transport,
+    gather_numbers,
+    own_subgroup,
+    wire_bytes,
+)
 from thinwire.errors import ConfigError
+from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
+from thinwire.fronts.ddp_model import register
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
-from thinwire.probe.result import ring_share
 
-__all__ = ["ALGORITHMS", "advise"]
+__all__ = ["BASELINE", "LOCAL_SGD", "advise", "priced"]
 
-BASELINE = 'Cast("bf16")'
-ALGORITHMS: dict[str, Algorithm] = {
-    "AllReduce()": AllReduce(),
-    BASELINE: Cast("bf16"),
-    "PowerSGD(matrix_rank=1)": PowerSGD(matrix_rank=1),
-    "PowerSGD(matrix_rank=2)": PowerSGD(matrix_rank=2),
-    "PowerSGD(matrix_rank=4)": PowerSGD(matrix_rank=4),
-    "PowerSGD(matrix_rank=8)": PowerSGD(matrix_rank=8),
-    "PowerSGD(matrix_rank=4, alternating=True)": PowerSGD(matrix_rank=4, alternating=True),
-}
+EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
 LOCAL_EVERY_STEPS = 10
 LOCAL_SGD = f"LocalSGD(every_steps={LOCAL_EVERY_STEPS})"
-# From the smallest: losses after equally many steps, and steps to the same loss
-# (benchmarks/results/2026-11-21-quality.md, -quality-powersgd-4-powersgd-8-alternating.md, -time-to-loss.md).
-WITH_LOSS_GAPS = (
-    LOCAL_SGD,
-    "PowerSGD(matrix_rank=8)",
-    "PowerSGD(matrix_rank=4)",
-    "PowerSGD(matrix_rank=2)",
-    "PowerSGD(matrix_rank=4, alternating=True)",
-    "PowerSGD(matrix_rank=1)",
-)
+LOCAL_LOSS_GAP_ORDER = 1  # see the registry of algorithms
 UNTIMED_ROUNDS = 3
-LEAST_ROUNDS = 5
+MIN_ROUNDS = 5
 
 OneStep = Callable[[nn.Module], object]
-Network = Callable[[float], float]
+Network = Callable[[Collective, int], float]
+"""Seconds of a collective, by the bytes that each process hands over."""
+
+
+def priced() -> dict[str, Variant]:
+    """Return the algorithms that are priced, as they are written in code."""
+    variants = [variant for each in registry.REGISTRY for variant in each.variants]
+    return {variant.code: variant for variant in variants if variant.is_priced}
 
 
 def advise(
@@ -64,7 +62,7 @@ def advise(
     *,
     budget_seconds: float = 30.0,
     least_gain: float = 0.05,
-    progress: Callable[[str], None] = lambda told: None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Advice:
     """Predict the step time of each algorithm for a model, on the network that was probed.
 
@@ -81,7 +79,7 @@ def advise(
         budget_seconds: About how long the measuring may take.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
-        progress: Is told what is being measured.
+        progress: Gets what is being measured, in words.
 
     To be called on every process of the default process group, or in a group of one; the result is the
     same on all. A module that communicates by itself (SyncBatchNorm) must do so in every process alike.
@@ -98,7 +96,7 @@ def advise(
             f"budget_seconds must be above 0 and finite, least_gain at least 0 and below 1, got "
             f"{budget_seconds} and {least_gain}"
         )
-    channel = ProcessGroupChannel()
+    transport = ProcessGroupTransport()
     given = getattr(model, "_orig_mod", model)
     module = copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given)
     if any(parameter.is_cuda for parameter in module.parameters()):
@@ -107,86 +105,101 @@ def advise(
         )
     probe = measure_network() if probe is None else probe
     with _alone(module) as ddp:
-        bench = _Bench(ddp, one_step)
-        bench.run(budget_seconds, channel, progress)
-        measured = {
-            name: (timelines, _memory_bytes(bench.engines[name]))
-            for name, timelines in bench.timelines.items()
-        }
-    alone = bench.without_averaging
-    own_seconds, *_ = _slowest_of([each.seconds for each in alone], probe.world_size)
-    compute = torch.tensor([own_seconds], dtype=torch.float64)
-    compute_seconds = channel.average(compute, "advise", is_gradient=False).wait().item()
-    gradient_bytes = sum(each.message_bytes for each in measured["AllReduce()"][0][-1].sent)
+        bench = _Bench(ddp, one_step, probe.world_size)
+        bench.run(budget_seconds, transport, progress)
+        memory_bytes = {code: front.engine.memory_bytes() for code, front in bench.fronts.items()}
+    own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
+    gradient_bytes = sum(each.message_bytes for each in bench.timelines[EXACT][-1].sent)
 
     def predictions(network: Network) -> list[Prediction]:
         found = [
-            _predicted(name, timelines, memory_bytes, network, probe.world_size)
-            for name, (timelines, memory_bytes) in measured.items()
+            _predicted(variant, bench.timelines[code], memory_bytes[code], network, probe.world_size)
+            for code, variant in bench.variants.items()
         ]
-        return _agreed([*found, _local(alone, gradient_bytes, network, probe.world_size)], channel)
+        local = _local(bench.without_averaging, gradient_bytes, network, probe.world_size)
+        return _agreed([*found, local], transport)
 
-    ranked = sorted(predictions(probe.average_seconds), key=lambda each: each.step_seconds)
+    ranked = sorted(predictions(probe.collective_seconds), key=lambda each: each.step_seconds)
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == BASELINE),
         best=choose(ranked, least_gain),
         tied=tuple(tied(ranked)),
         break_even_bits_per_second=_break_even(predictions, probe, least_gain),
-        compute_seconds=compute_seconds,
+        compute_seconds=_mean_over_processes([own_seconds], transport)[0],
         least_gain=least_gain,
     )
 
 
-def _agreed(predictions: Sequence[Prediction], channel: ProcessGroupChannel) -> list[Prediction]:
-    """The mean of what the processes predict: the same on all, so that all choose alike."""
-    names = ("step_seconds", "low_seconds", "high_seconds")
-    own = torch.tensor([[getattr(each, name) for name in names] for each in predictions], dtype=torch.float64)
-    means = channel.average(own.view(-1), "advise", is_gradient=False).wait().view_as(own).tolist()
+def _agreed(predictions: Sequence[Prediction], transport: Transport) -> list[Prediction]:
+    """Return the mean of what the processes predict: the same on all, so that all choose alike."""
+    own = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in predictions]
+    means = iter(_mean_over_processes([seconds for three in own for seconds in three], transport))
     return [
-        replace(each, **dict(zip(names, seconds, strict=True)))
-        for each, seconds in zip(predictions, means, strict=True)
+        replace(each, step_seconds=next(means), low_seconds=next(means), high_seconds=next(means))
+        for each in predictions
     ]
+
+
+def _mean_over_processes(numbers: Sequence[float], transport: Transport) -> list[float]:
+    everyone = gather_numbers(numbers, transport, "advise: what the processes have measured")
+    return [fmean(column) for column in zip(*everyone, strict=True)]
 
 
 @contextmanager
 def _alone(module: nn.Module) -> Iterator[DistributedDataParallel]:
-    """A DDP model in a group of this process only."""
-    ranks = range(dist.get_world_size())
-    groups = [dist.new_group([process_rank]) for process_rank in ranks]
-    group = groups[dist.get_rank()]
+    """Make a DDP model in a group of this process only."""
+    group = own_subgroup(1, None)
     try:
         yield DistributedDataParallel(module, process_group=group)
     finally:
         dist.destroy_process_group(group)
 
 
+class _Turns:
+    """Hands DDP's buckets to the front whose turn it is: DDP takes one hook only."""
+
+    def __init__(self, front: BucketFront) -> None:
+        self.front = front
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """As `BucketFront.run`."""
+        return self.front.run(bucket)
+
+
 class _Bench:
     """Steps with every algorithm in turn, so that a busy machine slows all of them."""
 
-    def __init__(self, ddp: DistributedDataParallel, one_step: OneStep) -> None:
+    def __init__(self, ddp: DistributedDataParallel, one_step: OneStep, world_size: int) -> None:
         self.ddp, self.one_step = ddp, one_step
-        self.channel = RecordingChannel()
-        self.front = front_of(ddp, AllReduce(), self.channel)
-        register(ddp, self.front, thinwire_hook)
-        specs = self.front.engine.specs
-        self.engines = {name: Engine(each, self.channel, specs) for name, each in ALGORITHMS.items()}
-        self.timelines: dict[str, list[Timeline]] = {name: [] for name in ALGORITHMS}
+        self.stopwatch = Stopwatch(world_size)
+        self.variants = priced()
+        self.fronts: dict[str, BucketFront] = {
+            code: front_of(ddp, variant.algorithm, self.stopwatch.transport)
+            for code, variant in self.variants.items()
+        }
+        self.turns = _Turns(self.fronts[EXACT])
+        register(ddp, self.turns, thinwire_hook)
+        self.timelines: dict[str, list[Timeline]] = {code: [] for code in self.variants}
         self.without_averaging: list[Timeline] = []
 
-    def run(
-        self, budget_seconds: float, channel: ProcessGroupChannel, progress: Callable[[str], None]
-    ) -> None:
-        """As many rounds as the time allows, equally many on all processes; the first are not counted."""
+    def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
+        """Make as many rounds as the time allows, equally many on all processes; the first are not counted.
+
+        Args:
+            budget_seconds: About how long it may take.
+            transport: Between the processes.
+            progress: Gets what is being measured, in words.
+        """
         start = time.perf_counter()
         for _ in range(UNTIMED_ROUNDS):
             progress("untimed steps")
             self._round()
         for each in (self.without_averaging, *self.timelines.values()):
             each.clear()
-        round_seconds = torch.tensor([(time.perf_counter() - start) / UNTIMED_ROUNDS], dtype=torch.float64)
-        round_seconds = channel.average(round_seconds, "advise", is_gradient=False).wait()
-        num_rounds = max(LEAST_ROUNDS, int(budget_seconds / round_seconds.item()) - UNTIMED_ROUNDS)
+        own_seconds = (time.perf_counter() - start) / UNTIMED_ROUNDS
+        round_seconds = _mean_over_processes([own_seconds], transport)[0]
+        num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds) - UNTIMED_ROUNDS)
         for number in range(num_rounds):
             progress(f"round {number + 1} of {num_rounds}, a step with every algorithm")
             self._round()
@@ -194,47 +207,40 @@ class _Bench:
     def _round(self) -> None:
         with self.ddp.no_sync():
             self.without_averaging.append(self._step())
-        for name, engine in self.engines.items():
-            self.front.engine = engine
+        for code, front in self.fronts.items():
+            self.turns.front = front
             timeline = self._step()
             if not timeline.sent:
                 raise ConfigError(
                     "one_step(model) must run a backward pass on the model that it is given, through all of "
                     "its parameters"
                 )
-            self.timelines[name].append(timeline)
+            self.timelines[code].append(timeline)
 
     def _step(self) -> Timeline:
         self.ddp.zero_grad()
-        self.channel.start()
+        self.stopwatch.start()
         self.one_step(self.ddp)
-        return self.channel.timeline()
-
-
-def _memory_bytes(engine: Engine) -> int:
-    memory = engine._memory
-    kept = [*memory.error.values(), *memory.factor.values()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
+        return self.stopwatch.timeline()
 
 
 def _predicted(
-    name: str, timelines: Sequence[Timeline], memory_bytes: int, network: Network, world_size: int
+    variant: Variant, timelines: Sequence[Timeline], memory_bytes: int, network: Network, world_size: int
 ) -> Prediction:
-    is_lossy = isinstance(ALGORITHMS[name], LowRank)
     return Prediction(
-        name,
-        f"thinwire.attach(ddp_model, thinwire.{name})",
+        variant.code,
+        f"thinwire.attach(ddp_model, thinwire.{variant.code})",
         *_slowest_of([each.step_seconds(network) for each in timelines], world_size),
         message_bytes=sum(each.message_bytes for each in timelines[-1].sent),
         memory_bytes=memory_bytes,
-        is_lossy=is_lossy,
-        loss_gap_order=1 + WITH_LOSS_GAPS.index(name) if is_lossy else 0,
+        is_lossy=variant.loss_gap_order > 0,
+        loss_gap_order=variant.loss_gap_order,
     )
 
 
 def _local(alone: Sequence[Timeline], num_bytes: int, network: Network, world_size: int) -> Prediction:
-    """Each process on its own, and whole models averaged now and then: nothing of that overlaps."""
-    averaging_seconds = network(num_bytes) / LOCAL_EVERY_STEPS
+    """Predict each process on its own, and models averaged now and then: nothing of that overlaps."""
+    averaging_seconds = network("all_reduce", num_bytes) / LOCAL_EVERY_STEPS
     return Prediction(
         LOCAL_SGD,
         f"with thinwire.LocalSGD(model, optimizer, every_steps={LOCAL_EVERY_STEPS}):",
@@ -242,13 +248,13 @@ def _local(alone: Sequence[Timeline], num_bytes: int, network: Network, world_si
         message_bytes=num_bytes / LOCAL_EVERY_STEPS,
         memory_bytes=num_bytes,
         is_lossy=True,
-        loss_gap_order=1 + WITH_LOSS_GAPS.index(LOCAL_SGD),
+        loss_gap_order=LOCAL_LOSS_GAP_ORDER,
         averages_less_often=True,
     )
 
 
 def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
-    """Median and quartiles of the slowest of as many steps as there are processes.
+    """Return median and quartiles of the slowest of as many steps as there are processes.
 
     Of k independent steps, all are below a time with the k-th power of the chance that one is.
     """
@@ -261,14 +267,17 @@ def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float
 
 
 def _break_even(predictions: Callable[[Network], list[Prediction]], probe: Probe, least_gain: float) -> float:
-    """Bits a second below which the fastest low-rank approximation wins enough over the baseline."""
+    """Return the bits per second below which the fastest compression wins enough over the baseline."""
 
     def gain_seconds(bits_per_second: float) -> float:
-        byte_seconds = ring_share(probe.world_size) * 8 / bits_per_second
-        found = predictions(lambda num_bytes: probe.latency_seconds + num_bytes * byte_seconds)
-        low_rank = min(each.step_seconds for each in found if each.name.startswith("PowerSGD"))
+        def network(collective: Collective, message_bytes: int) -> float:
+            bits = 8 * wire_bytes(collective, message_bytes, probe.world_size)
+            return probe.latency_seconds + bits / bits_per_second
+
+        found = predictions(network)
+        compressed = [each for each in found if each.is_lossy and not each.averages_less_often]
         baseline = next(each.step_seconds for each in found if each.name == BASELINE)
-        return (1 - least_gain) * baseline - low_rank
+        return (1 - least_gain) * baseline - min(each.step_seconds for each in compressed)
 
     low, high = 1e5, 1e13
     if gain_seconds(low) <= 0:

@@ -18,7 +18,7 @@ class Prediction:
         step_seconds: Predicted.
         low_seconds: A quarter of the steps would be faster.
         high_seconds: A quarter of the steps would be slower.
-        message_bytes: What a process contributes a step.
+        message_bytes: What a process hands over per step.
         memory_bytes: What it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits, or the models drift apart for some steps.
         loss_gap_order: 0 where no gap to exact averaging's loss was measured; else, the smaller, the smaller
@@ -48,8 +48,8 @@ class Advice:
         best: What is advised: of those that tie with the fastest the one with the smallest loss gap, but an
             approximation only if it wins more than `least_gain` over the fastest of the others.
         tied: The fastest, and those that can't be told from it: their quartiles overlap with its own.
-        break_even_bits_per_second: The link rate below which the fastest low-rank approximation wins so much
-            over the baseline; 0 if never, infinite if always.
+        break_even_bits_per_second: The link rate below which the fastest compression wins so much over the
+            baseline; 0 if never, infinite if always.
         compute_seconds: A step without any averaging, predicted as the others.
         least_gain: What an approximation must win at least, as a share of the baseline's step.
     """
@@ -64,7 +64,7 @@ class Advice:
 
     @property
     def compress(self) -> bool:
-        """Whether low-rank messages are advised."""
+        """Whether compressed messages are advised."""
         return self.best.is_lossy and not self.best.averages_less_often
 
     @property
@@ -72,29 +72,31 @@ class Advice:
         """Whether no averaging at all would win less than `least_gain`, or no message would be smaller."""
         return not self.best.is_lossy and (
             self.compute_seconds > (1 - self.least_gain) * self.best.step_seconds
-            or self.low_rank_bytes >= self.baseline.message_bytes
+            or self.compressed_bytes >= self.baseline.message_bytes
         )
 
     @property
-    def low_rank_bytes(self) -> float:
-        """What a process contributes a step with the smallest low-rank messages."""
-        low_rank = [each for each in self.predictions if each.is_lossy and not each.averages_less_often]
-        return min(each.message_bytes for each in low_rank)
+    def compressed_bytes(self) -> float:
+        """What a process hands over per step with the smallest compressed messages."""
+        compressed = [each for each in self.predictions if each.is_lossy and not each.averages_less_often]
+        return min(each.message_bytes for each in compressed)
+
+    low_rank_bytes = compressed_bytes  # its name before there were others
 
 
 def choose(ranked: Sequence[Prediction], least_gain: float) -> Prediction:
-    """What to advise; see `Advice.best`.
+    """Return what to advise; see `Advice.best`.
 
     Args:
         ranked: Predictions, fastest first.
         least_gain: What an approximation must win at least, as a share of the step.
     """
     careful = [each for each in ranked if not each.is_lossy]
-    most_seconds = (1 - least_gain) * careful[0].step_seconds
-    worth = [each for each in tied(ranked) if not each.is_lossy or each.step_seconds < most_seconds]
+    max_seconds = (1 - least_gain) * careful[0].step_seconds
+    worth = [each for each in tied(ranked) if not each.is_lossy or each.step_seconds < max_seconds]
     return min(worth or tied(careful), key=lambda each: (each.loss_gap_order, each.step_seconds))
 
 
 def tied(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """The first, and those whose quartiles overlap with its own."""
+    """Return the first, and those whose quartiles overlap with its own."""
     return [each for each in ranked if each.low_seconds <= ranked[0].high_seconds]

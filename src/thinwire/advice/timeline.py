@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.channel import Channel, Pending, Told
+from thinwire.channel import Collective, Operation, Recording, Transport, Work
 
-__all__ = ["RecordingChannel", "Sent", "Timeline"]
+__all__ = ["Echo", "Sent", "Stopwatch", "Timeline"]
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,15 @@ class Sent:
 
     Attributes:
         at_seconds: Since the step began.
-        message_bytes: Its size.
-        waited_seconds: When the process asked for its mean, since the step began.
+        message_bytes: What the process handed over.
+        waited_seconds: When the process waited for the answer, since the step began.
+        collective: What carries it.
     """
 
     at_seconds: float
     message_bytes: int
     waited_seconds: float
+    collective: Collective = "all_reduce"
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,11 @@ class Timeline:
     sent: tuple[Sent, ...]
     seconds: float
 
-    def step_seconds(self, average_seconds: Callable[[float], float]) -> float:
-        """How long it would have taken on a network, one message after the other.
+    def step_seconds(self, message_seconds: Callable[[Collective, int], float]) -> float:
+        """Return how long it would have taken on a network, one message after the other.
 
         Args:
-            average_seconds: Of a message, by its bytes.
+            message_seconds: How long a collective takes, by the bytes that each process hands over.
         """
         delay = busy_until = 0.0
         arrivals: list[float] = []
@@ -51,65 +53,103 @@ class Timeline:
             if is_wait:
                 delay = max(delay, arrivals[index] - seconds)
             else:
-                busy_until = max(busy_until, seconds + delay) + average_seconds(
-                    self.sent[index].message_bytes
-                )
+                message = self.sent[index]
+                took = message_seconds(message.collective, message.message_bytes)
+                busy_until = max(busy_until, seconds + delay) + took
                 arrivals.append(busy_until)
         return self.seconds + delay
 
 
-@dataclass
-class _Note:
-    at_seconds: float
-    message_bytes: int
-    waited_seconds: float = 0.0
+class Stopwatch:
+    """Times steps on one process, which sends to nobody: the others of the group send what it sends itself.
 
+    Args:
+        size: Members of the group. What they bring is handled as if it had come.
 
-@dataclass
-class _Noted:
-    message: torch.Tensor
-    note: _Note
-    now: Callable[[], float]
+    Attributes:
+        transport: To send steps' messages through.
+    """
 
-    def wait(self) -> torch.Tensor:
-        self.note.waited_seconds = self.now()
-        return self.message
-
-
-class RecordingChannel(Channel):
-    """A channel to nobody: every message is its own mean, at once. Notes when it was sent and waited for."""
-
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, size: int) -> None:
+        self.transport = Recording(Echo(size))
         self._start = 0.0
-        self._notes: list[_Note] = []
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.transport.notes.clear()
+        self._start = time.perf_counter()
+
+    def timeline(self) -> Timeline:
+        """End the step and return what it did."""
+        seconds = time.perf_counter() - self._start
+        sent = [
+            Sent(
+                note.sent_seconds - self._start,
+                note.message_bytes,
+                seconds if note.awaited_seconds is None else note.awaited_seconds - self._start,
+                note.collective,
+            )
+            for note in self.transport.notes
+        ]
+        return Timeline(tuple(sent), seconds)
+
+
+class Echo(Transport):
+    """A group in which all members send what this one sends, at once.
+
+    Args:
+        size: Members of the group.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
 
     @property
     def size(self) -> int:
-        """Of a group of one."""
-        return 1
+        """As `Transport.size`."""
+        return self._size
 
     @property
-    def process_rank(self) -> int:
-        """The only one."""
+    def rank(self) -> int:
+        """As `Transport.rank`: the first one's."""
         return 0
 
-    def agree(self, told: Told, purpose: str) -> None:
-        """There is nobody to differ."""
+    @property
+    def control_device(self) -> torch.device:
+        """As `Transport.control_device`."""
+        return torch.device("cpu")
 
-    def start(self) -> None:
-        """A step begins."""
-        self._start, self._notes = time.perf_counter(), []
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
+        """As `Transport.all_reduce`."""
+        if operation == "sum":
+            tensor.mul_(self._size)
+        return _Done()
 
-    def timeline(self) -> Timeline:
-        """The step has ended."""
-        seconds = self._now()
-        sent = tuple(Sent(each.at_seconds, each.message_bytes, each.waited_seconds) for each in self._notes)
-        return Timeline(sent, seconds)
+    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.mean`: what all have is its own mean."""
+        return _Done()
 
-    def _now(self) -> float:
-        return time.perf_counter() - self._start
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_gather`."""
+        output.copy_(tensor.expand_as(output))
+        return _Done()
 
-    def _average(self, message: torch.Tensor, purpose: str) -> Pending:
-        self._notes.append(_Note(self._now(), message.numel() * message.element_size()))
-        return _Noted(message, self._notes[-1], self._now)
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_to_all`: each member sends this one the row that it sends the first."""
+        output.copy_(tensor[0].expand_as(output))
+        return _Done()
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        """As `Transport.broadcast`."""
+        return _Done()
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A collective that has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return

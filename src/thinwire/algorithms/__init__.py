@@ -1,12 +1,51 @@
-"""How gradients become their mean over the group: frozen configs and pure tensor code.
+"""Algorithms: how gradients become their mean over the group, as frozen configs and pure tensor code."""
 
-Nothing here communicates: an algorithm is a generator that yields messages and receives their means.
-"""
-
-from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
-from thinwire.algorithms.batched import BatchedPowerSGD
+from thinwire.algorithms.base import (
+    Algorithm,
+    Bucket,
+    BucketPlan,
+    Choices,
+    Diagnosis,
+    Memory,
+    Replanning,
+    Slot,
+)
 from thinwire.algorithms.cast import Cast
 from thinwire.algorithms.exact import AllReduce
-from thinwire.algorithms.powersgd import PowerSGD
+from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
+from thinwire.algorithms.lowrank.powersgd import PowerSGD
+from thinwire.algorithms.requests import (
+    AllGather,
+    AllToAll,
+    Commit,
+    Jointly,
+    Mean,
+    Message,
+    Request,
+    Requests,
+    all_finite,
+)
 
-__all__ = ["Algorithm", "AllReduce", "BatchedPowerSGD", "Bucket", "Cast", "Memory", "PowerSGD", "Rounds"]
+__all__ = [
+    "Algorithm",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "BatchedPowerSGD",
+    "Bucket",
+    "BucketPlan",
+    "Cast",
+    "Choices",
+    "Commit",
+    "Diagnosis",
+    "Jointly",
+    "Mean",
+    "Memory",
+    "Message",
+    "PowerSGD",
+    "Replanning",
+    "Request",
+    "Requests",
+    "Slot",
+    "all_finite",
+]

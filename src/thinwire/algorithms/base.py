@@ -1,27 +1,40 @@
-"""The protocol of an algorithm: a frozen config whose `exchange` is a generator of messages."""
+"""The protocol of an algorithm: a frozen config, the plans it prepares, and the memory they share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 
-from thinwire.plan import ParameterSpec, Plan
+from thinwire.algorithms.requests import Message, Request, Requests
+from thinwire.errors import ConfigError
+from thinwire.plan import ParameterSpec, Plan, Route
 
-__all__ = ["Algorithm", "Bucket", "Memory", "Replanning", "Rounds"]
+__all__ = [
+    "Algorithm",
+    "Bucket",
+    "BucketPlan",
+    "Choices",
+    "Diagnosis",
+    "Memory",
+    "Replanning",
+    "Slot",
+]
 
-LONGEST_SETTING = 60
+MAX_SETTING_LENGTH = 60
 
-Rounds: TypeAlias = Generator["torch.Tensor | None", torch.Tensor, None]
-"""Yields a message and receives its mean; `yield None` is the gate before memory is written."""
+Choices: TypeAlias = Mapping[str, int]
+"""What was chosen at run time, by parameter, in the algorithm's own unit; the same on all members."""
 
+NO_CHOICES: Choices = MappingProxyType({})
 
-Replanning: TypeAlias = Generator["torch.Tensor", torch.Tensor, "Algorithm"]
-"""Yields one message, receives its mean, and returns an algorithm."""
+Replanning: TypeAlias = Generator["Request | tuple[Message, ...]", Any, Choices]
+"""Yields requests, receives their answers, and returns choices."""
 
 
 @dataclass(frozen=True)
@@ -33,68 +46,224 @@ class Bucket:
         flat: Their gradients one after the other, shape (sum of elements,), each in its parameter's
             order of memory. The exchange turns it into the mean, in place.
         loss_scale: What the loss was multiplied by, a tensor of one element; None if it was not.
+        rank: This member's place in the group.
     """
 
     specs: tuple[ParameterSpec, ...]
     flat: torch.Tensor
     loss_scale: torch.Tensor | None = None
-
-    def gradients(self) -> Sequence[torch.Tensor]:
-        """One flat view into the bucket a parameter."""
-        return self._gradients
+    rank: int = 0
 
     @cached_property
-    def _gradients(self) -> Sequence[torch.Tensor]:
+    def gradients(self) -> Sequence[torch.Tensor]:
+        """One flat view into the bucket for each parameter."""
         return self.split(self.flat)
 
     def split(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
-        """One view a parameter into a tensor of the bucket's length."""
+        """Return one view for each parameter into a tensor of the bucket's length."""
         return flat.split_with_sizes([spec.numel for spec in self.specs])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A kind of thing that algorithms remember: some tensors by label.
+
+    Attributes:
+        name: What it is called in saved state.
+        is_local: Whether it differs between members. Then its mean is saved, and every later step must depend
+            on the mean alone.
+        is_elementwise: Whether it has an element for each of a parameter's. Then its labels are the names of
+            parameters, its tensors flat, in the parameter's order of memory, and saved in the parameter's
+            shape. If not, its labels are those of routes.
+        is_saved: Whether it is saved at all.
+        check: Refuses a loaded tensor that can't be one of it: called with its label, the tensor, and the
+            shapes of all parameters by name. It raises `StateError`.
+    """
+
+    name: str
+    is_local: bool = False
+    is_elementwise: bool = False
+    is_saved: bool = True
+    check: Callable[[str, torch.Tensor, Mapping[str, tuple[int, ...]]], None] | None = field(
+        default=None, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.is_local and self.is_saved and not self.is_elementwise:
+            raise ConfigError(
+                f"the slot {self.name!r} is local and saved, so its mean is saved, which is defined for "
+                "elementwise slots only; make it elementwise, or equal on all members, or do not save it"
+            )
 
 
 @dataclass
 class Memory:
-    """What an algorithm keeps between steps, by parameter name.
+    """What an algorithm keeps between steps.
 
     Attributes:
         step: Committed steps so far; those that were not finite do not count.
-        error: What this process still owes: fp32 (fp64 of fp64 gradients), shape (elements,), in the
-            parameter's order of memory, in units of the unscaled loss. Differs between processes.
-        factor: The last mean factors, of the same type, shape (matrix rank, columns); of the left ones, after
-            a turn of `alternating`, (matrix rank, rows). The same on all processes.
-        sent: This process's own part of them, from which the relative error is told. Not saved.
+        slots: Tensors by slot and label. Written behind the gate only.
+
+    Examples:
+        >>> memory = Memory()
+        >>> momentum = Slot("momentum", is_elementwise=True)
+        >>> memory[momentum]["weight"] = torch.zeros(8)
+        >>> sorted(memory[momentum])
+        ['weight']
     """
 
     step: int = 0
-    error: dict[str, torch.Tensor] = field(default_factory=dict)
-    factor: dict[str, torch.Tensor] = field(default_factory=dict)
-    sent: dict[str, torch.Tensor] = field(default_factory=dict)
+    slots: dict[Slot, dict[str, torch.Tensor]] = field(default_factory=dict)
+
+    def __getitem__(self, slot: Slot) -> dict[str, torch.Tensor]:
+        """Return the tensors of a slot by label, to read and to write."""
+        return self.slots.setdefault(slot, {})
+
+    def copied(self, labels: Collection[str]) -> Memory:
+        """Return a memory with copies of what is kept under some labels."""
+        copies = {
+            slot: {label: tensors[label].clone() for label in labels if label in tensors}
+            for slot, tensors in self.slots.items()
+        }
+        return Memory(self.step, copies)
+
+    def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
+        """Take back what was written under some labels, on the device, unless `is_healthy`.
+
+        What was written where nothing of its shape was before becomes zeros. What was dropped only the host
+        can take back, so it asks, and waits for the device.
+
+        Args:
+            is_healthy: One bool.
+            before: From `copied`, with the same labels.
+            labels: What the writer may have touched.
+        """
+        for slot, tensors in self.slots.items():
+            old = before[slot]
+            dropped = old.keys() - tensors.keys()
+            if dropped and not is_healthy:
+                tensors.update({label: old[label] for label in dropped})
+            for label in labels:
+                if label not in tensors or label in dropped:
+                    continue
+                written, was = tensors[label], old.get(label)
+                if was is None or was.shape != written.shape:
+                    was = torch.zeros_like(written)
+                written.copy_(torch.where(is_healthy.to(written.device), written, was))
+
+
+class Diagnosis(NamedTuple):
+    """How well the last step's approximations were, by route.
+
+    Attributes:
+        labels: Of the routes.
+        relative_errors: Norm of what was not transmitted over the norm of what was to be; float64, shape
+            (routes,).
+        error_norms: Norm of what was not transmitted, unscaled; float64, shape (routes,).
+    """
+
+    labels: Sequence[str]
+    relative_errors: torch.Tensor
+    error_norms: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BucketPlan(ABC):
+    """How a bucket travels: made once from shapes and choices, printed, executed.
+
+    Attributes:
+        specs: The bucket's parameters, in the order of their gradients.
+        routes: How each travels, once past any warm-up.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    routes: tuple[Route, ...]
+
+    @abstractmethod
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        """Turn `bucket.flat` into the mean over the group, in place.
+
+        A generator. It yields requests (see `thinwire.algorithms.requests`) and receives their answers. The
+        last one is `Commit`: behind it, and only there, memory is written. It is resumed when all buckets of
+        the step stand at their gate and what they have received is healthy, and closed otherwise. Until then
+        it may use `bucket.flat` as it likes.
+
+        Args:
+            bucket: Of this plan's parameters.
+            memory: That of all buckets.
+        """
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """What memory may call something of this bucket."""
+        names = [spec.name for spec in self.specs]
+        return tuple(dict.fromkeys([*names, *(route.label for route in self.routes)]))
+
+    def adopt(self, memory: Memory) -> str:
+        """Make memory fit this plan: what another plan, or a loaded state, has left for its labels.
+
+        Args:
+            memory: Written, outside any step.
+
+        Returns:
+            What could not be taken over as it was, and what that means, in a sentence; "" if all could.
+        """
+        return ""
+
+    def diagnose(self, memory: Memory) -> Diagnosis | None:
+        """Return how well the last step's approximations were; None where that is not known. Not read back.
+
+        Args:
+            memory: After the step.
+        """
+        return None
 
 
 class Algorithm(ABC):
-    """How gradients become their mean over the group: a frozen config and pure tensor code."""
+    """How gradients become their mean over the group: what the user wrote; frozen, it never changes."""
 
-    # Settings that are told even where they have their default.
-    always_told: ClassVar[tuple[str, ...]] = ()
+    # What its plans remember, and all that they write.
+    slots: ClassVar[tuple[Slot, ...]] = ()
+
+    # Settings that are shown even where they have their default.
+    always_shown: ClassVar[tuple[str, ...]] = ()
 
     # Whether results depend on which parameters share a bucket.
     sees_buckets: ClassVar[bool] = False
 
     def __str__(self) -> str:
-        """As it is written in code, mostly without what has its default."""
-        told = [
+        """Return how it is written in code, mostly without what has its default."""
+        shown = [
             f"{name}={_short(value)}"
             for name, value in vars(self).items()
-            if name in self.always_told or value != getattr(type(self), name, None)
+            if name in self.always_shown or value != getattr(type(self), name, None)
         ]
-        return f"{type(self).__name__}({', '.join(told)})"
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @abstractmethod
+    def prepare(
+        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
+    ) -> BucketPlan:
+        """Plan a bucket. Cost: arithmetic on shapes only.
+
+        Args:
+            specs: Its parameters, at least one.
+            choices: What was chosen at run time.
+            num_members: Members of the group.
+
+        Raises:
+            GradientError: A parameter's gradient can't be averaged.
+        """
+
     def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
-        """How each of a bucket's parameters travels. Cost: arithmetic on shapes only."""
+        """Return how each of a bucket's parameters would travel. Cost: arithmetic on shapes only."""
+        return Plan(self.prepare(specs).routes if specs else ())
 
     def check_model(self, specs: Sequence[ParameterSpec]) -> None:
         """Refuse a model that can't be averaged as asked for.
+
+        Args:
+            specs: All its parameters.
 
         Raises:
             GradientError: A parameter's gradient can't be averaged.
@@ -102,36 +271,42 @@ class Algorithm(ABC):
         """
         self.plan(specs)
 
-    def starting(self, specs: Sequence[ParameterSpec]) -> Algorithm:
-        """The algorithm as it starts on a model it does not refuse: itself, if all settings are given."""
-        return self
+    def first_choices(self, specs: Sequence[ParameterSpec]) -> Choices:
+        """Return what to start with on a model that is not refused: nothing, if all settings are given.
 
-    def replans_after(self, step: int) -> bool:
-        """Whether `replanning` is due after so many committed steps."""
+        Args:
+            specs: All its parameters.
+        """
+        return NO_CHOICES
+
+    def resumed_choices(
+        self, saved: Choices | None, memory: Memory, specs: Sequence[ParameterSpec]
+    ) -> Choices:
+        """Return what to go on with after a state was loaded.
+
+        Args:
+            saved: As in the state; None where it is of a version that did not have them.
+            memory: As loaded.
+            specs: All parameters of the model.
+        """
+        return NO_CHOICES if saved is None else saved
+
+    def is_replan_due(self, step: int) -> bool:
+        """Return whether `replan` is to be asked after so many committed steps."""
         return False
 
-    def replanning(self, specs: Mapping[str, ParameterSpec], memory: Memory) -> Replanning:
-        """How to go on, by what was measured: a generator of one message or none that returns an algorithm.
+    def replan(self, plans: Sequence[BucketPlan], memory: Memory) -> Replanning:
+        """Choose how to go on, by what was measured.
 
-        Memory is only read.
+        A generator of requests that returns what is chosen anew.
+
+        Args:
+            plans: Of all buckets.
+            memory: Only read.
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to plan anew")
 
-    def resumed(self, factors: Mapping[str, torch.Tensor], specs: Mapping[str, ParameterSpec]) -> Algorithm:
-        """The algorithm that goes on with loaded factors, by parameter: itself, if all settings are given."""
-        return self
-
-    @abstractmethod
-    def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
-        """Turn `bucket.flat` into the mean over the group, in place.
-
-        A generator. Each message it yields is a flat tensor that it gives away; it receives the
-        mean over the group, to read. Before it writes to `memory` it passes the gate, `yield None`: it is
-        resumed only when every mean of the step, in all buckets, is known and finite, and closed
-        otherwise. Until then it only reads `memory`, and may use `bucket.flat` as it likes.
-        """
-
 
 def _short(value: object) -> str:
-    told = repr(value)
-    return told if len(told) <= LONGEST_SETTING else "…"
+    shown = repr(value)
+    return shown if len(shown) <= MAX_SETTING_LENGTH else "…"

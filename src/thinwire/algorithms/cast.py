@@ -8,10 +8,11 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from thinwire.algorithms.base import Algorithm, Bucket, Memory, Rounds
-from thinwire.algorithms.exact import exchange_whole
+from thinwire.algorithms.base import NO_CHOICES, Algorithm, BucketPlan, Choices
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.exact import UncompressedPlan
 from thinwire.errors import ConfigError
-from thinwire.plan import ParameterSpec, Plan, Route
+from thinwire.plan import ParameterSpec
 
 __all__ = ["Cast", "WireDtype", "short_name_of", "wire_dtype_of"]
 
@@ -25,7 +26,7 @@ _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
 
 
 def short_name_of(given: object) -> Literal["fp16", "bf16"]:
-    """What a 16-bit type is called here, given by that name or as torch calls it.
+    """Return what a 16-bit type is called here, given by that name or as torch calls it.
 
     Raises:
         ConfigError: It is none of the two.
@@ -36,7 +37,7 @@ def short_name_of(given: object) -> Literal["fp16", "bf16"]:
 
 
 def wire_dtype_of(given: object) -> torch.dtype:
-    """The torch type that a setting names.
+    """Return the torch type that a setting names.
 
     Raises:
         ConfigError: It is none of 16 bits.
@@ -65,15 +66,15 @@ class Cast(Algorithm):
         64
     """
 
+    slots = (ERROR,)
+
     dtype: WireDtype
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
 
-    def plan(self, specs: Sequence[ParameterSpec]) -> Plan:
-        """Everything travels whole, in 16 bits."""
-        return Plan(tuple(Route((spec.name,), spec.gradient_bytes, 2 * spec.numel) for spec in specs))
-
-    def exchange(self, bucket: Bucket, memory: Memory) -> Rounds:
-        """One round: the flat gradient in 16 bits."""
-        yield from exchange_whole(bucket, memory, wire_dtype_of(self.dtype))
+    def prepare(
+        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
+    ) -> BucketPlan:
+        """As `Algorithm.prepare`: all travels uncompressed, in 16 bits."""
+        return UncompressedPlan.of(specs, wire_dtype_of(self.dtype))

@@ -1,23 +1,38 @@
-"""Channels average messages over a group: the one room that calls `torch.distributed`.
+"""Transports carry tensors between the members of a group; all else is made of what they carry.
 
-`ProcessGroupChannel` is the real one. `InProcessChannel` averages among simulated workers of one
-process, so that an algorithm's mathematics can be run at 64 workers in milliseconds.
+`ProcessGroupTransport` is the real one, and the one room that calls `torch.distributed`. With
+`InProcessTransport` the members live in one process, so that what many processes do is tested in
+milliseconds. `Metered` and `Recording` wrap either.
 """
 
-from thinwire.channel.agreement import CALL, Told
-from thinwire.channel.base import Channel, Pending, Traffic
-from thinwire.channel.broadcast import copy_from
-from thinwire.channel.in_process import InProcessChannel, lockstep
-from thinwire.channel.process_group import ProcessGroupChannel
+from thinwire.channel.agreement import CALL, Description, agree
+from thinwire.channel.collectives import copy_from, gather_numbers, gather_stacked
+from thinwire.channel.in_process import InProcessTransport, run_members
+from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, wire_bytes
+from thinwire.channel.process_group import ProcessGroupTransport, checked_group, own_subgroup
+from thinwire.channel.recording import Note, Recording
+from thinwire.channel.transport import Collective, Operation, Transport, Work
 
 __all__ = [
     "CALL",
-    "Channel",
-    "InProcessChannel",
-    "Pending",
-    "ProcessGroupChannel",
-    "Told",
+    "Collective",
+    "CollectiveTraffic",
+    "Description",
+    "InProcessTransport",
+    "Metered",
+    "Note",
+    "Operation",
+    "ProcessGroupTransport",
+    "Recording",
     "Traffic",
+    "Transport",
+    "Work",
+    "agree",
+    "checked_group",
     "copy_from",
-    "lockstep",
+    "gather_numbers",
+    "gather_stacked",
+    "own_subgroup",
+    "run_members",
+    "wire_bytes",
 ]

@@ -1,45 +1,102 @@
-"""Telling processes that are configured differently who differs in what."""
+"""Refusing to go on where members are configured differently, and saying who differs in what."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
+import torch
+
+from thinwire.channel.transport import Transport
 from thinwire.errors import AgreementError
 
-__all__ = ["CALL", "Told", "check_same", "digest", "packed", "unpacked"]
+__all__ = ["CALL", "Description", "agree", "check_same"]
 
-Told = Mapping[str, str]
-"""What a process tells of itself, by subject."""
+logger = logging.getLogger(__name__)
+
+Description: TypeAlias = Mapping[str, str]
+"""What a member says of itself, by subject."""
 
 ALGORITHM = "algorithm"  # what follows of an algorithm are its settings, which others do not have
-CALL = "call"  # the subject of what a process is about to do; where that differs, all else may
-MOST_SUBJECTS = 4
-MOST_PROCESSES = 8
+CALL = "call"  # the subject of what a member is about to do; where that differs, all else may
+MAX_SUBJECTS = 4
+MAX_MEMBERS = 8
+
+PATIENCE_SECONDS = 10.0
 
 
-def packed(told: Told) -> bytes:
-    """As bytes; equal if and only if the same is told."""
-    return json.dumps(told, sort_keys=True).encode()
+def agree(transport: Transport, description: Description, purpose: str) -> None:
+    """Go on only if all members say the same of themselves. Collective; blocks until all have.
+
+    They compare digests, and only where those differ what they are of: all of them see the same digests, so
+    all of them take the second step or none does.
+
+    Args:
+        transport: Over which group.
+        description: What this member says of itself, by subject.
+        purpose: What it is about to do, for errors.
+
+    Cost: a gather of 32 bytes from each member and a host synchronisation; nothing in a group of one. If
+    others do not call it as well, it says so after 10 s, and fails after the group's timeout.
+
+    Raises:
+        AgreementError: They differ; raised on all members, with names.
+        CommunicationError: The collective failed.
+    """
+    if transport.size == 1:
+        return
+    # In the order in which it was given, which `check_same` goes by; the digest does not.
+    data = json.dumps(description).encode()
+    fingerprint = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()
+    warning = (
+        f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
+        "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
+    )
+    with _Alarm(warning):
+        digests = _gathered(transport, fingerprint, purpose)
+    if len(set(digests)) == 1:
+        return
+    lengths = [
+        int.from_bytes(each, "big") for each in _gathered(transport, len(data).to_bytes(8, "big"), purpose)
+    ]
+    # Of one length on all: a gather takes as many bytes of each member.
+    padded = _gathered(transport, data.ljust(max(lengths)), purpose)
+    everyone = [json.loads(each[:length]) for each, length in zip(padded, lengths, strict=True)]
+    check_same(everyone, purpose)
 
 
-def unpacked(data: bytes) -> Told:
-    """What `packed` was given."""
-    return dict(json.loads(data))
+def _gathered(transport: Transport, data: bytes, purpose: str) -> list[bytes]:
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport.control_device)
+    rows = own.new_empty(transport.size, len(data))
+    where = f"{purpose}: the comparison of what the processes are about to do"
+    transport.all_gather(rows, own, where).wait()
+    return [bytes(row) for row in rows.tolist()]
 
 
-def digest(data: bytes) -> bytes:
-    """32 bytes that differ wherever `data` does."""
-    return hashlib.sha256(data).digest()
+class _Alarm:
+    """Logs a warning if what it surrounds takes long."""
+
+    def __init__(self, warning: str) -> None:
+        self._timer = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
 
 
-def check_same(everyone: Sequence[Told], purpose: str) -> None:
+def check_same(everyone: Sequence[Description], purpose: str) -> None:
     """Refuse what differs between processes.
 
     Args:
-        everyone: What each process tells, by process rank.
+        everyone: What each process says of itself, by process rank.
         purpose: What they were about to do.
 
     Raises:
@@ -50,8 +107,8 @@ def check_same(everyone: Sequence[Told], purpose: str) -> None:
         Traceback (most recent call last):
         thinwire.errors.AgreementError: step 0: process 0 has matrix_rank 2, process 1 has matrix_rank 4. ...
     """
-    subjects = list(dict.fromkeys(subject for told in everyone for subject in told))
-    differing = [s for s in subjects if len({told.get(s) for told in everyone}) > 1]
+    subjects = list(dict.fromkeys(subject for description in everyone for subject in description))
+    differing = [s for s in subjects if len({description.get(s) for description in everyone}) > 1]
     if not differing:
         return
     if CALL in differing:
@@ -61,19 +118,19 @@ def check_same(everyone: Sequence[Told], purpose: str) -> None:
         )
     if ALGORITHM in differing:
         differing = differing[: differing.index(ALGORITHM) + 1]
-    listed = [_who_has_what(everyone, subject) for subject in differing[:MOST_SUBJECTS]]
-    if len(differing) > MOST_SUBJECTS:
-        listed.append(f"and {len(differing) - MOST_SUBJECTS} differences more")
+    listed = [_who_has_what(everyone, subject) for subject in differing[:MAX_SUBJECTS]]
+    if len(differing) > MAX_SUBJECTS:
+        listed.append(f"and {len(differing) - MAX_SUBJECTS} differences more")
     raise AgreementError(
         f"{purpose}: {'; '.join(listed)}. "
         "Give all processes the same model, algorithm and state; nothing was changed"
     )
 
 
-def _who_has_what(everyone: Sequence[Told], subject: str) -> str:
+def _who_has_what(everyone: Sequence[Description], subject: str) -> str:
     holders: dict[str | None, list[int]] = defaultdict(list)
-    for process, told in enumerate(everyone):
-        holders[told.get(subject)].append(process)
+    for process, description in enumerate(everyone):
+        holders[description.get(subject)].append(process)
     return ", ".join(
         f"{_named(who)} no {subject}" if what is None else f"{_named(who)} {subject} {what}"
         for what, who in holders.items()
@@ -81,8 +138,8 @@ def _who_has_what(everyone: Sequence[Told], subject: str) -> str:
 
 
 def _named(processes: Sequence[int]) -> str:
-    shown = ", ".join(map(str, processes[:MOST_PROCESSES]))
+    shown = ", ".join(map(str, processes[:MAX_MEMBERS]))
     if len(processes) == 1:
         return f"process {shown} has"
-    rest = len(processes) - MOST_PROCESSES
+    rest = len(processes) - MAX_MEMBERS
     return f"processes {shown} and {rest} more have" if rest > 0 else f"processes {shown} have"

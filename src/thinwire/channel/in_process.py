@@ -1,136 +1,261 @@
-"""The channels of simulated workers, which live in one process and take turns."""
+"""A group whose members live in one process, as threads that take turns: no sockets, no waiting, no races."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
-from thinwire.channel.agreement import Told, check_same
-from thinwire.channel.base import Channel, Pending
+from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.errors import CommunicationError
 
-__all__ = ["InProcessChannel", "lockstep"]
+__all__ = ["InProcessTransport", "run_members"]
+
+Result = TypeVar("Result")
+
+_current = threading.local()  # of a member's thread: its turn
 
 
-class InProcessChannel(Channel):
-    """One simulated worker's end of a group that lives in this process; see `InProcessChannel.group`.
+def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
+    """Run `body(rank)` for each member of a group in this process, one at a time, in the order of ranks.
 
-    A group of one serves a process that has no process group. Of several, workers must take turns:
-    `lockstep` drives their generators so that each has sent its message before any waits for the mean.
+    A member runs until it waits for what another has not sent yet, or ends. So every run is the same run.
+
+    Args:
+        size: Members of the group.
+        body: What each of them does, with the `InProcessTransport` of its rank.
+
+    Returns:
+        What `body` returned, by rank.
+
+    Raises:
+        CommunicationError: The members wait for each other for ever.
+        BaseException: The first that a member has raised, once all have ended. Those that wait for a member
+            that has ended raise `CommunicationError`.
+
+    Examples:
+        >>> members = InProcessTransport.group(2)
+        >>> def body(rank):
+        ...     tensor = torch.tensor([4.0 * rank])
+        ...     members[rank].mean(tensor, "an example").wait()
+        ...     return tensor.item()
+        >>> run_members(2, body)
+        [2.0, 2.0]
     """
+    if size == 1:
+        return [body(0)]
+    turns = [_Turn(rank, body) for rank in range(size)]
+    errors: list[BaseException] = []
+    running = list(turns)
+    while running:
+        ready = [turn for turn in running if turn.is_ready()]
+        if not ready:  # those who wait learn why, and end
+            for turn in running:
+                turn.is_stuck = True
+            ready = running
+        for turn in ready:
+            turn.go_on()
+            if turn.error is not None and turn in running:
+                errors.append(turn.error)
+        running = [turn for turn in running if not turn.has_ended]
+    if errors:
+        raise errors[0]
+    return [turn.result[0] for turn in turns]
 
-    def __init__(self, room: _Room, worker: int) -> None:
-        super().__init__()
-        self._room = room
-        self.worker = worker
 
-    @classmethod
-    def group(cls, size: int) -> list[InProcessChannel]:
-        """The channels of `size` simulated workers.
+class _Turn(Generic[Result]):
+    """A member's thread, which runs only while the others stand still."""
 
-        Examples:
-            >>> channels = InProcessChannel.group(2)
-            >>> messages = [torch.tensor([1.0]), torch.tensor([3.0])]
-            >>> pending = [c.average(m, "an example") for c, m in zip(channels, messages)]
-            >>> [p.wait().item() for p in pending]
-            [2.0, 2.0]
-        """
-        room = _Room(size)
-        return [cls(room, worker) for worker in range(size)]
+    def __init__(self, rank: int, body: Callable[[int], Result]) -> None:
+        self.result: list[Result] = []
+        self.error: BaseException | None = None
+        self.has_ended = self.is_stuck = False
+        self._awaited: _Meeting | None = None
+        # Handed to and fro: the thread runs between `_go` and `_stopped`, and `run_members` waits meanwhile.
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._run, args=(rank, body), daemon=True)
+        # Of each thread its own, and on in a new one: a body must run as if it were called.
+        self._grad_enabled = torch.is_grad_enabled()
+        self._thread.start()
+
+    def _run(self, rank: int, body: Callable[[int], Result]) -> None:
+        self._go.acquire()
+        _current.turn = self
+        try:
+            with torch.set_grad_enabled(self._grad_enabled):
+                self.result.append(body(rank))
+        # Whatever it is: a thread that ended without a word would leave `run_members` waiting for ever.
+        except BaseException as error:
+            self.error = error
+        self.has_ended = True
+        self._stopped.release()
+
+    def is_ready(self) -> bool:
+        """Return whether it can go on."""
+        return self._awaited is None or self._awaited.is_complete
+
+    def go_on(self) -> None:
+        """Let it run until it waits or ends."""
+        self._go.release()
+        self._stopped.acquire()
+        if self.has_ended:
+            self._thread.join()
+
+    def wait_for(self, meeting: _Meeting) -> None:
+        """Let the others run, on the member's thread, until all have come."""
+        while not meeting.is_complete:
+            if self.is_stuck:
+                raise CommunicationError(meeting.who_is_missing())
+            self._awaited = meeting
+            self._stopped.release()
+            self._go.acquire()
+            self._awaited = None
+
+
+@dataclass
+class _Meeting:
+    """One collective: what each member has brought, until all have come and taken what is theirs."""
+
+    place: int
+    size: int
+    purpose: str
+    kind: object  # the same on all members
+    brought: dict[int, torch.Tensor] = field(default_factory=dict)
+    num_taken: int = 0
 
     @property
-    def size(self) -> int:
-        """Simulated workers."""
-        return self._room.size
+    def is_complete(self) -> bool:
+        return len(self.brought) == self.size
 
-    @property
-    def process_rank(self) -> int:
-        """The worker's number."""
-        return self.worker
-
-    def agree(self, told: Told, purpose: str) -> None:
-        """Compare with the workers that have told already, without waiting for the others."""
-        self._place += 1
-        self._room.compare(self._place, self.worker, told, purpose)
-
-    def _average(self, message: torch.Tensor, purpose: str) -> Pending:
-        return _Deposit(self._room, self._place, self.worker, message).put()
+    def who_is_missing(self) -> str:
+        missing = sorted(set(range(self.size)) - set(self.brought))
+        return (
+            f"{self.purpose}: members {missing} of {self.size} have not sent message {self.place}, for which "
+            f"members {sorted(self.brought)} wait. Make the same calls on every member"
+        )
 
 
 @dataclass
 class _Room:
-    """Messages that wait for those of the other workers, by their place in the order."""
+    """The collectives under way in a group, by their place in the order."""
 
     size: int
-    messages: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    means: dict[int, torch.Tensor] = field(default_factory=dict)
-    told: dict[int, dict[int, Told]] = field(default_factory=dict)
-
-    def compare(self, place: int, worker: int, told: Told, purpose: str) -> None:
-        """Refuse what differs from what others have told at this place of the order."""
-        others = self.told.setdefault(place, {})
-        others[worker] = told
-        if len(others) == self.size:
-            del self.told[place]
-        check_same([others.get(each, told) for each in range(self.size)], purpose)
-
-    def mean(self, place: int) -> torch.Tensor:
-        """The mean of the messages at one place of the order, once all are there."""
-        if place not in self.means:
-            messages = self.messages[place]
-            missing = sorted(set(range(self.size)) - set(messages))
-            if missing:
-                raise CommunicationError(
-                    f"workers {missing} have not sent message {place}; drive them in lockstep"
-                )
-            if len({(m.shape, m.dtype) for m in messages.values()}) > 1:
-                kinds = {worker: (tuple(m.shape), m.dtype) for worker, m in sorted(messages.items())}
-                raise CommunicationError(f"message {place} differs between workers: {kinds}")
-            parts = [messages[worker] / self.size for worker in range(self.size)]
-            self.means[place] = sum(parts[1:], start=parts[0])
-        return self.means[place]
-
-    def leave(self, place: int, worker: int) -> None:
-        """Forget a mean that every worker has taken."""
-        del self.messages[place][worker]
-        if not self.messages[place]:
-            del self.messages[place], self.means[place]
+    meetings: dict[int, _Meeting] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Deposit:
-    room: _Room
-    place: int
-    worker: int
-    message: torch.Tensor
+class InProcessTransport(Transport):
+    """One member's end of a group that lives in this process; see `InProcessTransport.group`.
 
-    def put(self) -> _Deposit:
-        self.room.messages.setdefault(self.place, {})[self.worker] = self.message
-        return self
-
-    def wait(self) -> torch.Tensor:
-        self.message.copy_(self.room.mean(self.place))
-        self.room.leave(self.place, self.worker)
-        return self.message
-
-
-def lockstep(workers: Sequence[Iterator[None]]) -> None:
-    """Drive simulated workers to their end, one stretch each in turn.
-
-    Args:
-        workers: Iterators that yield after sending and before waiting, as `Engine.finish` does.
-
-    Raises:
-        CommunicationError: They do not send the same messages in the same order.
+    A group of one serves a process that has no process group. Where there are more, `run_members` runs them.
     """
-    running = list(workers)
-    while running:
-        done = object()
-        still = [worker for worker in running if next(worker, done) is not done]
-        if still and len(still) < len(running):
+
+    def __init__(self, room: _Room, rank: int) -> None:
+        self._room = room
+        self._rank = rank
+        self._place = 0  # of the latest message in the order
+
+    @classmethod
+    def group(cls, size: int) -> list[InProcessTransport]:
+        """Return the ends of a new group, by rank."""
+        room = _Room(size)
+        return [cls(room, rank) for rank in range(size)]
+
+    @property
+    def size(self) -> int:
+        """As `Transport.size`."""
+        return self._room.size
+
+    @property
+    def rank(self) -> int:
+        """As `Transport.rank`."""
+        return self._rank
+
+    @property
+    def control_device(self) -> torch.device:
+        """As `Transport.control_device`."""
+        return torch.device("cpu")
+
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
+        """As `Transport.all_reduce`."""
+
+        def take(brought: Sequence[torch.Tensor]) -> None:
+            # Each member sums by itself, in the order of ranks: the same bits on all.
+            total = brought[0].clone()
+            for other in brought[1:]:
+                total = total + other if operation == "sum" else torch.maximum(total, other)
+            tensor.copy_(total)
+
+        # Overwritten while others still read what this member has brought.
+        return self._meet(tensor.clone(), purpose, (operation, tensor.shape, tensor.dtype), take)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_gather`."""
+
+        def take(brought: Sequence[torch.Tensor]) -> None:
+            torch.stack(list(brought), out=output)
+
+        return self._meet(tensor.clone(), purpose, ("all_gather", tensor.shape, tensor.dtype), take)
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_to_all`."""
+
+        def take(brought: Sequence[torch.Tensor]) -> None:
+            torch.stack([each[self._rank] for each in brought], out=output)
+
+        return self._meet(tensor.clone(), purpose, ("all_to_all", tensor.shape, tensor.dtype), take)
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        """As `Transport.broadcast`."""
+
+        def take(brought: Sequence[torch.Tensor]) -> None:
+            tensor.copy_(brought[source])
+
+        return self._meet(tensor.clone(), purpose, ("broadcast", source, tensor.shape, tensor.dtype), take)
+
+    def _meet(
+        self,
+        brought: torch.Tensor,
+        purpose: str,
+        kind: object,
+        take: Callable[[Sequence[torch.Tensor]], None],
+    ) -> Work:
+        self._place += 1
+        meetings = self._room.meetings
+        meeting = meetings.setdefault(self._place, _Meeting(self._place, self.size, purpose, kind))
+        if meeting.kind != kind:
             raise CommunicationError(
-                f"{len(running) - len(still)} of {len(running)} workers ended before the others"
+                f"{purpose}: message {self._place} differs between members: member {self._rank} sends "
+                f"{kind}, members {sorted(meeting.brought)} send {meeting.kind}. Make the same calls on "
+                "every member"
             )
-        running = still
+        meeting.brought[self._rank] = brought
+        return _InProcessWork(self._room, meeting, take)
+
+
+@dataclass
+class _InProcessWork:
+    room: _Room
+    meeting: _Meeting
+    take: Callable[[Sequence[torch.Tensor]], None]
+    is_taken: bool = False
+
+    def is_completed(self) -> bool:
+        return self.meeting.is_complete
+
+    def wait(self) -> None:
+        if self.is_taken:
+            return
+        if not self.meeting.is_complete:
+            turn: _Turn[object] | None = getattr(_current, "turn", None)
+            if turn is None:
+                raise CommunicationError(f"{self.meeting.who_is_missing()}, inside run_members(size, body)")
+            turn.wait_for(self.meeting)
+        self.is_taken = True
+        self.take([self.meeting.brought[rank] for rank in range(self.room.size)])
+        self.meeting.num_taken += 1
+        # By the last one, and no sooner: until then the others have yet to read what was brought.
+        if self.meeting.num_taken == self.room.size:
+            del self.room.meetings[self.meeting.place]

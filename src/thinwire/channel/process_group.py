@@ -1,151 +1,177 @@
-"""The channel of a real process group."""
+"""The transport of a real process group: with `uneven.py`, all that Thinwire calls of `torch.distributed`."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from thinwire.channel.agreement import Told, check_same, digest, packed, unpacked
-from thinwire.channel.base import Channel
-from thinwire.errors import AttachError, CommunicationError
+from thinwire.channel.transport import Operation, Transport
+from thinwire.errors import AttachError, CommunicationError, ConfigError
 
-__all__ = ["ProcessGroupChannel", "checked_group", "told_where"]
+__all__ = ["ProcessGroupTransport", "ProcessGroupWork", "checked_group", "named_failure", "own_subgroup"]
 
-logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
-PATIENCE_SECONDS = 10.0
-GLANCE_SECONDS = 0.001
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-class ProcessGroupChannel(Channel):
-    """Averages over a process group of `torch.distributed`, on any backend.
+class ProcessGroupTransport(Transport):
+    """Carries tensors over a process group of `torch.distributed`, on any backend.
 
     Args:
         group: The process group, None for the default one.
         device: That of the gradients, for backends that can't send from the CPU.
+
+    Attributes:
+        group: The process group.
 
     Raises:
         AttachError: `torch.distributed` is not initialised, or this process is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
-        super().__init__()
         self.group = checked_group(group)
         self._gradient_device = device
 
     @property
     def size(self) -> int:
-        """Processes in the group."""
+        """As `Transport.size`."""
         return self.group.size()
 
     @property
-    def process_rank(self) -> int:
-        """This process's rank in the group."""
+    def rank(self) -> int:
+        """As `Transport.rank`."""
         return self.group.rank()
 
-    def average_later(self, message: torch.Tensor, purpose: str) -> Future[torch.Tensor]:
-        """Like `average`, as a future of the mean, for code that never comes back to wait."""
-        collective = self._average(message, purpose)
-
-        def mean(done: Future[list[torch.Tensor]]) -> torch.Tensor:
-            with told_where(collective.where):
-                return done.value()[0]
-
-        return cast("Future[torch.Tensor]", collective.work.get_future().then(mean))
-
-    def gather_later(self, message: torch.Tensor, purpose: str) -> Future[list[torch.Tensor]]:
-        """Gather `message`, of one shape and type on all processes, as a future of a list by process rank.
-
-        Raises:
-            CommunicationError: The collective failed; from the call or from the future.
-        """
-        gathered = [torch.empty_like(message) for _ in range(self.size)]
-        where = f"{purpose}: the gather of {message.numel()} × {message.dtype}"
-        with told_where(where):
-            work = cast(dist.Work, dist.all_gather(gathered, message, group=self.group, async_op=True))
-
-        def arrived(done: Future[object]) -> list[torch.Tensor]:
-            with told_where(where):
-                done.value()
-            return gathered
-
-        return cast("Future[list[torch.Tensor]]", work.get_future().then(arrived))
-
-    def agree(self, told: Told, purpose: str) -> None:
-        """Compare digests, and only where they differ what they are of.
-
-        Cost: a gather of 32 bytes a process, and a host synchronisation.
-        """
-        data, device = packed(told), self._device
-        own = torch.frombuffer(bytearray(digest(data)), dtype=torch.uint8).to(device)
-        digests = self._gathered(own, purpose)
-        if all(torch.equal(each, own) for each in digests):
-            return
-        lengths = self._gathered(torch.tensor([len(data)], device=device), purpose)
-        padded = torch.zeros(max(int(length) for length in lengths), dtype=torch.uint8, device=device)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everyone = zip(self._gathered(padded, purpose), lengths, strict=True)
-        check_same([unpacked(bytes(each[: int(length)].tolist())) for each, length in everyone], purpose)
-
     @property
-    def _device(self) -> torch.device:
-        """Where small messages are cheapest: the CPU, if the backend can send from there."""
+    def control_device(self) -> torch.device:
+        """As `Transport.control_device`."""
         kinds = [each.split(":")[0] for each in dist.get_backend_config(self.group).split(",")]
         if "cpu" in kinds:
             return torch.device("cpu")
         return torch.device(kinds[0]) if self._gradient_device is None else self._gradient_device
 
-    def _gathered(self, own: torch.Tensor, purpose: str) -> list[torch.Tensor]:
-        """The tensors of all processes; says so if they are long in coming."""
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
-        with told_where(f"{purpose}: the comparison of what the processes are about to do"):
-            work = cast(dist.Work, dist.all_gather(gathered, own, group=self.group, async_op=True))
-            start = time.monotonic()
-            while not work.is_completed() and time.monotonic() < start + PATIENCE_SECONDS:
-                time.sleep(GLANCE_SECONDS)
-            if not work.is_completed():
-                logger.warning(
-                    "%s: process %d has waited %g s for the others: make the same calls on every process "
-                    "(attach or register_comm_hook, use, state_dict, load_state_dict)",
-                    purpose,
-                    self.process_rank,
-                    PATIENCE_SECONDS,
-                )
-            work.wait()
-        return gathered
+    def all_reduce(
+        self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum"
+    ) -> ProcessGroupWork:
+        """As `Transport.all_reduce`."""
+        return self._started(
+            f"{purpose}: the {'average' if operation == 'sum' else 'maximum'} of {tensor.numel()} × "
+            f"{tensor.dtype}",
+            lambda: dist.all_reduce(tensor, OPERATIONS[operation], self.group, async_op=True),
+        )
 
-    def _average(self, message: torch.Tensor, purpose: str) -> _Collective:
-        # Divided before the sum: half precision would overflow after it.
-        message.div_(self.size)
-        where = f"{purpose}: the average of {message.numel()} × {message.dtype}"
-        with told_where(where):
-            work = dist.all_reduce(message, group=self.group, async_op=True)
-        return _Collective(message, cast(dist.Work, work), where)
+    def mean(self, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
+        """As `Transport.mean`."""
+        tensor.div_(self.size)
+        return self.all_reduce(tensor, purpose)
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
+        """As `Transport.all_gather`."""
+        # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
+        rows = list(_as_bytes(output).view(self.size, -1))
+        return self._started(
+            f"{purpose}: the gather of {tensor.numel()} × {tensor.dtype}",
+            lambda: dist.all_gather(rows, _as_bytes(tensor), self.group, async_op=True),
+        )
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
+        """As `Transport.all_to_all`."""
+        return self._started(
+            f"{purpose}: the exchange of {tensor.numel()} × {tensor.dtype}",
+            lambda: dist.all_to_all_single(
+                _as_bytes(output), _as_bytes(tensor), group=self.group, async_op=True
+            ),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
+        """As `Transport.broadcast`."""
+        global_source = dist.get_global_rank(self.group, source)
+        return self._started(
+            f"{purpose}: the copy of {tensor.numel()} × {tensor.dtype} from process {source} of the group",
+            lambda: dist.broadcast(_as_bytes(tensor), global_source, self.group, async_op=True),
+        )
+
+    def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
+        """Send a message from one member to another and back. To be called on both; others may leave it out.
+
+        Args:
+            first: The rank of the member that starts, and measures.
+            second: That of the other.
+            message: Of the same shape and type on both; overwritten.
+
+        Returns:
+            Seconds per direction on the first, None on the second.
+
+        Raises:
+            CommunicationError: The backend failed.
+        """
+        peer = dist.get_global_rank(self.group, second if self.rank == first else first)
+        with named_failure(f"a message between the processes {first} and {second}"):
+            if self.rank == second:
+                dist.recv(message, src=peer, group=self.group)
+                dist.send(message, dst=peer, group=self.group)
+                return None
+            start = time.perf_counter()
+            dist.send(message, dst=peer, group=self.group)
+            dist.recv(message, src=peer, group=self.group)
+            if message.is_cuda:
+                torch.cuda.synchronize(message.device)
+            return (time.perf_counter() - start) / 2
+
+    def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
+        with named_failure(where):
+            return ProcessGroupWork(cast(dist.Work, start()), where)
 
 
 @dataclass(frozen=True)
-class _Collective:
-    message: torch.Tensor
+class ProcessGroupWork:
+    """A collective of a process group under way."""
+
     work: dist.Work
     where: str
 
-    def wait(self) -> torch.Tensor:
-        with told_where(self.where):
+    def is_completed(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        """Block until the result is there: the host, or on CUDA only the current stream."""
+        with named_failure(self.where):
             self.work.wait()
-        return self.message
+
+    def then(self, result: Callable[[], Result]) -> Future[Result]:
+        """Return a future of what `result` makes of the finished collective, for code that never comes back.
+
+        Args:
+            result: Called when the collective is done, on a thread of the backend. It must not send anything.
+        """
+
+        def finished(done: Future[object]) -> Result:
+            with named_failure(self.where):
+                done.value()
+            return result()
+
+        return cast("Future[Result]", self.work.get_future().then(finished))
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 @contextmanager
-def told_where(where: str) -> Iterator[None]:
+def named_failure(where: str) -> Iterator[None]:
     """Turn a backend's error into Thinwire's.
+
+    Args:
+        where: What was under way.
 
     Raises:
         CommunicationError: The backend failed, which is the cause.
@@ -162,7 +188,14 @@ def told_where(where: str) -> Iterator[None]:
 
 
 def checked_group(group: object) -> dist.ProcessGroup:
-    """The group to use, after refusing what can't be one."""
+    """Return the group to use, after refusing what can't be one.
+
+    Args:
+        group: A process group, or None for the default one.
+
+    Raises:
+        AttachError: `torch.distributed` is not initialised, this process is no member, or it is no group.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise AttachError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
@@ -175,3 +208,22 @@ def checked_group(group: object) -> dist.ProcessGroup:
     if not isinstance(chosen, dist.ProcessGroup):
         raise AttachError(f"expected a torch.distributed process group or None, got {chosen!r}")
     return chosen
+
+
+def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Divide a group into subgroups of neighbours and return this process's. Collective.
+
+    Args:
+        size: Processes of each subgroup.
+        group: What is divided; None for the default group.
+
+    Raises:
+        ConfigError: The size does not divide the group.
+    """
+    try:
+        subgroup: dist.ProcessGroup = dist.new_subgroups(size, group)[0]  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise ConfigError(
+            f"{error}; pass subgroup=, this process's group of processes on one machine"
+        ) from error
+    return subgroup

@@ -7,7 +7,8 @@ Change the package's name, and leave the rest of the script as it is:
     state = powerSGD.PowerSGDState(process_group=None, matrix_approximation_rank=4, start_powerSGD_iter=100)
     ddp_model.register_comm_hook(state, powerSGD.powerSGD_hook)
 
-`thinwire.hooks` has all hooks in one module. What behaves differently is told in docs/powersgd.md.
+`thinwire.hooks` has all hooks in one module. docs/powersgd.md says what behaves
+differently.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire import ddp, hooks
-from thinwire.ddp_comm_hooks import (  # noqa: F401 (as torch's package, this one has its modules when imported)
+from thinwire import hooks
+from thinwire.ddp_comm_hooks import (  # noqa: F401 (torch's package has its modules when imported)
     debugging_hooks,
     default_hooks,
     optimizer_overlap_hooks,
@@ -32,6 +33,7 @@ from thinwire.ddp_comm_hooks import (  # noqa: F401 (as torch's package, this on
     quantization_hooks,
 )
 from thinwire.errors import AttachError, ConfigError
+from thinwire.fronts.ddp_model import register, wrong_model
 
 __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
@@ -52,7 +54,7 @@ class _Registration:
         self, model: torch.nn.Module, state: object = None, start_powerSGD_iter: int | None = None
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
-            raise AttachError(ddp.wrong_model(model))
+            raise AttachError(wrong_model(model))
         if not (state is None or isinstance(state, dist.ProcessGroup)):
             raise ConfigError(
                 f"state must be a process group or None, got {type(state).__name__}; with a state of your "
@@ -65,7 +67,7 @@ class _Registration:
             state = hooks.PowerSGDState(state, self.matrix_approximation_rank, **given)
         elif given:
             raise ConfigError("start_powerSGD_iter is for PowerSGD's hooks; leave it out")
-        ddp.register(model, state, self.comm_hook)
+        register(model, state, self.comm_hook)
 
 
 class DDPCommHookType(Enum):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from thinwire.demo.options import DemoOptions
-from thinwire.demo.records import RecordFile, StepRecord
+from thinwire.demo.records import RecordFile, TrainedStep
 from thinwire.end_signals import EndSignals
 from thinwire.errors import ThinwireError
 from thinwire.interpreter import python_module
 from thinwire.local_job import LOOK_EVERY_SECONDS, LocalJob
+
+__all__ = ["JobError", "JobInterruptedError", "run_job"]
 
 
 class JobError(ThinwireError, RuntimeError):
@@ -23,7 +24,7 @@ class JobInterruptedError(ThinwireError):
     """The job was told to end, by Ctrl-C or another signal, and has ended.
 
     Attributes:
-        signal_number: the signal.
+        signal_number: The signal.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -31,19 +32,27 @@ class JobInterruptedError(ThinwireError):
         self.signal_number = signal_number
 
 
-def run_job(options: DemoOptions, on_record: Callable[[StepRecord], None]) -> None:
+def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> None:
     """Train with every algorithm of `options`, and hand over each step's record soon after the step.
 
+    Args:
+        options: The settings of the run. What an earlier run of the same has left is removed.
+        on_record: Takes the records.
+
     Raises:
-        JobError: a training process failed.
-        JobInterruptedError: a signal ended the job.
+        JobError: A training process failed.
+        JobInterruptedError: A signal ended the job.
     """
-    prepare_output(options)
-    files = [RecordFile(options.record_path(name)) for name in options.algorithms]
+    options.output.mkdir(parents=True, exist_ok=True)
+    paths = [options.record_path(name) for name in options.algorithms]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    log_path = options.output / "processes.log"
+    files = [RecordFile(path) for path in paths]
     command = [*python_module("thinwire.demo.train"), options.to_json()]
     with (
         EndSignals() as end_signals,
-        log_path(options).open("wb") as log,
+        log_path.open("wb") as log,
         LocalJob(command, options.processes, out=log) as job,
     ):
         while job.is_running() and end_signals.received is None:
@@ -52,23 +61,11 @@ def run_job(options: DemoOptions, on_record: Callable[[StepRecord], None]) -> No
     if end_signals.received is not None:
         raise JobInterruptedError(end_signals.received)
     if job.failure is not None:
-        raise JobError(f"the training job failed: {job.failure}; see {log_path(options)}")
+        raise JobError(f"the training job failed: {job.failure}; see {log_path}")
     _hand_over(files, on_record)
 
 
-def log_path(options: DemoOptions) -> Path:
-    """Where the processes' own output goes."""
-    return options.output / "processes.log"
-
-
-def prepare_output(options: DemoOptions) -> None:
-    """Make the output folder, and clear it of what an earlier run of the same options would leave."""
-    options.output.mkdir(parents=True, exist_ok=True)
-    for path in map(options.record_path, options.algorithms):
-        path.unlink(missing_ok=True)
-
-
-def _hand_over(files: list[RecordFile], on_record: Callable[[StepRecord], None]) -> None:
+def _hand_over(files: list[RecordFile], on_record: Callable[[TrainedStep], None]) -> None:
     for file in files:
         for record in file.new_records():
             on_record(record)

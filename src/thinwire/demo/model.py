@@ -8,17 +8,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from thinwire.demo.text import fixed_batches
+
+__all__ = ["GPT", "SIZES", "GPTConfig", "heldout_loss", "next_byte_loss"]
+
 
 @dataclass(frozen=True)
 class GPTConfig:
     """The size of a model.
 
     Attributes:
-        layers: transformer blocks.
-        heads: attention heads a block; they share the width evenly.
-        width: numbers that stand for one byte between blocks.
-        context_length: bytes the model sees at once.
-        vocabulary: different symbols; 256 for bytes.
+        layers: Transformer blocks.
+        heads: Attention heads per block; they share the width evenly.
+        width: Numbers that stand for one byte between blocks.
+        context_length: Bytes that the model sees at once.
+        vocabulary: Different symbols; 256 for bytes.
     """
 
     layers: int
@@ -57,7 +61,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits `(batch, length, vocabulary)` of the byte after each input byte."""
+        """Return logits `(batch, length, vocabulary)` of the byte after each input byte."""
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         hidden = self.bytes(inputs) + self.positions(positions)
         for block in self.blocks:
@@ -77,7 +81,7 @@ class Block(nn.Module):
         self.network = Network(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Keeps the shape `(batch, length, width)`."""
+        """Return what has the same shape, `(batch, length, width)`."""
         hidden = hidden + self.attention(self.attention_norm(hidden))
         mixed: Tensor = hidden + self.network(self.network_norm(hidden))
         return mixed
@@ -93,7 +97,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Keeps the shape `(batch, length, width)`."""
+        """Return what has the same shape, `(batch, length, width)`."""
         split = self.queries_keys_values(hidden).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -110,15 +114,40 @@ class Network(nn.Module):
         self.out = nn.Linear(4 * config.width, config.width)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Keeps the shape `(batch, length, width)`."""
+        """Return what has the same shape, `(batch, length, width)`."""
         out: Tensor = self.out(F.gelu(self.up(hidden)))
         return out
 
 
 def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte; an untrained model is near ln 256 = 5.55."""
+    """Return the mean cross-entropy in nats per byte; an untrained model is near ln 256 = 5.55.
+
+    Args:
+        model: Gives logits.
+        inputs: Bytes, int64 `(batch, length)`.
+        targets: The bytes after them.
+    """
     logits = model(inputs)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@torch.no_grad()
+def heldout_loss(model: GPT, heldout: Tensor, *, batches: int = 16, batch_size: int = 16) -> float:
+    """Return the mean loss in nats per byte over windows of text, the same ones every time.
+
+    Args:
+        model: The model.
+        heldout: Text that it was not trained on.
+        batches: How many.
+        batch_size: Windows in each.
+    """
+    length = model.config.context_length
+    windows = fixed_batches(heldout, batches=batches, batch_size=batch_size, context_length=length)
+    was_training = model.training
+    model.eval()
+    losses = [next_byte_loss(model, inputs, targets).item() for inputs, targets in windows]
+    model.train(was_training)
+    return sum(losses) / len(losses)
 
 
 def _initialize(module: nn.Module) -> None:

@@ -6,13 +6,15 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.registry import REGISTRY
 from thinwire.checks import whole_number
 from thinwire.demo.model import SIZES
 from thinwire.errors import ConfigError
 
-ALGORITHMS = ("exact", "fp16", "bf16", "powersgd", "batched-powersgd")
+__all__ = ["ALGORITHMS", "DemoOptions"]
 
+ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 SEEDS = 1 << 64
 
 
@@ -21,13 +23,13 @@ class DemoOptions:
     """The settings of a run.
 
     Attributes:
-        processes: training processes on this machine.
-        steps: training steps of each algorithm.
-        algorithms: names out of `ALGORITHMS`, trained one after the other.
-        matrix_rank: of the low-rank factors, for the algorithms that have them.
-        model_size: a name out of `thinwire.demo.model.SIZES`.
-        seed: of the initial model and of the batches.
-        output: the folder that records and logs are written to.
+        processes: Training processes on this machine.
+        steps: Training steps of each algorithm.
+        algorithms: Names out of `ALGORITHMS`, trained one after the other.
+        matrix_rank: Of the low-rank factors, for the algorithms that have them.
+        model_size: A name out of `thinwire.demo.model.SIZES`.
+        seed: Of the initial model and of the batches.
+        output: The folder that records and logs are written to.
     """
 
     processes: int = 2
@@ -39,43 +41,35 @@ class DemoOptions:
     output: Path = Path("thinwire-demo")
 
     def __post_init__(self) -> None:
-        whole_number("processes", self.processes, least=2)
-        whole_number("steps", self.steps, least=1)
-        whole_number("seed", self.seed, least=0)
+        whole_number("processes", self.processes, minimum=2)
+        whole_number("steps", self.steps, minimum=1)
+        whole_number("seed", self.seed, minimum=0)
         if self.seed >= SEEDS:
             raise ConfigError(f"seed must be below 2**64, which torch's generators take, got {self.seed}")
         _check_choice("model_size", self.model_size, tuple(SIZES))
         if not self.algorithms:
             raise ConfigError(f"got no algorithms, expected at least one of {', '.join(ALGORITHMS)}")
         for name in self.algorithms:
-            _check_choice("algorithm", name, ALGORITHMS)
+            _check_choice("algorithm", name, tuple(ALGORITHMS))
             if self.algorithms.count(name) > 1:
                 raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
             self.algorithm(name)
 
     def algorithm(self, name: str) -> Algorithm:
-        """The algorithm called `name`, with this run's settings."""
-        if name == "exact":
-            return AllReduce()
-        if name == "fp16":
-            return Cast("fp16")
-        if name == "bf16":
-            return Cast("bf16")
-        if name == "powersgd":
-            return PowerSGD(matrix_rank=self.matrix_rank)
-        return BatchedPowerSGD(matrix_rank=self.matrix_rank)
+        """Return the algorithm of a name, with this run's settings."""
+        return ALGORITHMS[name].made(matrix_rank=self.matrix_rank)
 
     def record_path(self, algorithm: str) -> Path:
-        """Where the steps trained with `algorithm` are recorded."""
+        """Return where the steps trained with `algorithm` are recorded."""
         return self.output / f"{algorithm}.jsonl"
 
     def to_json(self) -> str:
-        """One line that `from_json` reads: how options travel to the training processes."""
+        """Return a line that `from_json` reads: how options travel to the training processes."""
         return json.dumps({**asdict(self), "output": str(self.output)})
 
     @classmethod
     def from_json(cls, line: str) -> DemoOptions:
-        """The options that `to_json` wrote."""
+        """Return the options that `to_json` wrote."""
         fields = json.loads(line)
         fields.update(algorithms=tuple(fields["algorithms"]), output=Path(fields["output"]))
         return cls(**fields)

@@ -6,24 +6,26 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.watch.fields import Record, record_of
+from thinwire.watch.records import Record, record_of
+
+__all__ = ["RecordFile", "TrainedStep", "read_records"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class TrainedStep:
     """One training step, as process 0 saw it.
 
     Attributes:
-        algorithm: the name it was trained with.
-        processes: how many processes trained together.
-        step: counted from 1.
-        loss: of process 0's batch, before the step.
-        step_seconds: from the end of the last averaging to the end of this one.
-        waiting_seconds: of those, spent waiting for messages.
-        messages: messages process 0 sent.
-        message_bytes: bytes of those messages.
-        gradient_bytes: bytes of the uncompressed gradients.
-        heldout_loss: after the step, on held-out text; None where it was not measured.
+        algorithm: The name it was trained with.
+        processes: How many processes trained together.
+        step: Counted from 1.
+        loss: Of process 0's batch, before the step.
+        step_seconds: From the end of the last averaging to the end of this one.
+        waiting_seconds: Of those, spent waiting for messages.
+        messages: Messages that process 0 sent.
+        message_bytes: Bytes of those messages.
+        gradient_bytes: Bytes of the uncompressed gradients.
+        heldout_loss: After the step, on held-out text; None where it was not measured.
     """
 
     algorithm: str
@@ -47,8 +49,8 @@ class RecordFile:
         self._run: Record = {}
         self._step: Record = {}
 
-    def new_records(self) -> list[StepRecord]:
-        """The steps whose loss was logged since the last call."""
+    def new_records(self) -> list[TrainedStep]:
+        """Return the steps whose loss was logged since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -58,7 +60,7 @@ class RecordFile:
         lines = complete.decode().splitlines()
         return [step for line in lines if (step := self._joined(line)) is not None]
 
-    def _joined(self, line: str) -> StepRecord | None:
+    def _joined(self, line: str) -> TrainedStep | None:
         record = record_of(line)
         if record is None:
             return None
@@ -69,7 +71,7 @@ class RecordFile:
         if record["kind"] != "log":
             return None
         counted = ("step_seconds", "waiting_seconds", "messages", "message_bytes", "gradient_bytes")
-        return StepRecord(
+        return TrainedStep(
             algorithm=self._run["name"],
             processes=self._run["processes"],
             step=record["step"],
@@ -79,6 +81,6 @@ class RecordFile:
         )
 
 
-def read_records(path: Path) -> list[StepRecord]:
-    """All complete records in a file; none if there is no such file."""
+def read_records(path: Path) -> list[TrainedStep]:
+    """Return all complete records in a file; none if there is no such file."""
     return RecordFile(path).new_records()

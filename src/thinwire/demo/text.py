@@ -12,6 +12,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+__all__ = [
+    "Text",
+    "batch_generator",
+    "fixed_batches",
+    "load_text",
+    "sample_batch",
+    "source_files",
+    "split_files",
+]
+
 # Other people's packages, tests, and files that are tables of numbers rather than text.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
@@ -26,8 +36,8 @@ class Text:
     """Bytes to train on and bytes to judge by, from different files.
 
     Attributes:
-        train: one flat uint8 tensor.
-        heldout: one flat uint8 tensor; no file contributes to both.
+        train: One flat uint8 tensor.
+        heldout: One flat uint8 tensor; no file contributes to both.
     """
 
     train: Tensor
@@ -35,7 +45,7 @@ class Text:
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Every Python source file under `folder` that is text worth reading, in one fixed order."""
+    """Return every Python source file under `folder` that is text worth reading, in one fixed order."""
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]  # nor is it looked into
@@ -44,7 +54,7 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Training files and held-out files: every tenth file is held out whole."""
+    """Return training files and held-out files: every tenth file is held out."""
     heldout = files[HELDOUT_EVERY_FILES - 1 :: HELDOUT_EVERY_FILES]
     chosen = set(heldout)
     return [path for path in files if path not in chosen], heldout
@@ -59,12 +69,12 @@ def load_text(
     """Read the standard library of the running Python, split by file.
 
     Args:
-        folder: read the Python files under this folder instead.
-        max_train_bytes: stop reading training files here.
-        max_heldout_bytes: stop reading held-out files here.
+        folder: Whose Python files are read instead.
+        max_train_bytes: Where to stop reading training files.
+        max_heldout_bytes: Where to stop reading held-out files.
 
     Raises:
-        FileNotFoundError: too few Python files there, as where Python lives in one zip file.
+        FileNotFoundError: There are too few Python files there, as where Python lives in one zip file.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train, heldout = split_files(source_files(folder))
@@ -77,7 +87,13 @@ def load_text(
 
 
 def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generator:
-    """The random numbers of one process's batch in one step: the same ones whichever algorithm is running."""
+    """Return the random numbers of one process's batch in one step, the same ones for every algorithm.
+
+    Args:
+        seed: Of the run.
+        step: Of the run.
+        process_rank: Of the process.
+    """
     mixed = random.Random(f"{seed}/{step}/{process_rank}").getrandbits(63)
     return torch.Generator().manual_seed(mixed)
 
@@ -85,7 +101,14 @@ def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generat
 def sample_batch(
     data: Tensor, *, batch_size: int, context_length: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Random windows of `data`: inputs and the bytes after them, int64 `(batch_size, context_length)`."""
+    """Return random windows of text: inputs and the bytes after them, int64 `(batch_size, context_length)`.
+
+    Args:
+        data: The text, flat.
+        batch_size: Windows.
+        context_length: Bytes in each.
+        generator: Draws where they begin.
+    """
     starts = torch.randint(data.numel() - context_length, (batch_size,), generator=generator)
     return _windows(data, starts, context_length)
 
@@ -93,7 +116,14 @@ def sample_batch(
 def fixed_batches(
     data: Tensor, *, batches: int, batch_size: int, context_length: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Windows spread evenly over the whole of `data`: the same ones every time, to judge a model by."""
+    """Yield windows spread evenly over a text, the same ones every time; as of `sample_batch`.
+
+    Args:
+        data: The text, flat.
+        batches: How many.
+        batch_size: Windows in each.
+        context_length: Bytes in each window.
+    """
     starts = torch.linspace(0, data.numel() - context_length - 1, batches * batch_size, dtype=torch.float64)
     for chunk in starts.long().view(batches, batch_size):
         yield _windows(data, chunk, context_length)

@@ -13,11 +13,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.demo.evaluate import heldout_loss
-from thinwire.demo.model import GPT, SIZES, next_byte_loss
+from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.local_job import join_local_job
+
+__all__ = ["Trainer", "main", "train"]
 
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
@@ -26,7 +27,12 @@ MAX_GRADIENT_NORM = 1.0  # Without it, the first steps overshoot, and training e
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """The rate of `step`, counted from 0: a linear rise over a tenth of the steps, then half a cosine."""
+    """Return the rate of a step: a linear rise over a tenth of the steps, then half a cosine.
+
+    Args:
+        step: Counted from 0.
+        steps: Of the run.
+    """
     rise = min(1.0, (step + 1) / (0.1 * steps))
     return PEAK_LEARNING_RATE * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
 
@@ -35,9 +41,9 @@ class Trainer:
     """One model in training with one algorithm: from the seed, not from what was trained before.
 
     Args:
-        options: the settings of the run.
-        algorithm: the name of the algorithm.
-        train: the text to train on.
+        options: The settings of the run.
+        algorithm: The name of the algorithm.
+        train: The text to train on.
     """
 
     def __init__(self, options: DemoOptions, algorithm: str, train: Tensor) -> None:
@@ -49,7 +55,7 @@ class Trainer:
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=PEAK_LEARNING_RATE, momentum=0.9)
 
     def step(self, step: int) -> float:
-        """Train on this process's batch of `step`, counted from 0; its loss."""
+        """Train on this process's batch of `step`, counted from 0, and return its loss."""
         inputs, targets = sample_batch(
             self._train,
             batch_size=BATCH_SIZE,
@@ -67,37 +73,38 @@ class Trainer:
 
 
 def train(options: DemoOptions, algorithm: str, text: Text) -> None:
-    """Train one fresh model; process 0 records every step, and at the last one the held-out loss."""
+    """Train a new model; process 0 records every step, and at the last one the held-out loss.
+
+    Args:
+        options: The settings of the run.
+        algorithm: The name of the algorithm.
+        text: To train on and to judge by.
+    """
     trainer = Trainer(options, algorithm, text.train)
     path, is_first = options.record_path(algorithm), dist.get_rank() == 0
     watch = thinwire.Watch(trainer.sync, path, name=algorithm) if is_first else None
     for step in range(options.steps):
-        told = {"loss": trainer.step(step)}
+        logged = {"loss": trainer.step(step)}
         if watch is not None:
             if step == options.steps - 1:
-                told["heldout_loss"] = heldout_loss(trainer.model, text.heldout)
-            watch.log(**told)
+                logged["heldout_loss"] = heldout_loss(trainer.model, text.heldout)
+            watch.log(**logged)
     if watch is not None:
         watch.close()
 
 
 @record
 def main() -> None:
-    """Train with each algorithm in turn, as told by the first argument and the job's environment."""
+    """Train with each algorithm in turn, as asked for by the first argument and the job's environment."""
     options = DemoOptions.from_json(sys.argv[1])
-    torch.set_num_threads(max(1, available_cores() // options.processes))
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // options.processes))
     join_local_job("gloo", timeout_seconds=TIMEOUT_SECONDS)
     text = load_text()
     for algorithm in options.algorithms:
         train(options, algorithm, text)
     dist.destroy_process_group()
-
-
-def available_cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 if __name__ == "__main__":

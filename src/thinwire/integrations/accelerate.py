@@ -10,7 +10,7 @@ Change where two names come from, and leave the rest of the script as it is:
     )
     accelerator = Accelerator(kwargs_handlers=[handler])
 
-What behaves differently is told in docs/migrating.md.
+docs/migrating.md says what behaves differently.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms.cast import WireDtype
-from thinwire.ddp import attach
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
+from thinwire.fronts.ddp import attach
 from thinwire.hooks import PowerSGDState
 from thinwire.sync import GradientSync, engine_of
 
@@ -93,7 +93,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         ()
     """
 
-    # By the user's own module, which the Accelerator holds until it is told to free it.
+    # By the user's own module, which the Accelerator holds until it is asked to free it.
     _syncs: WeakKeyDictionary[torch.nn.Module, GradientSync] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
@@ -109,7 +109,12 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         return StockKwargs
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """For Accelerate: what its own handler gives for the same settings."""
+        """Return what Accelerate's own handler gives for the same settings.
+
+        Args:
+            args: As of Accelerate's.
+            kwargs: Likewise.
+        """
         settings = {each.name: getattr(self, each.name) for each in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -134,7 +139,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         return self.syncs[0]
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """For Accelerate, which calls it while it prepares a model: attach the model.
+        """Attach a model; Accelerate calls it while it prepares the model.
 
         Raises:
             AttachError: Not called by the Accelerator that has this handler, or the model can't be attached.
@@ -158,7 +163,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             accelerator.register_for_checkpointing(self)
 
     def _calling_accelerator(self) -> Accelerator:
-        """Accelerate tells its handler the model only; the Accelerator is one of the callers."""
+        """Return the Accelerator: its handler is given the model only, but it is one of the callers."""
         frame = sys._getframe()
         while (caller := frame.f_back) is not None:
             frame = caller
@@ -171,12 +176,15 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For Accelerate: what is remembered for each model. Collective; see `GradientSync.state_dict`."""
+        """Return what is remembered for each model. Collective; Accelerate calls it for a checkpoint.
+
+        See `GradientSync.state_dict`.
+        """
         gc.collect()  # every process must have the same models
         return {"models": [sync.state_dict() for sync in self.syncs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """For Accelerate: continue from a saved state; see `GradientSync.load_state_dict`.
+        """Continue from a saved state; Accelerate calls it. See `GradientSync.load_state_dict`.
 
         Raises:
             StateError: It is not such a state, or of other models.
@@ -195,7 +203,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
 
 
 def _algorithm_of(hook: object, wrapper: object, options: Mapping[str, Any]) -> Algorithm | None:
-    """The algorithm for a handler's three settings, None to leave averaging to DDP."""
+    """Return the algorithm for a handler's three settings, None to leave averaging to DDP."""
     _check_member("comm_hook", hook, (DDPCommunicationHookType.NO, *CASTS, *LOW_RANK))
     _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
     if hook in LOW_RANK:

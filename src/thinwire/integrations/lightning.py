@@ -6,7 +6,7 @@
         strategy=ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4)), callbacks=[ThinwireCallback()], ...
     )
 
-What behaves differently is told in docs/migrating.md.
+docs/migrating.md says what behaves differently.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_post_local
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire import ddp, hooks
+from thinwire import hooks
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
+from thinwire.fronts.ddp import attach
+from thinwire.fronts.ddp_model import register, wrong_model
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
-from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync import GradientSync
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.watch.writers import metrics_of
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -87,9 +90,9 @@ def register_ddp_comm_hook(
     """
     hook = _checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
     if not isinstance(model, DistributedDataParallel):
-        raise AttachError(ddp.wrong_model(model))
+        raise AttachError(wrong_model(model))
     if hook is not None:
-        ddp.register(model, ddp_comm_state, hook)
+        register(model, ddp_comm_state, hook)
 
 
 class ThinwireStrategy(DDPStrategy):
@@ -170,7 +173,7 @@ class ThinwireStrategy(DDPStrategy):
         return self._sync
 
     def setup(self, trainer: Trainer) -> None:
-        """For Lightning, which averages models where it finds torch's state of `post_localSGD_hook`."""
+        """Set up as DDP does; average models as Lightning does where it finds torch's `PostLocalSGDState`."""
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
@@ -178,7 +181,7 @@ class ThinwireStrategy(DDPStrategy):
             self._model_averager.step = self._ddp_comm_state.iter  # a second fit goes on
 
     def _register_ddp_hooks(self) -> None:
-        """For Lightning, when it has wrapped the model: attach. A second fit of the same model goes on."""
+        """Attach, when Lightning has wrapped the model. A second fit of the same model goes on."""
         assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
             register_ddp_comm_hook(
@@ -187,14 +190,14 @@ class ThinwireStrategy(DDPStrategy):
             return
         before, self._sync = self._sync, None
         scaler = getattr(self.precision_plugin, "scaler", None)
-        sync = ddp.attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
+        sync = attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
         if before is not None and self._module is self.model.module:
             sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """For Lightning's registry of names."""
+        """Let Lightning's registry of names have this as "thinwire"."""
         strategy_registry.register("thinwire", cls, description="DDP with PowerSGD, by Thinwire")
 
 
@@ -218,12 +221,21 @@ class ThinwireCallback(Callback):
     """
 
     def __init__(self, log_every_n_steps: int = 50) -> None:
-        self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, least=1)
+        self._log_every_n_steps = whole_number("log_every_n_steps", log_every_n_steps, minimum=1)
         self._logged_step = 0
         self._loaded: Any = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """For Lightning, before anything is built: refuse a strategy that has nothing to log or save."""
+        """Refuse a strategy that has nothing to log or save, before anything is built.
+
+        Args:
+            trainer: Lightning's.
+            pl_module: The user's module.
+            stage: What the Trainer is about to do.
+
+        Raises:
+            ConfigError: The strategy has neither an algorithm nor a `PowerSGDState`.
+        """
         strategy = trainer.strategy
         if stage == TrainerFn.FITTING and not (
             isinstance(strategy, ThinwireStrategy)
@@ -235,37 +247,64 @@ class ThinwireCallback(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """For Lightning, when the model is wrapped: restore what a checkpoint held."""
+        """Restore what a checkpoint held, when the model is wrapped.
+
+        Args:
+            trainer: Lightning's.
+            pl_module: The user's module.
+
+        Raises:
+            AttachError: Nothing is attached.
+            StateError: The checkpoint's state is of another model, or damaged.
+        """
         if self._loaded is not None:
             _remembering(trainer).load_state_dict(self._loaded, strict=pl_module.strict_loading)
         self._loaded = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """For Lightning: log, every so many optimizer steps."""
+        """Log, every so many optimizer steps.
+
+        Args:
+            trainer: Lightning's.
+            pl_module: The user's module.
+            unused: Lightning's outputs and batch.
+
+        Raises:
+            AttachError: Nothing is attached.
+        """
         step = trainer.global_step
         if step == self._logged_step or step % self._log_every_n_steps:
             return
         self._logged_step = step
-        stats = _remembering(trainer).stats()
-        told = {
-            "thinwire/compression_ratio": stats.compression_ratio,
-            "thinwire/total_message_bytes": stats.message_bytes,
-            "thinwire/total_nonfinite_steps": stats.nonfinite_steps,
-            "thinwire/total_waiting_seconds": stats.waiting_seconds,
-        }
+        metrics = metrics_of(_remembering(trainer).stats())
         for logger in trainer.loggers:
-            logger.log_metrics(told, step=step)
+            logger.log_metrics(metrics, step=step)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """For Lightning, which calls it on every process: collective."""
+        """Put what is remembered into a checkpoint. Collective: Lightning calls it on every process.
+
+        Args:
+            trainer: Lightning's.
+            pl_module: The user's module.
+            checkpoint: Written.
+
+        Raises:
+            AttachError: Nothing is attached.
+        """
         checkpoint[CHECKPOINT_KEY] = _remembering(trainer).state_dict()
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """For Lightning, usually before the model is wrapped: kept until it is."""
+        """Keep a checkpoint's state until the model is wrapped, which usually comes later.
+
+        Args:
+            trainer: Lightning's.
+            pl_module: The user's module.
+            checkpoint: As loaded.
+        """
         self._loaded = checkpoint.get(CHECKPOINT_KEY)
 
 
@@ -277,7 +316,7 @@ def _remembering(trainer: Trainer) -> Remembering:
 
 
 def _checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., Any] | None:
-    """The hook with its wrapper; None without a hook.
+    """Return the hook with its wrapper; None without a hook.
 
     Raises:
         ConfigError: What was given does not belong together.
@@ -313,7 +352,7 @@ def _check_state(state: object, hook: object) -> None:
 
 
 def _check_period(state: object, period: object) -> None:
-    """Whether `post_localSGD_hook` and `model_averaging_period` are there together."""
+    """Refuse `post_localSGD_hook` without `model_averaging_period`, and that without the hook."""
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:
         raise ConfigError(
@@ -321,7 +360,7 @@ def _check_period(state: object, period: object) -> None:
             "or use thinwire.LocalSGD"
         )
     if period is not None:
-        whole_number("model_averaging_period", period, least=1)
+        whole_number("model_averaging_period", period, minimum=1)
         if not is_local:
             raise ConfigError(
                 "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState and would have no "

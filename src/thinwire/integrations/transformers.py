@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from thinwire import ddp
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import load, save
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
-from thinwire.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.fronts import ddp
 from thinwire.sync import GradientSync
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.watch.writers import metrics_of
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -57,7 +58,7 @@ def attach(
         trainer: Any `transformers.Trainer` that trains with DDP (not with FSDP or DeepSpeed).
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
-            it is not one of `args.output_dir`: a Trainer does not tell its callbacks.
+            it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
         on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
 
@@ -86,9 +87,9 @@ def attach(
 class ThinwireCallback(TrainerCallback):
     """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
 
-    A log of the training loss also tells `thinwire_compression_ratio`, `thinwire_total_message_bytes` and
-    `thinwire_total_nonfinite_steps`, of this process, since the start of training. A checkpoint has one file
-    more, `thinwire.pt`, the same for any number of processes.
+    A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
+    `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
+    training. A checkpoint has one file more, `thinwire.pt`, the same for any number of processes.
 
     Args:
         trainer: Whose model to attach.
@@ -128,7 +129,13 @@ class ThinwireCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """For the Trainer, when the model is wrapped and a checkpoint is loaded: attach, load the rest.
+        """Attach the model, which is wrapped now, and load what a checkpoint holds beside it.
+
+        Args:
+            args: The Trainer's.
+            state: The Trainer's.
+            control: The Trainer's, left as it is.
+            kwargs: What else the Trainer passes.
 
         Raises:
             AttachError: The Trainer's model is not DDP's, or a hyper-parameter search is run.
@@ -153,7 +160,17 @@ class ThinwireCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """For the Trainer, which calls it on every process: put what is remembered into the checkpoint."""
+        """Put what is remembered into the checkpoint. Collective: the Trainer calls it on every process.
+
+        Args:
+            args: The Trainer's.
+            state: The Trainer's.
+            control: The Trainer's, left as it is.
+            kwargs: What else the Trainer passes.
+
+        Raises:
+            CheckpointError: The file can't be written.
+        """
         if self._sync is None or args.save_only_model:
             return
         remembered = self._sync.state_dict()
@@ -168,17 +185,20 @@ class ThinwireCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """For the Trainer: tell the compression along with the loss."""
+        """Add the compression to a log of the loss.
+
+        Args:
+            args: The Trainer's.
+            state: The Trainer's.
+            control: The Trainer's, left as it is.
+            logs: Written, if it has the loss.
+            kwargs: What else the Trainer passes.
+        """
         if self._sync is None or logs is None or "loss" not in logs:
             return
-        stats = self._sync.stats()
-        told = {
-            "thinwire_compression_ratio": stats.compression_ratio,
-            "thinwire_total_message_bytes": stats.message_bytes,
-            "thinwire_total_nonfinite_steps": stats.nonfinite_steps,
-        }
-        logs.update(told)
-        state.log_history[-1].update(told)
+        metrics = metrics_of(self._sync.stats(), "thinwire_")
+        logs.update(metrics)
+        state.log_history[-1].update(metrics)
 
     def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
@@ -200,7 +220,7 @@ def _folder(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _is_of(folder: Path, state: TrainerState) -> bool:
-    """Whether this folder's checkpoint is the one that was loaded; the log of its losses identifies it."""
+    """Return whether this folder's checkpoint is the one that was loaded, by the log of its losses."""
     file = folder / "trainer_state.json"
     return file.exists() and json.dumps(TrainerState.load_from_json(str(file)).log_history) == json.dumps(
         state.log_history

@@ -11,12 +11,12 @@ from thinwire.errors import ConfigError
 
 __all__ = ["Layout", "bits_per_second"]
 
-MOST_HOSTS = 200
+MAX_HOSTS = 200
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
-LEAST_BITS_PER_SECOND, MOST_BITS_PER_SECOND = 10**5, 10**11
+MIN_BITS_PER_SECOND, MAX_BITS_PER_SECOND = 10**5, 10**11
 # What may pass at once after a pause: as little as can be, or short messages would not meet the rate at all.
 # But a packet that is handed to the link may have 64 KiB, and a busy kernel may be a millisecond late.
-LEAST_BURST_BYTES = 68 * 2**10
+MIN_BURST_BYTES = 68 * 2**10
 BURST_SECONDS = 1e-3
 
 
@@ -32,7 +32,7 @@ def bits_per_second(rate: str) -> float:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate.lower())
     bits = float(match[1]) * UNITS[match[2]] if match is not None else 0.0
-    if not LEAST_BITS_PER_SECOND <= bits <= MOST_BITS_PER_SECOND:
+    if not MIN_BITS_PER_SECOND <= bits <= MAX_BITS_PER_SECOND:
         raise ConfigError(
             f"a rate is like 100mbit, 1gbit or 500kbit, from 100kbit to 100gbit; got {rate[:40]!r}"
         )
@@ -62,10 +62,10 @@ class Layout:
     hosts_per_node: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("hosts", self.hosts, least=1)
-        whole_number("hosts_per_node", self.hosts_per_node, least=1)
-        if self.hosts > MOST_HOSTS:
-            raise ConfigError(f"hosts must be at most {MOST_HOSTS}, got {self.hosts}")
+        whole_number("hosts", self.hosts, minimum=1)
+        whole_number("hosts_per_node", self.hosts_per_node, minimum=1)
+        if self.hosts > MAX_HOSTS:
+            raise ConfigError(f"hosts must be at most {MAX_HOSTS}, got {self.hosts}")
         if self.hosts % self.hosts_per_node:
             raise ConfigError(
                 f"hosts must be a multiple of hosts_per_node, got {self.hosts} and {self.hosts_per_node}"
@@ -87,7 +87,7 @@ class Layout:
         if self.rate is None:
             return []
         bits = bits_per_second(self.rate)
-        burst_bytes = max(LEAST_BURST_BYTES, int(bits / 8 * BURST_SECONDS))
+        burst_bytes = max(MIN_BURST_BYTES, int(bits / 8 * BURST_SECONDS))
         limit = ["burst", str(burst_bytes), "latency", "100ms"]
         return ["tbf", "rate", f"{int(bits)}bit", *limit]
 

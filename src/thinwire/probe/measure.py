@@ -5,24 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 
-from thinwire.channel import ProcessGroupChannel
-from thinwire.channel.ping import ping_seconds
+from thinwire.channel import ProcessGroupTransport, agree, gather_numbers
 from thinwire.errors import ConfigError
 from thinwire.probe.result import PairTiming, Probe, Timing, nodes_of
 
 __all__ = ["probe"]
 
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
-MOST_REPETITIONS = 25
-LEAST_REPETITIONS = 3
+MAX_REPETITIONS = 25
+MIN_REPETITIONS = 3
 PAIR_REPETITIONS = 3
 PAIR_SECONDS = 0.05
-MOST_PROCESSES_FOR_ALL_PAIRS = 8
+MAX_PROCESSES_FOR_ALL_PAIRS = 8
 
 Progress = Callable[[str], None]
 
@@ -33,7 +32,7 @@ def probe(
     budget_seconds: float = 20.0,
     device: torch.device | None = None,
     all_pairs: bool | None = None,
-    progress: Progress = lambda told: None,
+    progress: Progress = lambda doing: None,
 ) -> Probe:
     """Measure averaging collectives over message sizes, and single pairs of processes. Collective.
 
@@ -43,7 +42,7 @@ def probe(
             quarters are for averaging.
         device: Where the messages lie; the CPU by default, the current GPU for NCCL.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
-        progress: Is told what is being measured.
+        progress: Gets what is being measured, in words.
 
     Returns:
         The same on every process.
@@ -56,84 +55,91 @@ def probe(
     """
     if not budget_seconds > 0:
         raise ConfigError(f"budget_seconds must be above 0, got {budget_seconds}")
-    channel = ProcessGroupChannel(group, device)
-    if channel.size < 2:
+    transport = ProcessGroupTransport(group, device)
+    if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
-    told = {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}
-    channel.agree(told, "a probe")
+    agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
     if device is None:
-        device = torch.device("cuda" if dist.get_backend(channel.group) == "nccl" else "cpu")
-    meter = _Meter(channel, device, progress)
+        device = torch.device("cuda" if dist.get_backend(transport.group) == "nccl" else "cpu")
+    meter = _Meter(transport, device, progress)
     timings = list(meter.timings(0.75 * budget_seconds))
     if all_pairs is None:
-        all_pairs = channel.size <= MOST_PROCESSES_FOR_ALL_PAIRS
-    ranks = range(channel.size)
+        all_pairs = transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
+    ranks = range(transport.size)
     chosen = list(combinations(ranks, 2)) if all_pairs else list(pairwise(ranks))
     pair_bytes = meter.pair_bytes(timings, budget_seconds / 4 / max(1, len(chosen)))
     pairs = [meter.pair(each, pair_bytes) for each in chosen]
     return Probe(
-        world_size=channel.size,
-        backend=dist.get_backend(channel.group),
+        world_size=transport.size,
+        backend=dist.get_backend(transport.group),
         device=device.type,
         timings=timings,
         pairs=pairs,
-        nodes=nodes_of(channel.size, pairs),
+        nodes=nodes_of(transport.size, pairs),
     )
 
 
 class _Meter:
-    """One process's part in the measurements."""
+    """Measures, as one of the processes."""
 
-    def __init__(self, channel: ProcessGroupChannel, device: torch.device, progress: Progress) -> None:
-        self.channel, self.device, self.progress = channel, device, progress
+    def __init__(self, transport: ProcessGroupTransport, device: torch.device, progress: Progress) -> None:
+        self.transport, self.device, self.progress = transport, device, progress
 
     def timings(self, budget_seconds: float) -> Iterator[Timing]:
-        """One a message size, as long as the time lasts."""
+        """Time one message size after the other, as long as the time lasts."""
         end = time.perf_counter() + budget_seconds
         for index, message_bytes in enumerate(MESSAGE_BYTES):
             share_seconds = (end - time.perf_counter()) / (len(MESSAGE_BYTES) - index)
             message = torch.zeros(message_bytes // 4, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
             first_seconds = self.once(message)  # connections are made, pages are touched
-            wanted = self.agreed(min(MOST_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
-            repetitions = max(LEAST_REPETITIONS, int(wanted))
+            wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
+            repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
-            missing_seconds = 4 * (LEAST_REPETITIONS + 1) * first_seconds - (end - time.perf_counter())
+            missing_seconds = 4 * (MIN_REPETITIONS + 1) * first_seconds - (end - time.perf_counter())
             if self.agreed(missing_seconds) > 0 and index > 0:
                 return
 
     def once(self, message: torch.Tensor) -> float:
-        """Seconds of one averaging that all start together, mean over the processes."""
+        """Return the seconds of one averaging that all start together, their mean over the processes."""
         self.agreed(0.0)
         self._synchronize()
         start = time.perf_counter()
-        self.channel.average(message, "a probe", is_gradient=False).wait()
+        self.transport.mean(message, "a probe").wait()
         self._synchronize()
         return self.agreed(time.perf_counter() - start)
 
     def agreed(self, number: float) -> float:
-        """The mean of a number over the processes: the same on all."""
-        told = torch.tensor([number], dtype=torch.float64, device=self.device)
-        return self.channel.average(told, "a probe", is_gradient=False).wait().item()
+        """Return the mean of a number over the processes: the same on all."""
+        return fmean(of_one for (of_one,) in gather_numbers([number], self.transport, "a probe"))
 
     def pair_bytes(self, timings: list[Timing], budget_seconds: float) -> int:
-        """A message for one pair, large enough to show the rate and small enough for the time."""
-        found = Probe(self.channel.size, "", "", timings, [], [])
+        """Return a message size for one pair, large enough to show the rate and small enough for the time.
+
+        Args:
+            timings: Of averaging.
+            budget_seconds: For one pair.
+        """
+        found = Probe(self.transport.size, "", "", timings, [], [])
         seconds = min(PAIR_SECONDS, budget_seconds / (2 * (PAIR_REPETITIONS + 1)))
         sizes: list[int] = [each for each in MESSAGE_BYTES[1:] if found.average_seconds(each) < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
     def pair(self, processes: tuple[int, int], message_bytes: int) -> PairTiming:
-        """Time a pair while all others wait."""
+        """Time a pair while all others wait.
+
+        Args:
+            processes: Their ranks.
+            message_bytes: What they send each other.
+        """
         self.progress(f"processes {processes[0]} and {processes[1]}, {message_bytes:,} bytes")
         found = 0.0
-        if self.channel.process_rank in processes:
+        if self.transport.rank in processes:
             message = torch.zeros(message_bytes // 4, device=self.device)
-            seconds = [
-                ping_seconds(*processes, message, self.channel.group) for _ in range(PAIR_REPETITIONS + 1)
-            ]
+            seconds = [self.transport.ping_seconds(*processes, message) for _ in range(PAIR_REPETITIONS + 1)]
             found = median(each or 0.0 for each in seconds[1:])
-        return PairTiming(processes, message_bytes, self.agreed(found) * self.channel.size)
+        everyone = gather_numbers([found], self.transport, "a probe")
+        return PairTiming(processes, message_bytes, everyone[processes[0]][0])
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

@@ -10,10 +10,11 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
+from thinwire.channel import Collective, wire_bytes
 from thinwire.errors import ConfigError
 from thinwire.foreign import (
-    LONGEST_SECONDS,
-    MOST_PROCESSES,
+    MAX_PROCESSES,
+    MAX_SECONDS,
     field_of,
     list_of,
     number_of,
@@ -25,9 +26,9 @@ from thinwire.foreign import (
 __all__ = ["PairTiming", "Probe", "Timing", "nodes_of"]
 
 VERSION = 1
-MOST_FILE_BYTES = 1 << 24
-MOST_TIMINGS = 100
-MOST_SECONDS = 1000
+MAX_FILE_BYTES = 1 << 24
+MAX_TIMINGS = 100
+MAX_REPETITIONS = 1000
 
 # Two processes are near each other if a message between them takes less than this share of the slowest.
 NEAR_BELOW = 1 / 3
@@ -47,7 +48,7 @@ class Timing:
 
     @property
     def median_seconds(self) -> float:
-        """The middle one."""
+        """The middle one of the repetitions."""
         return median(self.seconds)
 
     @property
@@ -108,7 +109,7 @@ class Probe:
         return sent / gained if gained > 0 else math.inf
 
     def average_seconds(self, message_bytes: float) -> float:
-        """How long an averaging takes: linear between the measured sizes, and beyond the largest."""
+        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest."""
         if message_bytes <= self.timings[0].message_bytes:
             return self.latency_seconds
         for small, large in pairwise(self.timings):
@@ -119,8 +120,20 @@ class Probe:
         beyond = ring_share(self.world_size) * (message_bytes - last.message_bytes)
         return last.median_seconds + beyond / self.bytes_per_second
 
+    def collective_seconds(self, collective: Collective, message_bytes: int) -> float:
+        """Return how long a collective takes: as an averaging that puts as many bytes on the wire.
+
+        Args:
+            collective: What carries the message.
+            message_bytes: What each process hands over.
+        """
+        if collective == "all_reduce":
+            return self.average_seconds(message_bytes)
+        on_the_wire = wire_bytes(collective, message_bytes, self.world_size)
+        return self.average_seconds(on_the_wire / ring_share(self.world_size))
+
     def to_json(self) -> str:
-        """As `load` reads it."""
+        """Return what `load` reads."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     def save(self, path: Path) -> None:
@@ -136,9 +149,9 @@ class Probe:
         """
         try:
             with path.open("rb") as file:
-                read = file.read(MOST_FILE_BYTES + 1)
-            if len(read) > MOST_FILE_BYTES:
-                raise ValueError(f"it is longer than {MOST_FILE_BYTES:,} bytes")
+                read = file.read(MAX_FILE_BYTES + 1)
+            if len(read) > MAX_FILE_BYTES:
+                raise ValueError(f"it is longer than {MAX_FILE_BYTES:,} bytes")
             return cls._from_plain(parsed(read.decode()))
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -150,8 +163,8 @@ class Probe:
         version = whole_number_of("version", field_of(plain, "version"))
         if version != VERSION:
             raise ValueError(f"version {version}, expected {VERSION}")
-        world_size = whole_number_of("world_size", field_of(plain, "world_size"), 2, MOST_PROCESSES)
-        timings = [_timing(each) for each in list_of("timings", field_of(plain, "timings"), 2, MOST_TIMINGS)]
+        world_size = whole_number_of("world_size", field_of(plain, "world_size"), 2, MAX_PROCESSES)
+        timings = [_timing(each) for each in list_of("timings", field_of(plain, "timings"), 2, MAX_TIMINGS)]
         if any(small.message_bytes >= large.message_bytes for small, large in pairwise(timings)):
             raise ValueError("timings must be of ascending message_bytes")
         nodes = list_of("nodes", field_of(plain, "nodes"))
@@ -166,10 +179,10 @@ class Probe:
 
 
 def _timing(plain: object) -> Timing:
-    seconds = list_of("seconds", field_of(plain, "seconds"), 1, MOST_SECONDS)
+    seconds = list_of("seconds", field_of(plain, "seconds"), 1, MAX_REPETITIONS)
     return Timing(
         whole_number_of("message_bytes", field_of(plain, "message_bytes"), 1),
-        [number_of("seconds", each, 0, LONGEST_SECONDS) for each in seconds],
+        [number_of("seconds", each, 0, MAX_SECONDS) for each in seconds],
     )
 
 
@@ -180,7 +193,7 @@ def _pair(plain: object, world_size: int) -> PairTiming:
     return PairTiming(
         (processes[0], processes[1]),
         whole_number_of("message_bytes", field_of(plain, "message_bytes"), 1),
-        number_of("seconds", field_of(plain, "seconds"), 0, LONGEST_SECONDS),
+        number_of("seconds", field_of(plain, "seconds"), 0, MAX_SECONDS),
     )
 
 
@@ -189,12 +202,16 @@ def _process_ranks(name: str, plain: object, world_size: int) -> list[int]:
 
 
 def ring_share(world_size: int) -> float:
-    """How many times a message each process of a ring all-reduce sends."""
+    """Return how many times a message each process of a ring all-reduce sends."""
     return 2 * (world_size - 1) / world_size
 
 
 def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
-    """Processes that are joined by pairs that are much faster than the slowest one.
+    """Return the processes that are joined by pairs that are much faster than the slowest one.
+
+    Args:
+        world_size: Processes that there are.
+        pairs: As measured.
 
     Examples:
         >>> near, far = PairTiming((0, 1), 1000, 0.001), PairTiming((1, 2), 1000, 0.1)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
@@ -15,9 +16,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from thinwire.watch.reading import Point, Run
+from thinwire.watch.records import NormsRecord, StepRecord
 
 __all__ = [
-    "MOST_LABELS",
+    "MAX_LABELS",
     "SERIES",
     "bytes_against_steps",
     "error_map",
@@ -59,12 +61,12 @@ STYLE: dict[Any, Any] = {
 SIZE_INCHES = (5.2, 3.1)
 SMOOTHED_PARTS = 40
 MAP_COLUMNS = 80
-LONGEST_NAME = 36
-MOST_LABELS = 600
+MAX_NAME_LENGTH = 36
+MAX_LABELS = 600
 
 
 def logged(runs: Sequence[Run], name: str, across: str) -> str:
-    """What was logged under a name; many points are smoothed, and shown faintly as they are.
+    """Draw what was logged under a name; many points are smoothed, and shown faintly as they are.
 
     Args:
         runs: One line each.
@@ -88,7 +90,7 @@ def logged(runs: Sequence[Run], name: str, across: str) -> str:
 
 
 def bytes_against_steps(runs: Sequence[Run]) -> str:
-    """What a process has sent so far."""
+    """Draw what a process has sent so far."""
 
     def draw(axes: Axes) -> None:
         for number, run in enumerate(runs):
@@ -106,26 +108,26 @@ def bytes_against_steps(runs: Sequence[Run]) -> str:
 
 
 def time_bars(runs: Sequence[Run]) -> str:
-    """Where a step's time goes, medians: waiting for messages, Thinwire's arithmetic, everything else."""
+    """Draw where a step's time goes, medians: waiting for messages, Thinwire's arithmetic, all else."""
 
     def draw(axes: Axes) -> None:
         left = [0.0] * len(runs)
         for color, name in zip(PARTS, ("waiting", "arithmetic", "all else"), strict=True):
-            widths = [_median_ms(run, _part(name)) for run in runs]
+            widths = [1e3 * median(_seconds_of(name, step) for step in run.steps) for run in runs]
             axes.barh(range(len(runs)), widths, left=left, color=color, height=0.6, label=name)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.set_yticks(range(len(runs)), [_shortened(run.name) for run in runs])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        axes.set(xlabel="ms a step, median")
+        axes.set(xlabel="ms per step, median")
 
     return _svg(draw, height_inches=1.4 + 0.4 * len(runs))
 
 
 def error_map(run: Run) -> str:
-    """The relative error of each compressed parameter, steps from left to right."""
-    labels = labels_of(run)[:MOST_LABELS]
+    """Draw the relative error of each compressed parameter, steps from left to right."""
+    labels = labels_of(run)[:MAX_LABELS]
     columns = list(_binned(run.norms, MAP_COLUMNS))
     values = [[_mean_error(column, label) for column in columns] for label in labels]
 
@@ -149,7 +151,7 @@ def error_map(run: Run) -> str:
 
 
 def labels_of(run: Run) -> list[str]:
-    """The parameters that errors were recorded of."""
+    """Return the parameters that errors were recorded of."""
     return list(dict.fromkeys(label for each in run.norms for label in each["relative_error"]))
 
 
@@ -164,7 +166,7 @@ def _svg(draw: Callable[[Axes], None], height_inches: float = SIZE_INCHES[1]) ->
 
 
 def _for_a_page(svg: str) -> str:
-    """Without a size and names of its own, in the page's colours and letters."""
+    """Return an SVG without a size and names of its own, in the page's colours and letters."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
@@ -177,41 +179,34 @@ def _for_a_page(svg: str) -> str:
 
 
 def _shortened(name: str) -> str:
-    if len(name) <= LONGEST_NAME:
+    if len(name) <= MAX_NAME_LENGTH:
         return name
-    half = LONGEST_NAME // 2
+    half = MAX_NAME_LENGTH // 2
     return f"{name[:half]}…{name[-half:]}"
 
 
 def _smoothed(points: Sequence[Point]) -> list[float]:
-    """Means over the last points."""
+    """Return means over the last points."""
     width = max(1, len(points) // SMOOTHED_PARTS)
     sums = [0.0, *accumulate(point.value for point in points)]
     starts = [max(0, end - width) for end in range(1, len(sums))]
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
 
 
-def _part(name: str) -> Callable[[Mapping[str, float]], float]:
-    def seconds(step: Mapping[str, float]) -> float:
-        waiting, arithmetic = (step[f"{part}_seconds"] / step["steps"] for part in ("waiting", "arithmetic"))
-        told = {"waiting": waiting, "arithmetic": arithmetic}
-        return told.get(name, step["step_seconds"] - waiting - arithmetic)
-
-    return seconds
+def _seconds_of(part: str, step: StepRecord) -> float:
+    waiting, arithmetic = step["waiting_seconds"] / step["steps"], step["arithmetic_seconds"] / step["steps"]
+    seconds = {"waiting": waiting, "arithmetic": arithmetic}
+    return seconds.get(part, max(0.0, step["step_seconds"] - waiting - arithmetic))
 
 
-def _median_ms(run: Run, seconds: Callable[[Mapping[str, float]], float]) -> float:
-    return max(0.0, 1e3 * median(map(seconds, run.steps))) if run.steps else 0.0
-
-
-def _binned(records: Sequence[Mapping[str, object]], most: int) -> Iterable[Sequence[Mapping[str, object]]]:
-    """At most so many runs of records, of about equal length."""
-    count = min(most, len(records))
+def _binned(records: Sequence[NormsRecord], max_bins: int) -> Iterable[Sequence[NormsRecord]]:
+    """Cut records into at most so many pieces of about equal length."""
+    count = min(max_bins, len(records))
     for number in range(count):
         yield records[number * len(records) // count : (number + 1) * len(records) // count]
 
 
-def _mean_error(column: Sequence[Mapping[str, object]], label: str) -> float:
-    errors = [each["relative_error"] for each in column]
-    values = [error[label] for error in errors if isinstance(error, Mapping) and error.get(label) is not None]
-    return fmean(values) if values else float("nan")
+def _mean_error(column: Sequence[NormsRecord], label: str) -> float:
+    errors = [each["relative_error"].get(label) for each in column]
+    known = [error for error in errors if error is not None]
+    return fmean(known) if known else math.nan

@@ -14,14 +14,14 @@ import jinja2
 from thinwire.errors import ConfigError
 from thinwire.report import figures
 from thinwire.version import __version__
-from thinwire.watch.fields import RESERVED, Record
 from thinwire.watch.reading import Run, printable
+from thinwire.watch.records import RESERVED, PlanRecord
 
 __all__ = ["left_out", "report_page"]
 
 # A page is to be read, and drawing takes time.
-MOST_NAMES = 12
-MOST_PLANS = 20
+MAX_NAMES = 12
+MAX_PLANS = 20
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Figure:
 
 
 def report_page(runs: Sequence[Run]) -> str:
-    """One page of HTML that needs nothing else: no script, no network.
+    """Return one page of HTML that needs nothing else: no script, no network.
 
     Args:
         runs: As read by `thinwire.read_run`.
@@ -47,7 +47,7 @@ def report_page(runs: Sequence[Run]) -> str:
             damage = f": {run.damage}" if run.damage else ""
             raise ConfigError(f"{printable(run.path)} has no step{damage}")
     runs = _with_names_of_their_own(runs)
-    names = _logged_names(runs)[:MOST_NAMES]
+    names = _logged_names(runs)[:MAX_NAMES]
     template = files("thinwire.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(template).render(
@@ -59,7 +59,7 @@ def report_page(runs: Sequence[Run]) -> str:
         plans=[
             (run.name, plan["step"], plan["algorithm"], _routes(plan))
             for run in runs
-            for plan in run.plans[-MOST_PLANS:]
+            for plan in run.plans[-MAX_PLANS:]
         ],
         series=figures.SERIES,
         version=__version__,
@@ -67,27 +67,27 @@ def report_page(runs: Sequence[Run]) -> str:
 
 
 def left_out(runs: Sequence[Run]) -> list[str]:
-    """What the page of these runs has not, in words."""
-    told = []
+    """Return what the page of these runs does not show, in words."""
+    sentences = []
     num_names = len(_logged_names(runs))
-    if num_names > MOST_NAMES:
-        told.append(f"of {num_names} names that were logged, the first {MOST_NAMES} are shown")
+    if num_names > MAX_NAMES:
+        sentences.append(f"of {num_names} names that were logged, the first {MAX_NAMES} are shown")
     for run in runs:
         num_labels = len(figures.labels_of(run))
-        if num_labels > figures.MOST_LABELS:
-            told.append(
+        if num_labels > figures.MAX_LABELS:
+            sentences.append(
                 f"of the relative errors of {num_labels} parameters of {reprlib.repr(run.name)}, the first "
-                f"{figures.MOST_LABELS} are shown"
+                f"{figures.MAX_LABELS} are shown"
             )
-        if len(run.plans) > MOST_PLANS:
-            told.append(
-                f"of {len(run.plans)} plans of {reprlib.repr(run.name)}, the last {MOST_PLANS} are shown"
+        if len(run.plans) > MAX_PLANS:
+            sentences.append(
+                f"of {len(run.plans)} plans of {reprlib.repr(run.name)}, the last {MAX_PLANS} are shown"
             )
-    return told
+    return sentences
 
 
 def _with_names_of_their_own(runs: Sequence[Run]) -> list[Run]:
-    """Runs of one name are told apart by their files."""
+    """Tell runs of one name apart by their files."""
     names = [run.name for run in runs]
     return [
         replace(run, name=f"{run.name} ({printable(run.path)})") if names.count(run.name) > 1 else run
@@ -96,7 +96,7 @@ def _with_names_of_their_own(runs: Sequence[Run]) -> list[Run]:
 
 
 def _logged_names(runs: Sequence[Run]) -> list[str]:
-    """Those with a number, in one pass."""
+    """Return the names with a number, in one pass."""
     found = (name for run in runs for each in run.logs for name, value in each.items() if value is not None)
     return [name for name in dict.fromkeys(found) if name not in RESERVED]
 
@@ -104,7 +104,7 @@ def _logged_names(runs: Sequence[Run]) -> list[str]:
 def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
     steps = sum(each["steps"] for each in run.steps)
     sent = sum(each["message_bytes"] for each in run.steps)
-    whole = sum(each["gradient_bytes"] for each in run.steps)
+    uncompressed = sum(each["gradient_bytes"] for each in run.steps)
     return {
         "color": number % figures.SERIES,
         "name": run.name,
@@ -117,18 +117,18 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
         "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
         "exposed_ms": 1e3 * median(each["exposed_seconds"] / each["steps"] for each in run.steps),
         "step_megabytes": sent / steps / 1e6,
-        "compression_ratio": whole / sent if sent else 1.0,
+        "compression_ratio": uncompressed / sent if sent else 1.0,
         "last": {name: _last(run, name) for name in names},
     }
 
 
 def _nonfinite(run: Run) -> int | str:
-    counts = [each["nonfinite_steps"] for each in run.steps]
-    return "not known" if None in counts else sum(counts)
+    known = [count for each in run.steps if (count := each["nonfinite_steps"]) is not None]
+    return sum(known) if len(known) == len(run.steps) else "not known"
 
 
 def _last(run: Run, name: str) -> float | None:
-    """The mean of the last twentieth."""
+    """Return the mean of the last twentieth."""
     values = [point.value for point in run.points(name)]
     return fmean(values[-max(1, len(values) // 20) :]) if values else None
 
@@ -137,11 +137,11 @@ def _figures(runs: Sequence[Run], names: Sequence[str]) -> list[_Figure]:
     found = []
     curves = [name for name in names if any(len(run.points(name)) > 1 for run in runs)]
     for name in curves:
-        told = name.replace("_", " ")
+        shown = name.replace("_", " ")
         for across, words in (("step", "steps"), ("seconds", "wall-clock")):
             found.append(
                 _Figure(
-                    f"{told} against {words}".capitalize(),
+                    f"{shown} against {words}".capitalize(),
                     "Many points are smoothed; faint, as they are.",
                     figures.logged(runs, name, across),
                 )
@@ -162,22 +162,15 @@ def _figures(runs: Sequence[Run], names: Sequence[str]) -> list[_Figure]:
 def _map(run: Run) -> _Figure:
     return _Figure(
         f"Relative error by layer: {run.name}",
-        "What a step's low-rank approximation misses of gradient and error, on the process that was watched: "
-        "0 nothing, 1 all. What is missed is not lost: it is sent later.",
+        "The approximation error of a step, as a share of gradient and residual, on the process that was "
+        "watched: 0 nothing, 1 all. It is not lost: it is sent later.",
         figures.error_map(run),
     )
 
 
-def _routes(plan: Record) -> list[dict[str, Any]]:
-    routes = [
-        {
-            "label": each["label"],
-            "shape": " × ".join(map(str, each["matrix_shape"])) if each["matrix_shape"] else "",
-            "matrix_rank": each["matrix_rank"] or "",
-            "gradient_bytes": each["gradient_bytes"],
-            "message_bytes": each["message_bytes"],
-        }
-        for each in plan["routes"]
-    ]
-    totals = {name: sum(each[name] for each in routes) for name in ("gradient_bytes", "message_bytes")}
-    return [*routes, {"label": "total", "shape": "", "matrix_rank": "", **totals}]
+def _routes(plan: PlanRecord) -> list[dict[str, Any]]:
+    shown = ("label", "detail", "gradient_bytes", "message_bytes")
+    routes = [{name: each.get(name) for name in shown} for each in plan["routes"]]
+    gradient_bytes = sum(each["gradient_bytes"] for each in plan["routes"])
+    message_bytes = sum(each["message_bytes"] for each in plan["routes"])
+    return [*routes, dict(zip(shown, ("total", "", gradient_bytes, message_bytes), strict=True))]

@@ -1,4 +1,4 @@
-"""Does the error memory go on growing?"""
+"""Whether the error memory goes on growing."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from statistics import fmean
 
 __all__ = ["GrowthAlarm"]
 
-LEAST_SAMPLES = 32
-LEAST_STEPS = 1000
-MOST_GROWTH = 1.3
+MIN_SAMPLES = 32
+MIN_STEPS = 1000
+MAX_GROWTH = 1.3
 STILL_GROWING = 1.1
 
 
 class GrowthAlarm:
-    """Compares the error owed now with half as many steps ago.
+    """Compares the residual now with that of half as many steps ago.
 
-    Error feedback keeps what is owed within a multiple of the gradients: it grows at first, then stays. So
-    what is owed, as a multiple of what a step sends, is averaged over the second half of all samples and over
+    Error feedback keeps the residual within a multiple of the gradients: it grows at first, then stays. So
+    the residual, as a multiple of what a step sends, is averaged over the second half of all samples and over
     the quarter before, whenever their number has doubled. Growth with the number of steps doubles it, growth
     with its root is 1.4 times. It is an alarm if it is more than 1.3 times twice in succession, the last
     quarter is still 1.1 times the one before, and there were 1 000 steps.
@@ -27,20 +27,25 @@ class GrowthAlarm:
         self._grew = False
 
     def start_anew(self) -> None:
-        """The algorithm or the plan is another one."""
+        """Forget all samples: the algorithm or the plan is another one."""
         self._samples, self._grew = [], False
 
-    def told(self, relative_norm: float, step: int) -> float | None:
-        """Take a sample; by how much it grew while the number of samples doubled, if that is an alarm."""
+    def growth_after(self, relative_norm: float, step: int) -> float | None:
+        """Take a sample; return by how much it grew while their number doubled, if that is an alarm.
+
+        Args:
+            relative_norm: Of the residual, as a multiple of what a step sends.
+            step: After which step.
+        """
         samples = self._samples
         samples.append(relative_norm)
         count = len(samples)
-        if count < LEAST_SAMPLES or count & (count - 1):
+        if count < MIN_SAMPLES or count & (count - 1):
             return None
         growth = _ratio(samples[count // 2 :], samples[count // 4 : count // 2])
         lately = _ratio(samples[-count // 4 :], samples[count // 2 : -count // 4])
-        grew_before, self._grew = self._grew, growth > MOST_GROWTH
-        alarms = self._grew and grew_before and lately > STILL_GROWING and step >= LEAST_STEPS
+        grew_before, self._grew = self._grew, growth > MAX_GROWTH
+        alarms = self._grew and grew_before and lately > STILL_GROWING and step >= MIN_STEPS
         return growth if alarms else None
 
 

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any, cast
 
 from thinwire.errors import ConfigError
-from thinwire.watch.fields import FORMAT, LONGEST_LINE_BYTES, RESERVED, Record, checked_record
+from thinwire.watch.records import (
+    FORMAT,
+    MAX_LINE_BYTES,
+    RESERVED,
+    NormsRecord,
+    PlanRecord,
+    Record,
+    StepRecord,
+    checked_record,
+)
 
 __all__ = ["Point", "Run", "printable", "read_run"]
 
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
@@ -40,9 +50,9 @@ class Run:
         path: The file.
         name: As given to `Watch`, else the file's.
         plans: One for each time that the plan changed, the first included.
-        steps: One a record of steps.
+        steps: One for each record of steps.
         norms: Errors and their norms, now and then.
-        logs: What the user logged.
+        logs: What the user logged: "step", "seconds", and numbers under the names that they were given.
         processes: How many trained together.
         resumed: How often training was resumed.
         damage: What could not be read; None if all could.
@@ -50,16 +60,16 @@ class Run:
 
     path: Path
     name: str
-    plans: list[Record] = field(default_factory=list)
-    steps: list[Record] = field(default_factory=list)
-    norms: list[Record] = field(default_factory=list)
+    plans: list[PlanRecord] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    norms: list[NormsRecord] = field(default_factory=list)
     logs: list[Record] = field(default_factory=list)
     processes: int = 1
     resumed: int = 0
     damage: str | None = None
 
     def points(self, name: str) -> list[Point]:
-        """What was logged under a name."""
+        """Return what was logged under a name."""
         return [
             Point(each["step"], each["seconds"], each[name])
             for each in self.logs
@@ -103,7 +113,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 def printable(path: str | os.PathLike[str]) -> str:
-    """A file's name, which may have bytes that are no text."""
+    """Return a file's name, whose bytes may be no text."""
     return os.fspath(path).encode("utf-8", "replace").decode()
 
 
@@ -112,13 +122,13 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
     read_bytes = 0
     with path.open("rb") as file:
         for number in count(start=1):
-            line = file.readline(LONGEST_LINE_BYTES)
+            line = file.readline(MAX_LINE_BYTES)
             read_bytes += len(line)
             if not line:
                 return
-            if read_bytes > MOST_BYTES:
+            if read_bytes > MAX_BYTES:
                 run.damage = (
-                    f"line {number} is beyond {MOST_BYTES:,} bytes; read up to there; give Watch a larger "
+                    f"line {number} is beyond {MAX_BYTES:,} bytes; read up to there; give Watch a larger "
                     "every_steps"
                 )
                 return
@@ -142,10 +152,8 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
 
 def _record(line: bytes) -> Record:
     if not line.endswith(b"\n"):
-        is_too_long = len(line) == LONGEST_LINE_BYTES
-        raise ValueError(
-            f"it is longer than {LONGEST_LINE_BYTES:,} bytes" if is_too_long else "it is cut off"
-        )
+        is_too_long = len(line) == MAX_LINE_BYTES
+        raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes" if is_too_long else "it is cut off")
     return checked_record(line.decode("utf-8", "replace"))
 
 
@@ -162,36 +170,53 @@ def _segments(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> None:
-    """Append one start of training, and note where it went back: after how many logs, to which step."""
+    """Append one start of training.
+
+    Args:
+        run: Is extended.
+        segment: The records from one start to the next.
+        undone: Gets where training went back: after how many logs, to which step.
+    """
     first = next((each["step"] - each["steps"] for each in segment if each["kind"] == "step"), None)
     if first is not None:
         _go_back_to(first, run, undone)
     before_seconds = run.steps[-1]["seconds"] if run.steps else 0.0
-    lists = {"step": run.steps, "norms": run.norms, "log": run.logs}
+    lists: dict[str, list[Any]] = {"step": run.steps, "norms": run.norms, "log": run.logs}
     for record in segment:
         if "seconds" in record:
             record["seconds"] += before_seconds
         if record["kind"] == "run":
             run.name, run.processes = record["name"] or run.name, record["processes"]
         elif record["kind"] == "plan":
-            if not run.plans or any(run.plans[-1][name] != record[name] for name in ("algorithm", "routes")):
-                run.plans.append(record)
+            if not run.plans or _travels(run.plans[-1]) != _travels(record):
+                run.plans.append(cast(PlanRecord, record))
         else:
             if record["kind"] == "step" and run.steps and record["step"] <= run.steps[-1]["step"]:
                 _go_back_to(record["step"] - record["steps"], run, undone)
             lists[record["kind"]].append(record)
 
 
+def _travels(plan: Mapping[str, Any]) -> tuple[object, object]:
+    return plan["algorithm"], plan["routes"]
+
+
 def _go_back_to(step: int, run: Run, undone: list[tuple[int, int]]) -> None:
-    """Forget what came after a step, from the end; `_without` does so with the logs, all at once."""
-    for kept in (run.plans, run.steps, run.norms):
+    """Forget what came after a step, from the end; `_without` does so with the logs, all at once.
+
+    Args:
+        step: The last one to keep.
+        run: Loses records.
+        undone: Is told.
+    """
+    lists: tuple[list[Any], ...] = (run.plans, run.steps, run.norms)
+    for kept in lists:
         while kept and kept[-1]["step"] > step:
             kept.pop()
     undone.append((len(run.logs), step))
 
 
 def _without(logs: list[Record], undone: list[tuple[int, int]]) -> list[Record]:
-    """Logs, less those of steps that training went back before: in one pass, from the end."""
+    """Return the logs, less those of steps that training went back before: in one pass, from the end."""
     kept: list[Record] = []
     returns = list(undone)
     lowest = math.inf

@@ -7,19 +7,17 @@ import math
 import os
 import sys
 import time
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
 from thinwire.checks import whole_count
-from thinwire.engine import Engine
 from thinwire.errors import ConfigError
-from thinwire.local_sgd import LocalSGD
-from thinwire.stats import Stats
-from thinwire.sync import GradientSync, engine_of
+from thinwire.plan import Route
+from thinwire.sync import GradientSync, Synced, engine_of, handle_of
+from thinwire.sync.stats import Stats
 from thinwire.version import __version__
-from thinwire.watch.fields import COUNTED, FORMAT, RESERVED
 from thinwire.watch.growth import GrowthAlarm
+from thinwire.watch.records import COUNTED, FORMAT, RESERVED
 from thinwire.watch.writers import JSONLWriter, Writer
 
 __all__ = ["Watch"]
@@ -41,8 +39,8 @@ class Watch:
         norms_every_steps: Steps from one look at errors and their norms to the next. Warns, with logger
             "thinwire", if the error memory goes on growing.
 
-    Cost: a step, about 0.1 ms; a look at the norms, one norm a compressed parameter (a pass over the error
-    memory) and one host synchronisation.
+    Cost: per step, about 0.1 ms; per look at the norms, one norm for each compressed parameter (a pass over
+    the error memory) and one host synchronisation.
 
     A disk that is full, or another error of the writer, ends the watching with a warning, not the training.
     Where the host does not learn which steps were not finite (`host_check=False`), nor do the records.
@@ -68,34 +66,43 @@ class Watch:
 
     def __init__(
         self,
-        sync: GradientSync | LocalSGD,
+        sync: GradientSync | Synced,
         writer: Writer | str | os.PathLike[str],
         *,
         name: str | None = None,
         every_steps: int = 1,
         norms_every_steps: int = 20,
     ) -> None:
-        if not isinstance(sync, GradientSync | LocalSGD):
+        handle = handle_of(sync)
+        if handle is None:
             raise ConfigError(
                 f"Watch needs what attach() returned, or the sync of another front, got {type(sync).__name__}"
             )
-        self._every_steps = whole_count("every_steps", every_steps, least=1)
-        self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, least=1)
-        self._engine = engine_of(sync.sync if isinstance(sync, LocalSGD) else sync)
-        self._watched: LocalSGD | Engine = sync if isinstance(sync, LocalSGD) else self._engine
+        self._every_steps = whole_count("every_steps", every_steps, minimum=1)
+        self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)
+        self._engine, self._watched = engine_of(sync), handle
         self._writer: Writer | None = _checked(writer)
         self._alarm = GrowthAlarm()
         self._planned: tuple[object, ...] = ()
         self._start = self._last_end = time.perf_counter()
         self._last = self._watched.counts()
         self._steps = self._nonfinite_steps = 0  # since the last record
-        told = {"format": FORMAT, "name": name, "thinwire": __version__, "unix_seconds": time.time()}
-        channel = self._engine.channel
-        self._write("run", told | {"processes": channel.size, "process_rank": channel.process_rank})
+        transport = self._engine.transport
+        self._write(
+            "run",
+            {
+                "format": FORMAT,
+                "name": name,
+                "thinwire": __version__,
+                "unix_seconds": time.time(),
+                "processes": transport.size,
+                "process_rank": transport.rank,
+            },
+        )
         self._watched.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
-        """Watching has begun already."""
+        """Return the watch, which has begun already."""
         return self
 
     def __exit__(
@@ -150,7 +157,7 @@ class Watch:
                 "seconds": now - self._start,
                 "step_seconds": (now - self._last_end) / self._steps,
                 "steps": self._steps,
-                "nonfinite_steps": self._nonfinite_steps if self._engine.tells_nonfinite else None,
+                "nonfinite_steps": self._nonfinite_steps if self._engine.settings.host_check else None,
                 **{name: getattr(counts, name) - getattr(self._last, name) for name in COUNTED},
                 "compression_ratio": counts.compression_ratio,
             },
@@ -159,12 +166,12 @@ class Watch:
         self._steps = self._nonfinite_steps = 0
 
     def _write_plan(self) -> None:
-        planned = (self._engine.algorithm, self._engine.buckets)
+        planned = (self._engine.algorithm, self._engine.plan)
         if planned != self._planned:
             self._planned = planned
             self._alarm.start_anew()
-            routes = [{"label": route.label, **asdict(route)} for route in self._engine.plan.routes]
             algorithm = self._engine.algorithm if self._watched is self._engine else self._watched
+            routes = [_recorded(route) for route in self._engine.plan.routes]
             self._write("plan", {"algorithm": str(algorithm), "routes": routes})
 
     def _write_norms(self) -> None:
@@ -172,13 +179,13 @@ class Watch:
         if not stats.error_norm:
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
-        growth = self._alarm.told(_owed_in_steps(stats), self._watched.steps)
+        growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
         if growth is not None:
             worst = max(stats.relative_error, key=lambda label: stats.relative_error[label])
             logger.warning(
-                "step %d: what is owed has grown %.1f-fold against what a step sends while the number of "
+                "step %d: the residual has grown %.1f-fold against what a step sends while the number of "
                 "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
-                "Raise the matrix rank, or lower the learning rate",
+                "Compress less, or lower the learning rate",
                 self._watched.steps,
                 growth,
                 worst,
@@ -208,13 +215,24 @@ def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
     return writer
 
 
-def _owed_in_steps(stats: Stats) -> float:
-    """What is owed on all parameters as a multiple of what was sent in the last step, by norm."""
-    owed = math.hypot(*stats.error_norm.values())
-    sent = math.hypot(*[_sent(stats.error_norm[label], r) for label, r in stats.relative_error.items()])
-    return owed / sent if sent > 0 else 0.0
+def _recorded(route: Route) -> dict[str, Any]:
+    return {
+        "label": route.label,
+        "names": route.names,
+        "detail": route.detail,
+        "is_compressed": route.is_compressed,
+        "gradient_bytes": route.gradient_bytes,
+        "message_bytes": route.message_bytes,
+    }
 
 
-def _sent(error_norm: float, relative_error: float) -> float:
-    """‖P̂ᵀM‖ from ‖M − P̂P̂ᵀM‖ and that over ‖M‖."""
-    return error_norm * math.sqrt(max(0.0, 1 / relative_error**2 - 1)) if relative_error > 0 else 0.0
+def _residual_in_steps(stats: Stats) -> float:
+    """Return the residual of all parameters as a multiple of what was sent in the last step, by norm.
+
+    What was sent is orthogonal to the residual: of each route, its norm follows from the relative error.
+    """
+    sent = [
+        stats.error_norm[label] * math.sqrt(max(0.0, 1 / relative**2 - 1)) if relative > 0 else 0.0
+        for label, relative in stats.relative_error.items()
+    ]
+    return math.hypot(*stats.error_norm.values()) / math.hypot(*sent) if any(sent) else 0.0

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
-from thinwire.foreign import LARGEST_NUMBER
-from thinwire.watch.fields import LONGEST_LINE_BYTES, RESERVED, record_of
+from thinwire.foreign import MAX_NUMBER
+from thinwire.sync.stats import Stats
+from thinwire.watch.records import MAX_LINE_BYTES, RESERVED, record_of
 
-__all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer"]
+__all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer", "metrics_of"]
 
 Metrics = dict[str, float]
 
@@ -20,10 +21,10 @@ _strict = json.JSONEncoder(allow_nan=False).encode
 
 
 class Writer(Protocol):
-    """Takes records."""
+    """What records go to."""
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Take one.
+        """Take a record.
 
         Args:
             kind: "run" at the start; "plan" when it changes; "step"; "norms" now and then, after the step's;
@@ -33,11 +34,11 @@ class Writer(Protocol):
         """
 
     def close(self) -> None:
-        """No more will come."""
+        """End: no more records will come."""
 
 
 class JSONLWriter:
-    """One line of JSON a record, for `thinwire report`; see docs/watching.md for the fields.
+    """Writes a line of JSON for each record, for `thinwire report`; see docs/watching.md for the fields.
 
     Each line is handed to the operating system at once. A file that is there already is continued, as when
     training resumes; a last line that was cut off is removed.
@@ -58,7 +59,7 @@ class JSONLWriter:
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line. A number that is not finite, or beyond 1e100, is written as null."""
+        """Write one line; a number that is not finite, or beyond 1e100, as null. As of `Writer`."""
         self._file.write(_strict(_readable({"kind": kind, "step": step, **values})) + "\n")
 
     def close(self) -> None:
@@ -87,14 +88,14 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Pass on steps, norms and what the user logs."""
+        """Pass on steps, norms and what the user logs; as of `Writer`."""
         if kind in ("step", "norms"):
             self._log(dict(_named("thinwire", values)), step)
         elif kind == "log":
             self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
 
     def close(self) -> None:
-        """The logger is the caller's."""
+        """Do nothing: the logger is the caller's."""
 
 
 class TensorBoardWriter:
@@ -118,7 +119,7 @@ class TensorBoardWriter:
         self._metrics = MetricsWriter(self._add)
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one scalar a number."""
+        """Write a scalar for each number; as of `Writer`."""
         self._metrics.write(kind, step, values)
 
     def close(self) -> None:
@@ -128,6 +129,28 @@ class TensorBoardWriter:
     def _add(self, metrics: Metrics, step: int) -> None:
         for name, value in metrics.items():
             self._summary.add_scalar(name, value, step)
+
+
+def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
+    """Return what a run has done so far as named numbers, for loggers.
+
+    A name means the same everywhere: sums since the start are called `total_…`; a record of a watch is of its
+    own steps.
+
+    Args:
+        stats: As a handle tells them.
+        prefix: Of every name.
+
+    Examples:
+        >>> metrics_of(Stats(message_bytes=50, gradient_bytes=100))["thinwire/compression_ratio"]
+        2.0
+    """
+    return {
+        f"{prefix}compression_ratio": stats.compression_ratio,
+        f"{prefix}total_message_bytes": stats.message_bytes,
+        f"{prefix}total_nonfinite_steps": stats.nonfinite_steps,
+        f"{prefix}total_waiting_seconds": stats.waiting_seconds,
+    }
 
 
 def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -142,7 +165,7 @@ def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def _readable(value: Any) -> Any:
     if isinstance(value, int | float):
-        return value if -LARGEST_NUMBER <= value <= LARGEST_NUMBER else None
+        return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
     if isinstance(value, Mapping):
         return {key: _readable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -152,7 +175,7 @@ def _readable(value: Any) -> Any:
 
 def _check_is_ours(path: Path) -> None:
     with path.open("rb") as file:
-        first = record_of(file.readline(LONGEST_LINE_BYTES).decode("utf-8", "replace"))
+        first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
     if first is None or first["kind"] != "run":
         raise ConfigError(f"{path} is there, and is no file of a thinwire.Watch; give another path")
 
@@ -160,6 +183,6 @@ def _check_is_ours(path: Path) -> None:
 def _cut_half_line(path: Path) -> None:
     """Remove what follows the last newline."""
     with path.open("r+b") as file:
-        start = max(0, path.stat().st_size - LONGEST_LINE_BYTES)
+        start = max(0, path.stat().st_size - MAX_LINE_BYTES)
         file.seek(start)
         file.truncate(start + file.read().rfind(b"\n") + 1)

@@ -1,0 +1,91 @@
+"""Error feedback: what a step could not transmit is added to the next one's gradient.
+
+Sources: Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); Karimireddy et al., "Error
+Feedback Fixes SignSGD" (arXiv 1901.09847).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from thinwire.algorithms.base import Bucket, Memory, Slot
+
+__all__ = ["ERROR", "Compensated", "compensated", "keep_remainder"]
+
+ERROR = Slot("error", is_local=True, is_elementwise=True)
+"""The residual: what this member's steps have not transmitted so far. fp32 (fp64 of fp64 gradients), in units
+of the unscaled loss."""
+
+
+class Compensated(NamedTuple):
+    """Gradients that travel uncompressed, with their residual.
+
+    Attributes:
+        parts: Flat gradients; new tensors where there was a residual. Then, if any of it may not fit, one
+            element more that tells whether something remains on this member.
+        remainders: What would not have fitted into the range of the types on the way, by parameter name,
+            in its type, in units of the unscaled loss. The same names on all members.
+    """
+
+    parts: list[torch.Tensor]
+    remainders: dict[str, torch.Tensor]
+
+
+def compensated(
+    bucket: Bucket, memory: Memory, indices: Iterable[int], wire_dtype: torch.dtype | None
+) -> Compensated:
+    """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed.
+
+    Args:
+        bucket: The bucket.
+        memory: Only read.
+        indices: Of the gradients.
+        wire_dtype: The type they are sent in; None for their own.
+    """
+    gradients, limit = bucket.gradients, _limit(bucket.flat.dtype, wire_dtype)
+    sent = Compensated([], {})
+    for index in indices:
+        gradient, name = gradients[index], bucket.specs[index].name
+        error = memory[ERROR].get(name)
+        if error is not None:
+            residual = error if bucket.loss_scale is None else error * bucket.loss_scale
+            fitting = residual if limit is None else _fitting(residual, gradient, limit)
+            if fitting is not residual:
+                rest = residual - fitting
+                sent.remainders[name] = rest if bucket.loss_scale is None else rest / bucket.loss_scale
+            gradient = gradient + fitting
+        sent.parts.append(gradient)
+    if sent.remainders:
+        remains = torch.stack([rest.any() for rest in sent.remainders.values()]).any()
+        sent.parts.append(remains.to(bucket.flat.dtype).view(1))
+    return sent
+
+
+def _limit(*dtypes: torch.dtype | None) -> float | None:
+    """Return the largest number that all the types hold, None if that is no less than fp32's."""
+    limit = min(torch.finfo(dtype).max for dtype in dtypes if dtype is not None)
+    return limit if limit < torch.finfo(torch.bfloat16).max else None
+
+
+def _fitting(residual: torch.Tensor, gradient: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return as much as leaves the sum within ±`limit`; a gradient that is not finite stays so."""
+    room = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
+    return residual.clamp(-room, room)
+
+
+def keep_remainder(memory: Memory, names: Iterable[str], sent: Compensated, remaining: torch.Tensor) -> None:
+    """Drop the residual of parameters that were sent with it, but for what did not fit.
+
+    Args:
+        memory: Has a residual of the same parameters on all members, before and after.
+        names: Of the parameters that were sent.
+        sent: As sent.
+        remaining: The mean of its last element, if it had one more than gradients.
+    """
+    for name in names:
+        memory[ERROR].pop(name, None)
+    if sent.remainders and remaining.any():
+        memory[ERROR].update(sent.remainders)

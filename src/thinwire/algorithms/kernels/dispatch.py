@@ -1,0 +1,196 @@
+"""Which backend computes what: for each group the first one that serves it.
+
+The functions here are the methods of `Kernels`, with every group handed to its backend.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import cast
+
+import torch
+
+from thinwire.algorithms.kernels.base import Kernels
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
+from thinwire.algorithms.kernels.numba.limits import FACTOR_ROWS
+from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+
+__all__ = [
+    "NUMBA",
+    "TORCH",
+    "Backend",
+    "backends",
+    "kernels_for",
+    "orthonormal_rows",
+    "products",
+    "projections",
+    "reconstruct",
+    "subtract_own",
+]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels, and what they serve.
+
+    Attributes:
+        name: For people.
+        serves: Whether they serve matrices like this one at this matrix rank, in this process as it is now.
+            Asked for every group of every step: cheap, reads nothing back from a device, imports nothing.
+        load: Returns the kernels, or None where they can't be used; called only if they would serve.
+    """
+
+    name: str
+    serves: Callable[[torch.Tensor, int], bool]
+    load: Callable[[], Kernels | None]
+
+
+def _numba_serves(like: torch.Tensor, matrix_rank: int) -> bool:
+    # With more threads PyTorch's products run on all of them, and compiled code on one.
+    return (
+        like.device.type == "cpu"
+        and like.dtype == torch.float32
+        and torch.get_num_threads() == 1
+        and matrix_rank <= FACTOR_ROWS
+    )
+
+
+@lru_cache(maxsize=1)
+def _numba_kernels() -> Kernels | None:
+    if find_spec("numba") is None:
+        return None
+    try:
+        # Not at the head of this file: Numba is an extra, and takes longer to import than all else.
+        module = import_module("thinwire.algorithms.kernels.numba.numba_kernels")
+    # Numba's own, that it finds no place for its cache, and that it keeps it otherwise than is known.
+    except (ImportError, RuntimeError, AttributeError) as error:
+        warnings.warn(
+            f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
+            "about half as fast on one thread; to mend it, pip install '.[numba]' in a clone of Thinwire",
+            stacklevel=2,
+        )
+        return None
+    return cast("Kernels", module.NumbaKernels())
+
+
+@lru_cache(maxsize=1)
+def _torch_kernels() -> Kernels:
+    return TorchKernels()
+
+
+NUMBA = Backend("Numba", _numba_serves, _numba_kernels)
+TORCH = Backend("PyTorch", lambda like, matrix_rank: True, _torch_kernels)
+
+backends: tuple[Backend, ...] = (NUMBA, TORCH)
+"""By preference; the last one serves everything. The switch of tests and benchmarks, read at every call:
+`dispatch.backends = (dispatch.TORCH,)` makes PyTorch's products serve all.
+"""
+
+
+def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
+    """Return the kernels of the first backend that serves.
+
+    Args:
+        like: A matrix or a factor; its device and type count.
+        matrix_rank: r, the number of rows of a factor.
+    """
+    for backend in backends:
+        if backend.serves(like, matrix_rank):
+            kernels = backend.load()
+            if kernels is not None:
+                return kernels
+    names = ", ".join(backend.name for backend in backends)
+    raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+
+
+def products(
+    groups: Sequence[MatrixGroup],
+    rights: Sequence[torch.Tensor],
+    loss_scale: torch.Tensor | None,
+    *,
+    add_error: bool,
+) -> list[torch.Tensor]:
+    """As `Kernels.products`, each group by its backend."""
+    results: dict[int, torch.Tensor] = {}
+    for kernels, share in _shares(groups).items():
+        lefts = kernels.products(
+            [groups[index] for index in share],
+            [rights[index] for index in share],
+            loss_scale,
+            add_error=add_error,
+        )
+        results.update(zip(share, lefts, strict=True))
+    return [results[index] for index in range(len(groups))]
+
+
+def projections(
+    groups: Sequence[MatrixGroup],
+    lefts: Sequence[torch.Tensor],
+    loss_scale: torch.Tensor | None,
+    *,
+    add_error: bool,
+) -> list[torch.Tensor]:
+    """As `Kernels.projections`, each group by its backend."""
+    results: dict[int, torch.Tensor] = {}
+    for kernels, share in _shares(groups).items():
+        owns = kernels.projections(
+            [groups[index] for index in share],
+            [lefts[index] for index in share],
+            loss_scale,
+            add_error=add_error,
+        )
+        results.update(zip(share, owns, strict=True))
+    return [results[index] for index in range(len(groups))]
+
+
+def reconstruct(
+    groups: Sequence[MatrixGroup],
+    errors: Sequence[Sequence[torch.Tensor] | None],
+    terms: Sequence[Terms],
+    loss_scale: torch.Tensor | None,
+) -> None:
+    """As `Kernels.reconstruct`, each group by its backend."""
+    for kernels, share in _shares(groups).items():
+        kernels.reconstruct(
+            [groups[index] for index in share],
+            [errors[index] for index in share],
+            [terms[index] for index in share],
+            loss_scale,
+        )
+
+
+def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
+    """As `Kernels.subtract_own`, each group by its backend."""
+    for kernels, share in _shares(groups).items():
+        kernels.subtract_own([groups[index] for index in share], [factors[index] for index in share])
+
+
+def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return an orthonormal basis of the rows of every matrix, as `Kernels.orthonormal_rows`.
+
+    One function for all: buckets whose `Jointly` names it are served by one call.
+
+    Args:
+        batches: Shape (matrices, rows, columns) each; they may differ in shape, type and device.
+    """
+    shares: dict[Kernels, list[int]] = {}
+    for index, batch in enumerate(batches):
+        shares.setdefault(kernels_for(batch, batch.shape[1]), []).append(index)
+    results: dict[int, torch.Tensor] = {}
+    for kernels, share in shares.items():
+        bases = kernels.orthonormal_rows([batches[index] for index in share])
+        results.update(zip(share, bases, strict=True))
+    return [results[index] for index in range(len(batches))]
+
+
+def _shares(groups: Sequence[MatrixGroup]) -> dict[Kernels, list[int]]:
+    """Return which kernels compute which groups, by index."""
+    shares: dict[Kernels, list[int]] = {}
+    for index, group in enumerate(groups):
+        shares.setdefault(kernels_for(group.matrices[0], group.matrix_rank), []).append(index)
+    return shares

@@ -1,0 +1,71 @@
+"""How the compiled arithmetic is compiled, and how it is handed many tensors in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numpy as np
+import torch
+from numba import carray, njit  # type: ignore[attr-defined]
+from numpy.typing import NDArray
+
+from thinwire.algorithms.kernels.numba.vectors import pointer
+
+__all__ = ["Addresses", "Factors", "Matrix", "addresses", "compiled", "inlined", "matrix_at"]
+
+Matrix: TypeAlias = NDArray[np.float32]
+Factors: TypeAlias = NDArray[np.float32]
+"""Of several matrices, (matrices, r, rows or columns)."""
+Addresses: TypeAlias = NDArray[np.int64]
+
+# Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
+OPTIONS: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz"},
+    "nogil": True,
+    "error_model": "numpy",
+    "cache": True,
+}
+
+# Numba keeps what it compiled until the function's own file changes, though it calls functions of others.
+SOURCES = sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+).hexdigest()
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function when it is called first, and keep that until any file of this folder changes."""
+    return cast("Function", _keyed_by_sources(njit(**OPTIONS)(function)))
+
+
+def inlined(function: Function) -> Function:
+    """Compile a function as `compiled` does, to become a part of those that call it."""
+    return cast("Function", _keyed_by_sources(njit(**OPTIONS, forceinline=True)(function)))
+
+
+def _keyed_by_sources(dispatcher: Any) -> Any:
+    dispatcher._cache._cache_file._source_stamp = SOURCES
+    return dispatcher
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
+    """Return where tensors lie, to hand over many in one call."""
+    if not all(tensor.is_contiguous() and tensor.dtype is torch.float32 for tensor in tensors):
+        raise AssertionError("a tensor that is not contiguous or not fp32, where compiled code reads memory")
+    return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
+
+
+@compiled
+def matrix_at(address: int, rows: int, columns: int) -> Matrix:
+    """Return the matrix that lies at an address.
+
+    Args:
+        address: Of its first element, in bytes.
+        rows: Of the matrix.
+        columns: Of the matrix.
+    """
+    return carray(pointer(address), (rows, columns))

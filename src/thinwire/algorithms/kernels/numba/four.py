@@ -1,0 +1,300 @@
+"""The passes over one matrix after the other: each element is read and written once.
+
+A matrix is taken four rows at a time where that serves, so that a number of a factor that is loaded serves
+all four, sixteen columns of them at a time, and meanwhile later rows are on their way from memory. Addresses
+and distances are in bytes: `line` is that from one row of a matrix to the next, `stride` that of a factor.
+Right factors are worked on in copies with room for whole vectors, which live as long as the loop that fills
+them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+
+from thinwire.algorithms.kernels.numba.compiler import Addresses, Factors, Matrix, compiled, inlined
+from thinwire.algorithms.kernels.numba.rows import (
+    FLOAT_BYTES,
+    Four,
+    fetch_rows,
+    load_rows,
+    store_rows,
+    stream_rows,
+)
+from thinwire.algorithms.kernels.numba.vectors import LANES, VECTOR_BYTES, Vector, splat, streamed, total
+
+__all__ = ["all_products", "all_projections", "reconstruct_all"]
+
+FourRows: TypeAlias = tuple[Four, Four, Four, Four]
+
+# Rows shorter than this are multiplied one at a time, as they lie in memory: adding up sixteen lanes then
+# costs more than loading factors again.
+WIDE_BYTES = 4096
+
+
+@compiled
+def all_products(
+    matrices: Addresses, errors: Addresses, scale: float, rights: Factors, lefts: Factors
+) -> None:
+    """Add `scale` times its error to every M and write (M Q)ᵀ to its `left`.
+
+    Args:
+        matrices: Addresses of M, in place.
+        errors: Those of what is added.
+        scale: What the loss was multiplied by.
+        rights: Qᵀ of each.
+        lefts: Written.
+    """
+    rows, line = lefts.shape[2], FLOAT_BYTES * rights.shape[2]
+    scales, right = splat(np.float32(scale)), _room(line)
+    q, stride = right.ctypes.data, FLOAT_BYTES * right.shape[1]
+    together = rows - rows % 4 if line >= WIDE_BYTES else 0
+    for k in range(len(matrices)):
+        _copy(rights[k], right)
+        for i in range(0, together, 4):
+            m, e = matrices[k] + i * line, errors[k] + i * line
+            p = _products(m, e, line, scales, q, stride, 4)
+            _write_totals(p[0], lefts, k, i)
+            _write_totals(p[1], lefts, k, i + 1)
+            _write_totals(p[2], lefts, k, i + 2)
+            _write_totals(p[3], lefts, k, i + 3)
+        for i in range(together, rows):
+            m, e = matrices[k] + i * line, errors[k] + i * line
+            _write_totals(_products(m, e, line, scales, q, stride, 1)[0], lefts, k, i)
+
+
+@inlined
+def _products(m: int, e: int, line: int, scale: Vector, q: int, stride: int, count: int) -> FourRows:
+    """Add to four rows of M, or to one; M Q of each, still to be totalled."""
+    none = splat(np.float32(0))
+    p = (
+        (none, none, none, none),
+        (none, none, none, none),
+        (none, none, none, none),
+        (none, none, none, none),
+    )
+    whole = line - line % VECTOR_BYTES
+    for at in range(0, whole, VECTOR_BYTES):
+        p = _add_products(m + at, e + at, line, scale, q + at, stride, p, count, LANES)
+    if whole < line:
+        lanes = (line - whole) // FLOAT_BYTES
+        p = _add_products(m + whole, e + whole, line, scale, q + whole, stride, p, count, lanes)
+    return p
+
+
+@inlined
+def _add_products(
+    m: int,
+    e: int,
+    line: int,
+    scale: Vector,
+    q: int,
+    stride: int,
+    p: FourRows,
+    count: int,
+    lanes: int,
+) -> FourRows:
+    fetch_rows(m, line, count)
+    fetch_rows(e, line, count)
+    a, b, c, d = load_rows(m, line, count, lanes)
+    w, x, y, z = load_rows(e, line, count, lanes)
+    a, b, c, d = a + scale * w, b + scale * x, c + scale * y, d + scale * z
+    store_rows(m, line, (a, b, c, d), count, lanes)
+    right = load_rows(q, stride, 4, LANES)
+    return _plus(p[0], a, right), _plus(p[1], b, right), _plus(p[2], c, right), _plus(p[3], d, right)
+
+
+@inlined
+def _plus(sums: Four, x: Vector, q: Four) -> Four:
+    return sums[0] + x * q[0], sums[1] + x * q[1], sums[2] + x * q[2], sums[3] + x * q[3]
+
+
+@inlined
+def _write_totals(sums: Four, lefts: Factors, k: int, i: int) -> None:
+    lefts[k, 0, i], lefts[k, 1, i], lefts[k, 2, i], lefts[k, 3, i] = (
+        total(sums[0]),
+        total(sums[1]),
+        total(sums[2]),
+        total(sums[3]),
+    )
+
+
+@compiled
+def all_projections(lefts: Factors, matrices: Addresses, owns: Factors) -> None:
+    """Write P̂ᵀ M of every M to its `own`.
+
+    Args:
+        lefts: P̂ᵀ of each.
+        matrices: Addresses of M.
+        owns: Written.
+    """
+    rows, line = lefts.shape[2], FLOAT_BYTES * owns.shape[2]
+    own = _room(line)
+    t, stride = own.ctypes.data, FLOAT_BYTES * own.shape[1]
+    together = rows - rows % 4
+    for k in range(len(matrices)):
+        own[:] = 0
+        for i in range(0, together, 4):
+            _project(matrices[k] + i * line, line, _columns(lefts, k, i), t, stride, 4)
+        for i in range(together, rows):
+            p = _column(lefts, k, i)
+            _project(matrices[k] + i * line, line, (p, p, p, p), t, stride, 1)
+        _copy(own, owns[k])
+
+
+@inlined
+def _project(m: int, line: int, p: FourRows, t: int, stride: int, count: int) -> None:
+    """Add P̂ᵀ M of four rows of M, or of one."""
+    whole = line - line % VECTOR_BYTES
+    for at in range(0, whole, VECTOR_BYTES):
+        fetch_rows(m + at, line, count)
+        _add_projections(load_rows(m + at, line, count, LANES), p, t + at, stride)
+    if whole < line:
+        lanes = (line - whole) // FLOAT_BYTES
+        _add_projections(load_rows(m + whole, line, count, lanes), p, t + whole, stride)
+
+
+@inlined
+def _add_projections(m: Four, p: FourRows, t: int, stride: int) -> None:
+    a, b, c, d = load_rows(t, stride, 4, LANES)
+    w, x, y, z = m
+    p0, p1, p2, p3 = p
+    a = a + p0[0] * w + p1[0] * x + p2[0] * y + p3[0] * z
+    b = b + p0[1] * w + p1[1] * x + p2[1] * y + p3[1] * z
+    c = c + p0[2] * w + p1[2] * x + p2[2] * y + p3[2] * z
+    d = d + p0[3] * w + p1[3] * x + p2[3] * y + p3[3] * z
+    store_rows(t, stride, (a, b, c, d), 4, LANES)
+
+
+@compiled
+def reconstruct_all(
+    matrices: Addresses,
+    errors: Addresses,
+    inverse_scale: float,
+    sent_lefts: Factors,
+    sent_rights: Factors,
+    mean_lefts: Factors,
+    mean_rights: Factors,
+) -> None:
+    """Write what was not sent of every M, times `inverse_scale`, to its error, and turn M into the mean.
+
+    Args:
+        matrices: Addresses of M, in place.
+        errors: Those of the residuals, written.
+        inverse_scale: One over what the loss was multiplied by.
+        sent_lefts: Of what this process sent.
+        sent_rights: Of the same.
+        mean_lefts: Of the mean.
+        mean_rights: Of the same.
+    """
+    rows, line = sent_lefts.shape[2], FLOAT_BYTES * sent_rights.shape[2]
+    inverse, sent, mean = splat(np.float32(inverse_scale)), _room(line), _room(line)
+    sent_at, mean_at, stride = sent.ctypes.data, mean.ctypes.data, FLOAT_BYTES * sent.shape[1]
+    together = rows - rows % 4
+    for k in range(len(matrices)):
+        _copy(sent_rights[k], sent)
+        _copy(mean_rights[k], mean)
+        for i in range(0, together, 4):
+            m, e = matrices[k] + i * line, errors[k] + i * line
+            p, q = _columns(sent_lefts, k, i), _columns(mean_lefts, k, i)
+            if (errors[k] | line) % VECTOR_BYTES == 0:
+                _reconstruct(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4, True)
+            else:
+                _reconstruct(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4, False)
+        for i in range(together, rows):
+            m, e = matrices[k] + i * line, errors[k] + i * line
+            a, b = _column(sent_lefts, k, i), _column(mean_lefts, k, i)
+            _reconstruct(m, e, line, inverse, (a, a, a, a), sent_at, (b, b, b, b), mean_at, stride, 1, False)
+    streamed()
+
+
+@inlined
+def _reconstruct(
+    m: int,
+    e: int,
+    line: int,
+    inverse: Vector,
+    sent_left: FourRows,
+    sent_right: int,
+    mean_left: FourRows,
+    mean_right: int,
+    stride: int,
+    count: int,
+    past_caches: bool,
+) -> None:
+    """Reconstruct four rows of M, or one. `past_caches`: whether the error is written so."""
+    whole = line - line % VECTOR_BYTES
+    for at in range(0, whole, VECTOR_BYTES):
+        fetch_rows(m + at, line, count)
+        rest = _rest(m + at, line, inverse, sent_left, sent_right + at, stride, count, LANES)
+        if past_caches:
+            stream_rows(e + at, line, rest)
+        else:
+            fetch_rows(e + at, line, count)
+            store_rows(e + at, line, rest, count, LANES)
+        _write_mean(m + at, line, mean_left, mean_right + at, stride, count, LANES)
+    if whole < line:
+        m, e, lanes = m + whole, e + whole, (line - whole) // FLOAT_BYTES
+        rest = _rest(m, line, inverse, sent_left, sent_right + whole, stride, count, lanes)
+        store_rows(e, line, rest, count, lanes)
+        _write_mean(m, line, mean_left, mean_right + whole, stride, count, lanes)
+
+
+@inlined
+def _rest(
+    m: int, line: int, inverse: Vector, left: FourRows, q: int, stride: int, count: int, lanes: int
+) -> Four:
+    """Return what was not sent of four rows of M, or of one."""
+    a, b, c, d = load_rows(m, line, count, lanes)
+    right = load_rows(q, stride, 4, LANES)
+    return (
+        (a - _combined(left[0], right)) * inverse,
+        (b - _combined(left[1], right)) * inverse,
+        (c - _combined(left[2], right)) * inverse,
+        (d - _combined(left[3], right)) * inverse,
+    )
+
+
+@inlined
+def _write_mean(m: int, line: int, left: FourRows, q: int, stride: int, count: int, lanes: int) -> None:
+    right = load_rows(q, stride, 4, LANES)
+    a, b = _combined(left[0], right), _combined(left[1], right)
+    c, d = _combined(left[2], right), _combined(left[3], right)
+    store_rows(m, line, (a, b, c, d), count, lanes)
+
+
+@inlined
+def _combined(coefficients: Four, vectors: Four) -> Vector:
+    a, b, c, d = coefficients
+    w, x, y, z = vectors
+    return a * w + b * x + c * y + d * z
+
+
+@inlined
+def _column(factors: Factors, k: int, i: int) -> Four:
+    return splat(factors[k, 0, i]), splat(factors[k, 1, i]), splat(factors[k, 2, i]), splat(factors[k, 3, i])
+
+
+@inlined
+def _columns(factors: Factors, k: int, i: int) -> FourRows:
+    return (
+        _column(factors, k, i),
+        _column(factors, k, i + 1),
+        _column(factors, k, i + 2),
+        _column(factors, k, i + 3),
+    )
+
+
+@compiled
+def _room(line: int) -> Matrix:
+    """Return room for a factor's copy: whole vectors and one more, so that no rows are 4 KiB apart."""
+    return np.zeros((4, (line // VECTOR_BYTES + 2) * LANES), np.float32)
+
+
+@compiled
+def _copy(factor: Matrix, to: Matrix) -> None:
+    """Copy as many columns as both have."""
+    for r in range(len(factor)):
+        for j in range(min(factor.shape[1], to.shape[1])):
+            to[r, j] = factor[r, j]

@@ -1,0 +1,87 @@
+"""Kernels compiled by Numba: for fp32 and matrix ranks up to 4, on one thread of the CPU.
+
+They read and write each element once per pass, where PyTorch's products take several passes. What they have
+no code for, PyTorch's kernels do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.algorithms.kernels.base import Kernels
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, add_errors
+from thinwire.algorithms.kernels.numba import bases, passes
+from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+
+__all__ = ["NumbaKernels"]
+
+
+class NumbaKernels(Kernels):
+    """Compiled passes, a group after the other; see `Kernels` for what each method does."""
+
+    def __init__(self) -> None:
+        self._others = TorchKernels()
+
+    def products(
+        self,
+        groups: Sequence[MatrixGroup],
+        rights: Sequence[torch.Tensor],
+        loss_scale: torch.Tensor | None,
+        *,
+        add_error: bool,
+    ) -> list[torch.Tensor]:
+        """As `Kernels.products`; by PyTorch's where only some matrices of a group have a residual."""
+        scale, lefts = _number(loss_scale), []
+        for group, right in zip(groups, rights, strict=True):
+            errors = [error for error in group.errors if add_error and error is not None]
+            if len(errors) in (0, len(group.matrices)):
+                lefts.append(passes.products(group, errors, right, scale))
+            else:
+                lefts += self._others.products([group], [right], loss_scale, add_error=add_error)
+        return lefts
+
+    def projections(
+        self,
+        groups: Sequence[MatrixGroup],
+        lefts: Sequence[torch.Tensor],
+        loss_scale: torch.Tensor | None,
+        *,
+        add_error: bool,
+    ) -> list[torch.Tensor]:
+        """As `Kernels.projections`; residuals are added by a pass of their own."""
+        if add_error:
+            for group in groups:
+                add_errors(group, loss_scale)
+        return [passes.projections(group, left) for group, left in zip(groups, lefts, strict=True)]
+
+    def reconstruct(
+        self,
+        groups: Sequence[MatrixGroup],
+        errors: Sequence[Sequence[torch.Tensor] | None],
+        terms: Sequence[Terms],
+        loss_scale: torch.Tensor | None,
+    ) -> None:
+        """As `Kernels.reconstruct`; by PyTorch's products with several terms, or without residuals."""
+        scale = _number(loss_scale)
+        for group, of_group, found in zip(groups, errors, terms, strict=True):
+            if of_group is None or len(found) > 1:
+                self._others.reconstruct([group], [of_group], [found], loss_scale)
+                continue
+            (term,) = found
+            passes.reconstruct(group, of_group, term.pair(term.own), term.pair(term.mean), scale)
+
+    def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
+        """As `Kernels.subtract_own`, by PyTorch's products."""
+        self._others.subtract_own(groups, factors)
+
+    def orthonormal_rows(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return orthonormal bases, of one matrix after the other."""
+        return [bases.orthonormal_rows(batch) for batch in batches]
+
+
+def _number(loss_scale: torch.Tensor | None) -> float:
+    # Compiled code takes a number. On CUDA `.item()` would be a host synchronisation: these kernels serve the
+    # CPU only, and one for an accelerator must hand the tensor on.
+    return 1.0 if loss_scale is None else loss_scale.item()

@@ -1,0 +1,232 @@
+"""Sixteen fp32 numbers as one value of compiled code, and memory asked for before it is needed.
+
+LLVM makes such code from loops over arrays by itself, but not from loops that prefetch, and without that a
+pass over four rows of a large matrix first waits for memory and then computes. Any processor is served: one
+whose registers are shorter takes several of them, and is no faster than such loops where they have 128 bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from inspect import signature as signature_of
+from typing import Any, TypeAlias
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, overload, register_model
+
+__all__ = [
+    "LANES",
+    "VECTOR_BYTES",
+    "Vector",
+    "fetch",
+    "first_lanes",
+    "load",
+    "pointer",
+    "splat",
+    "store",
+    "stream",
+    "streamed",
+    "total",
+]
+
+Vector: TypeAlias = Any
+"""In compiled code: sixteen fp32 numbers. They add, subtract and multiply lane by lane."""
+
+LANES = 16
+VECTOR_BYTES = 4 * LANES
+
+FLOAT, INT32 = ir.FloatType(), ir.IntType(32)
+NUMBERS, INDICES, BITS = (ir.VectorType(element, LANES) for element in (FLOAT, INT32, ir.IntType(1)))
+ALIGNMENT = INT32(4)
+
+
+class VectorType(types.Type):
+    """Sixteen fp32 numbers."""
+
+
+class MaskType(types.Type):
+    """Which of sixteen."""
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, NUMBERS)  # type: ignore[no-untyped-call]
+
+
+@register_model(MaskType)
+class _MaskModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, BITS)  # type: ignore[no-untyped-call]
+
+
+vector, mask_of_lanes = VectorType("Vector"), MaskType("Mask")
+
+
+def _operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an operation of compiled code of a function that emits it."""
+
+    def decorated(emit: Callable[..., Any]) -> Any:
+        def typed(typing_context: Any, *arguments: Any) -> Any:
+            return signature, emitted
+
+        def emitted(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            value = emit(builder, *arguments)
+            return context.get_dummy_value() if signature.return_type == types.void else value
+
+        typed.__signature__ = signature_of(emit)  # type: ignore[attr-defined] # Numba takes no *arguments
+        return intrinsic(typed)
+
+    return decorated
+
+
+@_operation(types.CPointer(types.float32)(types.int64))  # type: ignore[no-untyped-call]
+def pointer(builder: Any, address: Any) -> Any:
+    """Emit a pointer to fp32 numbers at an address.
+
+    Args:
+        builder: Of the code.
+        address: In bytes.
+    """
+    return builder.inttoptr(address, FLOAT.as_pointer())
+
+
+@_operation(vector(types.float32))
+def splat(builder: Any, number: Any) -> Any:
+    """Emit a vector of one number.
+
+    Args:
+        builder: Of the code.
+        number: In all lanes.
+    """
+    return _repeated(builder, number)
+
+
+@_operation(mask_of_lanes(types.int64))
+def first_lanes(builder: Any, count: Any) -> Any:
+    """Emit the mask of the first `count` of sixteen.
+
+    Args:
+        builder: Of the code.
+        count: How many.
+    """
+    counts = _repeated(builder, builder.trunc(count, INT32))
+    return builder.icmp_unsigned("<", ir.Constant(INDICES, list(range(LANES))), counts)
+
+
+@_operation(vector(types.int64, mask_of_lanes))
+def load(builder: Any, address: Any, mask: Any) -> Any:
+    """Emit the load of numbers at an address; zeros outside the mask, where memory is not touched.
+
+    Args:
+        builder: Of the code.
+        address: In bytes.
+        mask: Which lanes.
+    """
+    pointer = builder.inttoptr(address, NUMBERS.as_pointer())
+    zeros = ir.Constant(NUMBERS, [0.0] * LANES)
+    return _call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)
+
+
+@_operation(types.void(types.int64, vector, mask_of_lanes))
+def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
+    """Emit the store of the numbers inside a mask.
+
+    Args:
+        builder: Of the code.
+        address: In bytes.
+        numbers: A vector.
+        mask: Which lanes.
+    """
+    pointer = builder.inttoptr(address, NUMBERS.as_pointer())
+    return _call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
+
+
+@_operation(types.void(types.int64, vector))
+def stream(builder: Any, address: Any, numbers: Any) -> None:
+    """Emit the store of numbers past the caches.
+
+    Args:
+        builder: Of the code.
+        address: In bytes, a multiple of 64.
+        numbers: A vector.
+    """
+    written = builder.store(numbers, builder.inttoptr(address, NUMBERS.as_pointer()), align=VECTOR_BYTES)
+    written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
+
+
+@_operation(types.void())
+def streamed(builder: Any) -> None:
+    """Emit a fence: all threads see what was written past the caches."""
+    builder.fence("seq_cst")
+
+
+@_operation(types.float32(vector))
+def total(builder: Any, numbers: Any) -> Any:
+    """Emit the sum of a vector's numbers, in any order.
+
+    Args:
+        builder: Of the code.
+        numbers: The vector.
+    """
+    name = "vector.reduce.fadd.v16f32"
+    return _call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
+
+
+@_operation(types.void(types.int64))
+def fetch(builder: Any, address: Any) -> Any:
+    """Emit a request for a line of memory, into a core's second cache.
+
+    Args:
+        builder: Of the code.
+        address: Any is allowed.
+    """
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    to_read, into_the_second, of_data = INT32(0), INT32(2), INT32(1)
+    return _call(builder, "prefetch.p0", ir.VoidType(), pointer, to_read, into_the_second, of_data)
+
+
+# A product and a sum may become one operation.
+@_operation(vector(vector, vector))
+def _sum(builder: Any, x: Any, y: Any) -> Any:
+    return builder.fadd(x, y, flags=("contract",))
+
+
+@_operation(vector(vector, vector))
+def _difference(builder: Any, x: Any, y: Any) -> Any:
+    return builder.fsub(x, y, flags=("contract",))
+
+
+@_operation(vector(vector, vector))
+def _product(builder: Any, x: Any, y: Any) -> Any:
+    return builder.fmul(x, y, flags=("contract",))
+
+
+def _between_vectors(symbol: Any, operation: Any) -> None:
+    """Give an operator of Python its meaning for vectors."""
+
+    @overload(symbol)
+    def chosen(x, y):  # type: ignore[no-untyped-def] # Numba compares signatures, annotations included
+        return (lambda x, y: operation(x, y)) if x is vector and y is vector else None  # noqa: PLW0108
+
+
+_between_vectors(operator.add, _sum)
+_between_vectors(operator.sub, _difference)
+_between_vectors(operator.mul, _product)
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any) -> Any:
+    """Call an intrinsic of LLVM."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    get: Any = cgutils.get_or_insert_function
+    function = get(builder.module, kind, f"llvm.{name}")
+    return builder.call(function, arguments, **options)
+
+
+def _repeated(builder: Any, number: Any) -> Any:
+    kind = ir.VectorType(number.type, LANES)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(INDICES, [0] * LANES))

@@ -1,0 +1,1 @@
+"""PowerSGD and its kin: what is sent is the two factors of a low-rank approximation."""

@@ -1,0 +1,69 @@
+"""One round per iteration: project on the left factor in one, on the right factor in the next.
+
+Sources: Zhang et al., "ACP-SGD" (ICDCS 2023); Vogels et al., "PowerGossip" (arXiv 2008.01425), algorithm
+2, whose form the reference implementation of PowerSGD has: several iterations per step each send a part
+of what the ones before left over, and their results add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from thinwire.algorithms.base import Bucket, Memory
+from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, subtract_own
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.lowrank.bases import StartingBases
+from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.packing import as_sent, packed, uncompressed_means, unpacked
+from thinwire.algorithms.lowrank.two_rounds import Approximation
+from thinwire.algorithms.requests import Jointly, Mean, Message, Request
+
+__all__ = ["alternate"]
+
+
+def alternate(
+    config: LowRank,
+    bases: StartingBases,
+    groups: Sequence[MatrixGroup],
+    uncompressed: Sequence[torch.Tensor],
+    memory: Memory,
+    bucket: Bucket,
+) -> Generator[Request | tuple[Message, ...], Any, Approximation]:
+    """As `two_rounds.approximate`, with one round for each iteration.
+
+    Args:
+        config: Iterations per step and wire type.
+        bases: Makes the first ones.
+        groups: The matrices; on return less the own projections of all iterations but the last.
+        uncompressed: Flat gradients that travel in the first message.
+        memory: Only read; its step says which side's turn it is.
+        bucket: Its type is that of the messages; its loss scale that of the matrices.
+
+    Cost: one round for each iteration, which reads every matrix once and, but for the last, updates it.
+    """
+    turn = (memory.step - config.warmup_steps) * config.power_iterations
+    fixed = bases.of(memory, groups, left=turn % 2 == 0)
+    dtype = config.message_dtype(bucket.flat.dtype)
+    terms: list[list[Factors]] = [[] for _ in groups]
+    received: list[torch.Tensor] = []
+    uncompressed_mean: Sequence[torch.Tensor] = ()
+    for iteration in range(config.power_iterations):
+        is_first, is_left = iteration == 0, (turn + iteration) % 2 == 0
+        project = projections if is_left else products
+        own = project(groups, fixed, bucket.loss_scale, add_error=is_first)
+        message = packed(own, dtype, uncompressed if is_first else ())
+        own = as_sent(config.wire_dtype, message, own)
+        mean = yield Mean(message)
+        received.append(mean)
+        if is_first:
+            uncompressed_mean = uncompressed_means(mean, own, uncompressed)
+        means = unpacked(mean, like=own)
+        for found, basis, projection, group_mean in zip(terms, fixed, own, means, strict=True):
+            found.append(Factors(basis, projection, group_mean, basis_is_left=is_left))
+        if iteration + 1 < config.power_iterations:
+            subtract_own(groups, [found[-1] for found in terms])
+            fixed = yield Jointly(orthonormal_rows, means)
+    return Approximation(terms, uncompressed_mean, received)

@@ -1,0 +1,158 @@
+"""PowerSGD on a whole bucket at once, seen as one square matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch.nn.functional import pad
+
+from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_into
+from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.packing import as_sent, packed, unpacked
+from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.slots import square
+from thinwire.algorithms.requests import Commit, Jointly, Mean, Requests, all_finite
+from thinwire.plan import ParameterSpec
+
+__all__ = ["BatchedPowerSGD"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchedPowerSGD(LowRank):
+    """Send two low-rank factors of a whole bucket, padded with zeros to one square matrix.
+
+    Fewer bytes than `PowerSGD` on models of many layers, at a loss of accuracy: the rows of the square are
+    not the rows of any layer. Meant for rank 1. The settings are `PowerSGD`'s, with `matrix_rank=1` by
+    default.
+
+    The error is kept by parameter and outlives a change of buckets; the factor belongs to the bucket. A state
+    holds the buckets, and the first step after it is loaded is made with them, whatever DDP's are; so is a
+    run's second step with those of its first, since DDP rebuilds its buckets in between. Such a step copies
+    the gradients to and fro and sends nothing during the backward pass.
+
+    Cost per step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
+    and, of gradients in 16 bits, an fp32 copy until the step's end; one host synchronisation, for the finite
+    check (none without `host_check`).
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range.
+
+    Examples:
+        >>> specs = [ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]
+        >>> BatchedPowerSGD().plan(specs).routes[0].matrix_shape
+        (46, 46)
+    """
+
+    sees_buckets = True
+
+    matrix_rank: int = 1
+
+    def prepare(
+        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
+    ) -> BucketPlan:
+        """As `Algorithm.prepare`: one route for the bucket, or one for each parameter if uncompressed."""
+        numel = sum(spec.numel for spec in specs)
+        shape = square(numel)
+        matrix_rank = self.matrix_rank_of(shape, specs[0].dtype) if numel else None
+        if matrix_rank is None:
+            routes = tuple(
+                self.uncompressed_route(spec, self.uncompressed_dtype(spec.dtype)) for spec in specs
+            )
+        else:
+            routes = (self.compressed_route(specs, shape, matrix_rank),)
+        return BatchedPlan(tuple(specs), routes, self)
+
+
+@dataclass(frozen=True)
+class BatchedPlan(LowRankPlan):
+    """A bucket as two factors."""
+
+    def compress(self, bucket: Bucket, memory: Memory) -> Requests:
+        """As `LowRankPlan.compress`: two rounds for each power iteration."""
+        (route,) = self.compressed
+        if route.matrix_shape is None or route.matrix_rank is None:
+            raise AssertionError("a compressed route has a shape and a rank")
+        label, (rows, columns), scale = route.label, route.matrix_shape, bucket.loss_scale
+        flat = bucket.flat.to(bucket.specs[0].memory_dtype)
+        residual = _residual(bucket, memory)
+        matrices = _rows(flat, columns)
+        errors = [] if residual is None else _rows(residual, columns)
+        parts = [
+            MatrixGroup([label], [matrix], errors[index : index + 1] or [None], route.matrix_rank)
+            for index, matrix in enumerate(matrices)
+        ]
+        heights = [len(matrix) for matrix in matrices]
+        dtype = self.config.message_dtype(bucket.flat.dtype)
+        received: list[torch.Tensor] = []
+        (right,) = self.bases.of(memory, parts[:1], left=False)
+        for iteration in range(self.config.power_iterations):
+            lefts = products(parts, [right] * len(parts), scale, add_error=iteration == 0)
+            left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
+            mean = yield Mean(packed([left], dtype))
+            received.append(mean)
+            (left,) = yield Jointly(orthonormal_rows, unpacked(mean, like=[left]))
+            lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
+            owns = projections(parts, lefts, scale, add_error=False)
+            own = sum(owns[1:], start=owns[0])
+            message = packed([own], dtype)
+            (own,) = as_sent(self.config.wire_dtype, message, [own])
+            mean = yield Mean(message)
+            received.append(mean)
+            (mean,) = unpacked(mean, like=[own])
+            if iteration + 1 < self.config.power_iterations:
+                (right,) = yield Jointly(orthonormal_rows, [mean])
+        if self.config.error_feedback and residual is None:
+            residual = torch.empty_like(flat)
+            errors = _rows(residual, columns)
+        yield Commit(lambda: all_finite(*received))
+        written = [errors[index : index + 1] or None for index in range(len(parts))]
+        reconstruct(parts, written, [[Factors(basis, own, mean)] for basis in lefts], scale)
+        _write_last_row(flat, matrices[-1])
+        if residual is not None:
+            _write_last_row(residual, errors[-1])
+        if flat is not bucket.flat:
+            round_into(bucket.flat, flat, residual, scale)
+        if residual is not None:
+            memory[ERROR].update(
+                zip((spec.name for spec in bucket.specs), bucket.split(residual), strict=True)
+            )
+        self.remember(memory, [label], [Factors(left, own, mean)], scale)
+
+
+def _rows(flat: torch.Tensor, columns: int) -> list[torch.Tensor]:
+    """Return all full rows of a flat tensor, a view, and the elements beyond, padded with zeros to a row."""
+    whole = flat.numel() - flat.numel() % columns
+    rows = [flat[:whole].view(-1, columns)]
+    if whole < flat.numel():
+        rows.append(pad(flat[whole:], (0, columns - (flat.numel() - whole))).view(1, columns))
+    return rows
+
+
+def _write_last_row(flat: torch.Tensor, row: torch.Tensor) -> None:
+    """Write back the last row of `_rows`, if that is a copy."""
+    beyond = flat.numel() % row.shape[1]
+    if beyond:
+        flat[-beyond:] = row[0, :beyond]
+
+
+def _residual(bucket: Bucket, memory: Memory) -> torch.Tensor | None:
+    """Return the residual of a bucket, flat; None if there is none.
+
+    In place, if memory has it in one piece. It has, once there was a step with this bucket.
+    """
+    names = [spec.name for spec in bucket.specs]
+    if not any(name in memory[ERROR] for name in names):
+        return None
+    nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
+    errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
+    storages = {error.untyped_storage().data_ptr() for error in errors}
+    ends = accumulate((error.numel() for error in errors), initial=errors[0].storage_offset())
+    if len(storages) == 1 and [error.storage_offset() for error in errors] == list(ends)[:-1]:
+        return errors[0].as_strided((bucket.flat.numel(),), (1,))
+    return torch.cat(errors)

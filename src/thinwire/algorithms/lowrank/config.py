@@ -1,0 +1,193 @@
+"""What every low-rank algorithm shares: its settings, and what they imply for sizes and types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
+from typing import TypeVar
+
+import torch
+
+from thinwire.algorithms.base import Algorithm, Memory
+from thinwire.algorithms.cast import WireDtype, short_name_of, wire_dtype_of
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.lowrank.slots import FACTOR, SENT
+from thinwire.checks import number, true_or_false, whole_count, whole_number
+from thinwire.errors import ConfigError
+from thinwire.plan import ParameterSpec, Route
+
+__all__ = ["LowRank", "LowRankRoute"]
+
+Config = TypeVar("Config", bound="LowRank")
+
+# What torch, the reference implementation and earlier versions call our settings.
+ELSEWHERE = {
+    "relative_error": "max_relative_error",
+    "rank": "matrix_rank",
+    "matrix_approximation_rank": "matrix_rank",
+    "min_compression_rate": "min_compression_ratio",
+    "start_powerSGD_iter": "warmup_steps",
+    "start_compressing_after_num_steps": "warmup_steps",
+    "use_error_feedback": "error_feedback",
+    "random_seed": "seed",
+    "num_iters_per_step": "power_iterations",
+}
+
+
+@dataclass(frozen=True)
+class LowRankRoute(Route):
+    """How a gradient travels: uncompressed, or as the two factors of a low-rank matrix.
+
+    Attributes:
+        matrix_shape: (rows, columns) of the compressed matrix, None if it is not compressed.
+        matrix_rank: Rank of its approximation, None if it is not compressed.
+    """
+
+    matrix_shape: tuple[int, int] | None = None
+    matrix_rank: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRank(Algorithm):
+    """The settings; `PowerSGD` says what each means."""
+
+    slots = (ERROR, FACTOR, SENT)
+    always_shown = ("matrix_rank",)
+
+    matrix_rank: int
+    min_compression_ratio: float = 2
+    warmup_steps: int = 0
+    error_feedback: bool = True
+    warm_start: bool = True
+    seed: int = 0
+    wire_dtype: WireDtype | None = None
+    power_iterations: int = 1
+
+    def __new__(cls: type[Config], *args: object, **settings: object) -> Config:
+        """Refuse settings without a name, or with one that there is not.
+
+        Raises:
+            ConfigError: There are such.
+        """
+        try:
+            signature(cls.__init__).bind_partial(None, *args, **settings)
+        except TypeError as error:
+            raise ConfigError(_respelt(cls, args, settings)) from error
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("matrix_rank", 1), ("seed", 0), ("power_iterations", 1)):
+            self._keep(name, whole_number(name, getattr(self, name), minimum=minimum))
+        self._keep("warmup_steps", whole_count("warmup_steps", self.warmup_steps, minimum=0))
+        for name in ("error_feedback", "warm_start"):
+            self._keep(name, true_or_false(name, getattr(self, name)))
+        ratio = number("min_compression_ratio", self.min_compression_ratio, minimum=0)
+        self._keep("min_compression_ratio", ratio)
+        if self.wire_dtype is not None:
+            self._keep("wire_dtype", short_name_of(self.wire_dtype))
+
+    def _keep(self, name: str, value: object) -> None:
+        """Set what others must have as well: of Python's own types, whatever it was given as."""
+        object.__setattr__(self, name, value)
+
+    def sends_uncompressed(self, names: Iterable[str], memory: Memory) -> bool:
+        """Return whether a step compresses nothing: in the warm-up, and to send a residual without feedback.
+
+        Args:
+            names: Of the bucket's parameters.
+            memory: Before the step.
+        """
+        has_residual = not memory[ERROR].keys().isdisjoint(names)
+        return memory.step < self.warmup_steps or (has_residual and not self.error_feedback)
+
+    @property
+    def factor_pairs(self) -> float:
+        """Left and right factors of a matrix that a step sends, on average."""
+        return self.power_iterations
+
+    def matrix_rank_of(
+        self, shape: tuple[int, int], dtype: torch.dtype, wanted: int | None = None
+    ) -> int | None:
+        """Return the matrix rank at which a matrix is compressed; None if that saves too few bytes.
+
+        Args:
+            shape: (rows, columns).
+            dtype: Of the gradient.
+            wanted: The matrix rank; None for `matrix_rank`.
+        """
+        rows, columns = shape
+        matrix_rank = min(wanted or self.matrix_rank, rows, columns)
+        factor_bytes = (rows + columns) * matrix_rank * self.factor_pairs * self.message_dtype(dtype).itemsize
+        uncompressed_bytes = rows * columns * self.uncompressed_dtype(dtype).itemsize
+        return matrix_rank if factor_bytes * self.min_compression_ratio < uncompressed_bytes else None
+
+    def message_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which the messages of a bucket of `dtype` travel."""
+        return (
+            torch.promote_types(dtype, torch.float32)
+            if self.wire_dtype is None
+            else self.uncompressed_dtype(dtype)
+        )
+
+    def uncompressed_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type in which a bucket of `dtype` travels where nothing of it is compressed."""
+        return dtype if self.wire_dtype is None else wire_dtype_of(self.wire_dtype)
+
+    def uncompressed_route(self, spec: ParameterSpec, dtype: torch.dtype) -> LowRankRoute:
+        """Return the route of a parameter that is not compressed and travels in a type.
+
+        Args:
+            spec: The parameter.
+            dtype: What it is sent in.
+        """
+        return LowRankRoute((spec.name,), spec.gradient_bytes, spec.numel * dtype.itemsize)
+
+    def compressed_route(
+        self, specs: Sequence[ParameterSpec], shape: tuple[int, int], matrix_rank: int
+    ) -> LowRankRoute:
+        """Return the route of parameters that are one matrix.
+
+        Args:
+            specs: Several only where a whole bucket is one.
+            shape: (rows, columns).
+            matrix_rank: Of its factors.
+        """
+        return LowRankRoute(
+            tuple(spec.name for spec in specs),
+            sum(spec.gradient_bytes for spec in specs),
+            self.factor_bytes(shape, matrix_rank, specs[0].dtype),
+            f"{shape[0]}×{shape[1]}, rank {matrix_rank}",
+            is_compressed=True,
+            matrix_shape=shape,
+            matrix_rank=matrix_rank,
+        )
+
+    def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
+        """Return the bytes that the left and right factors of one matrix take in a step.
+
+        Args:
+            shape: (rows, columns).
+            matrix_rank: Of the factors.
+            dtype: Of the gradient.
+        """
+        return matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.power_iterations
+
+
+def _respelt(kind: type[LowRank], args: Sequence[object], settings: Mapping[str, object]) -> str:
+    """Return what is wrong with these settings of an algorithm, and how they are written."""
+    if args:
+        matrix_rank = args[0] if isinstance(args[0], int) else 4
+        return (
+            f"{kind.__name__} takes settings by name, got {args[0]!r} without one; "
+            f"write {kind.__name__}(matrix_rank={matrix_rank})"
+        )
+    names = [name for name in signature(kind.__init__).parameters if name != "self"]
+    unknown = next(name for name in settings if name not in names)
+    meant = [ELSEWHERE[unknown]] if unknown in ELSEWHERE else get_close_matches(unknown, names, n=1)
+    if not meant:
+        return f"{kind.__name__} has no setting {unknown!r}; it has {', '.join(names)}"
+    return (
+        f"{kind.__name__} has no setting {unknown!r}; write {kind.__name__}({meant[0]}={settings[unknown]!r})"
+    )

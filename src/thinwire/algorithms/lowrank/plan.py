@@ -1,0 +1,138 @@
+"""What the plans of low-rank algorithms share: when they compress, what they keep, what they say of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import cast
+
+import torch
+
+from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory
+from thinwire.algorithms.cast import wire_dtype_of
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.exact import exchange_uncompressed
+from thinwire.algorithms.kernels.matrices import Terms
+from thinwire.algorithms.lowrank.bases import StartingBases, fitted
+from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
+from thinwire.algorithms.lowrank.slots import FACTOR, SENT
+from thinwire.algorithms.requests import Requests
+
+__all__ = ["LowRankPlan"]
+
+MAX_NAMES = 4
+
+
+@dataclass(frozen=True)
+class LowRankPlan(BucketPlan):
+    """How a bucket travels as factors.
+
+    Attributes:
+        routes: Of each parameter, or of the bucket.
+        config: The settings.
+    """
+
+    routes: tuple[LowRankRoute, ...]
+    config: LowRank
+
+    @cached_property
+    def compressed(self) -> tuple[LowRankRoute, ...]:
+        """The routes of matrices."""
+        return tuple(route for route in self.routes if route.is_compressed)
+
+    @cached_property
+    def bases(self) -> StartingBases:
+        """Makes the bases that steps start from."""
+        return StartingBases(self.config.seed, warm_start=self.config.warm_start)
+
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        """As `BucketPlan.exchange`: one round if nothing is to be compressed, else those of `compress`."""
+        names = [spec.name for spec in self.specs]
+        if self.compressed and not self.config.sends_uncompressed(names, memory):
+            yield from self.compress(bucket, memory)
+            return
+        wire_dtype = self.config.wire_dtype
+        yield from exchange_uncompressed(
+            bucket, memory, None if wire_dtype is None else wire_dtype_of(wire_dtype), always_checks=True
+        )
+        for label in self.labels:
+            memory[SENT].pop(label, None)
+
+    @abstractmethod
+    def compress(self, bucket: Bucket, memory: Memory) -> Requests:
+        """Turn the bucket into the mean of its approximations; a generator, as `exchange` is one.
+
+        Args:
+            bucket: Of this plan's parameters.
+            memory: That of all buckets.
+        """
+
+    def remember(
+        self, memory: Memory, labels: Sequence[str], terms: Terms, loss_scale: torch.Tensor | None
+    ) -> None:
+        """Keep the factors of a group, in units of the unscaled loss.
+
+        Args:
+            memory: Written.
+            labels: Of the group's matrices.
+            terms: Their factors, by iteration.
+            loss_scale: What the loss was multiplied by, None for 1.
+        """
+        factors = terms[-1].mean
+        own = [term.own.flatten(1) for term in terms]
+        sent = torch.cat(own, dim=1) if len(own) > 1 else own[0]
+        if loss_scale is not None:
+            factors, sent = factors / loss_scale, sent / loss_scale
+        if self.config.warm_start:
+            memory[FACTOR].update(zip(labels, factors.unbind(), strict=True))
+        if self.config.error_feedback:
+            memory[SENT].update(zip(labels, sent.unbind(), strict=True))
+
+    def adopt(self, memory: Memory) -> str:
+        """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
+        refitted = []
+        for route in self.compressed:
+            factor = memory[FACTOR].get(route.label)
+            if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:
+                continue
+            memory[FACTOR][route.label] = fitted(factor, factor.new_empty(route.matrix_rank, factor.shape[1]))
+            refitted.append((route.label, len(factor), route.matrix_rank))
+        if not refitted:
+            return ""
+        labels = sorted(label for label, _, _ in refitted)
+        more = f" and {len(labels) - MAX_NAMES} more" if len(labels) > MAX_NAMES else ""
+        _, there, here = refitted[0]
+        return (
+            f"the state's factors of {', '.join(labels[:MAX_NAMES])}{more} are of another matrix rank "
+            f"({there}, here {here}): they are cut, or extended with random rows, and fit again after a few "
+            "steps. No error is lost"
+        )
+
+    def diagnose(self, memory: Memory) -> Diagnosis | None:
+        """Return the approximation errors of the last step.
+
+        P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the residual and what was sent
+        are enough.
+
+        Cost: one norm for each compressed parameter.
+        """
+        known = [
+            route
+            for route in self.compressed
+            if route.label in memory[SENT] and memory[ERROR].keys() >= set(route.names)
+        ]
+        if not known:
+            return None
+        device = memory[SENT][known[0].label].device
+        errors = [_norm(memory[ERROR][name] for name in route.names).to(device) for route in known]
+        sent = [_norm([memory[SENT][route.label]]).to(device) for route in known]
+        norms = torch.stack(errors)
+        relative = torch.where(norms > 0, norms / torch.hypot(norms, torch.stack(sent)), 0.0)
+        return Diagnosis([route.label for route in known], relative, norms)
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms).double()))

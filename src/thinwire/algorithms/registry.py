@@ -1,0 +1,148 @@
+"""The algorithms there are: what demo, advise, check, the conformance suite and the command line iterate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from thinwire.algorithms.base import Algorithm, Slot
+from thinwire.algorithms.cast import Cast
+from thinwire.algorithms.exact import AllReduce
+from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
+from thinwire.algorithms.lowrank.powersgd import PowerSGD
+
+__all__ = ["REGISTRY", "SLOTS", "Registered", "Variant"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An algorithm with settings that are tried.
+
+    Attributes:
+        code: As it is written in code, behind `thinwire.`.
+        algorithm: The same.
+        tolerance: Relative error up to which its means are the true ones; where it keeps a residual, all
+            means so far and the residual together.
+        is_checked: Whether `thinwire check` runs it.
+        is_priced: Whether `thinwire.advise` prices it.
+        loss_gap_order: 0 where no gap to the loss of exact averaging was measured; else its place among all
+            gaps, from 1, the smallest, on. `advise` has `LocalSGD` among them.
+    """
+
+    code: str
+    algorithm: Algorithm
+    tolerance: float = 1e-5
+    is_checked: bool = False
+    is_priced: bool = False
+    loss_gap_order: int = 0
+
+
+@dataclass(frozen=True)
+class Registered:
+    """An algorithm that there is.
+
+    Attributes:
+        name: What it is called on a command line.
+        make: Makes it, with settings by name; all have defaults.
+        kind: Its class.
+        is_lossy: Whether its means are approximate.
+        has_memory: Whether it remembers anything between steps.
+        variants: Settings of it that are tried.
+    """
+
+    name: str
+    make: Callable[..., Algorithm]
+    kind: type[Algorithm]
+    is_lossy: bool
+    has_memory: bool
+    variants: tuple[Variant, ...] = ()
+
+    def made(self, **offered: object) -> Algorithm:
+        """Make it, with those of some settings that it has.
+
+        Examples:
+            >>> [str(each.made(matrix_rank=3)) for each in REGISTRY if each.name in ("exact", "powersgd")]
+            ['AllReduce()', 'PowerSGD(matrix_rank=3)']
+        """
+        names = vars(self.make())
+        return self.make(**{name: value for name, value in offered.items() if name in names})
+
+
+# Loss gaps are of losses after equally many steps, and steps to the same loss
+# (benchmarks/results/2026-11-21-quality.md, -quality-powersgd-4-powersgd-8-alternating.md, -time-to-loss.md).
+REGISTRY: tuple[Registered, ...] = (
+    Registered(
+        "exact",
+        AllReduce,
+        AllReduce,
+        is_lossy=False,
+        has_memory=False,
+        variants=(Variant("AllReduce()", AllReduce(), is_checked=True, is_priced=True),),
+    ),
+    Registered(
+        "fp16",
+        lambda: Cast("fp16"),
+        Cast,
+        is_lossy=True,
+        has_memory=False,
+        variants=(Variant('Cast("fp16")', Cast("fp16"), tolerance=3e-3, is_checked=True),),
+    ),
+    Registered(
+        "bf16",
+        lambda: Cast("bf16"),
+        Cast,
+        is_lossy=True,
+        has_memory=False,
+        variants=(Variant('Cast("bf16")', Cast("bf16"), tolerance=2e-2, is_checked=True, is_priced=True),),
+    ),
+    Registered(
+        "powersgd",
+        PowerSGD,
+        PowerSGD,
+        is_lossy=True,
+        has_memory=True,
+        variants=(
+            Variant("PowerSGD(matrix_rank=1)", PowerSGD(matrix_rank=1), is_priced=True, loss_gap_order=6),
+            Variant(
+                "PowerSGD(matrix_rank=2)",
+                PowerSGD(matrix_rank=2),
+                is_checked=True,
+                is_priced=True,
+                loss_gap_order=4,
+            ),
+            Variant("PowerSGD(matrix_rank=4)", PowerSGD(matrix_rank=4), is_priced=True, loss_gap_order=3),
+            Variant("PowerSGD(matrix_rank=8)", PowerSGD(matrix_rank=8), is_priced=True, loss_gap_order=2),
+            Variant(
+                "PowerSGD(matrix_rank=4, alternating=True)",
+                PowerSGD(matrix_rank=4, alternating=True),
+                is_priced=True,
+                loss_gap_order=5,
+            ),
+            Variant(
+                "PowerSGD(matrix_rank=2, alternating=True)",
+                PowerSGD(matrix_rank=2, alternating=True),
+                is_checked=True,
+            ),
+            Variant(
+                'PowerSGD(matrix_rank=2, wire_dtype="bf16")',
+                PowerSGD(matrix_rank=2, wire_dtype="bf16"),
+                tolerance=2e-2,
+                is_checked=True,
+            ),
+        ),
+    ),
+    Registered(
+        "batched-powersgd",
+        BatchedPowerSGD,
+        BatchedPowerSGD,
+        is_lossy=True,
+        has_memory=True,
+        variants=(Variant("BatchedPowerSGD(matrix_rank=1)", BatchedPowerSGD(), is_checked=True),),
+    ),
+)
+
+SLOTS: Mapping[str, Slot] = MappingProxyType(
+    {slot.name: slot for each in REGISTRY for slot in each.kind.slots}
+)
+"""What they remember, by name."""

@@ -1,0 +1,109 @@
+"""What is made of collectives outside steps: copies of one member's tensors, and stacks of all."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from thinwire.channel.transport import Transport
+from thinwire.errors import CommunicationError
+
+__all__ = ["copy_from", "gather_numbers", "gather_stacked"]
+
+MAX_DIMENSIONS = 16
+
+
+def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Transport) -> None:
+    """Make every tensor, in place, what it is on one member; exact to the bit.
+
+    Collective. Tensors travel as bytes, one message for each device.
+
+    Args:
+        is_source: Whether this member offers its own; of several, the last one's are taken.
+        tensors: The same shapes and types in the same order on every member.
+        transport: Over which group.
+
+    Raises:
+        CommunicationError: No member offers its own, or the transport fails.
+    """
+    by_device = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel():
+            by_device[tensor.device].append(tensor.detach())
+    for device, copied in by_device.items():
+        offered = torch.tensor([transport.rank if is_source else -1], device=device)
+        transport.all_reduce(offered, "finding the process to copy from", operation="max").wait()
+        source = int(offered)
+        if source < 0:
+            raise CommunicationError("no process of the group offers its tensors to the others")
+        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in copied])
+        transport.broadcast(flat, source, "copying tensors").wait()
+        parts = flat.split_with_sizes([tensor.nbytes for tensor in copied])
+        for tensor, part in zip(copied, parts, strict=True):
+            # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str) -> list[list[float]]:
+    """Return the numbers of all members, by rank. Collective.
+
+    Args:
+        numbers: As many on all members.
+        transport: Over which group.
+        purpose: What for, for errors.
+
+    Cost: a message of 8 bytes for each number from each member, and a host synchronisation.
+
+    Raises:
+        CommunicationError: The collective failed.
+    """
+    own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
+    rows = own.new_empty(transport.size, len(numbers))
+    transport.all_gather(rows, own, purpose).wait()
+    return rows.tolist()
+
+
+def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
+    """Return the tensors of all members, stacked by rank: shape (members, *shape). Collective.
+
+    Shapes and types are compared first: a backend would hang or mix them up.
+
+    Args:
+        tensor: Of any shape and type, the same on all members.
+        transport: Over which group.
+
+    Raises:
+        CommunicationError: The members brought different shapes or types (said on all of them), or the
+            transport failed.
+    """
+    described = [
+        float(_DTYPES.index(tensor.dtype)),
+        float(tensor.dim()),
+        *map(float, tensor.shape[:MAX_DIMENSIONS]),
+    ]
+    padding = [-1] * (MAX_DIMENSIONS + 2 - len(described))
+    everyone = gather_numbers([*described, *padding], transport, "comparing the shapes to gather")
+    if any(other != everyone[0] for other in everyone):
+        kinds = "; ".join(f"process {rank}: {_kind(each)}" for rank, each in enumerate(everyone))
+        raise CommunicationError(
+            f"all processes must gather one shape and type, got {kinds}; pad or cast first"
+        )
+    # Not before they are compared: where only some have so many, the others would wait for them.
+    if tensor.dim() > MAX_DIMENSIONS:
+        raise CommunicationError(
+            f"a tensor of {tensor.dim()} dimensions can't be gathered, at most {MAX_DIMENSIONS}"
+        )
+    flat = tensor.contiguous().view(-1)
+    rows = flat.new_empty(transport.size, flat.numel())
+    transport.all_gather(rows, flat, "gathering tensors").wait()
+    return rows.view(transport.size, *tensor.shape)
+
+
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def _kind(described: Sequence[float]) -> str:
+    dtype, dimensions, *shape = map(int, described)
+    return f"{tuple(shape[:dimensions])} {_DTYPES[dtype]}"

@@ -1,0 +1,152 @@
+"""A transport that counts what goes through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+from thinwire.channel.transport import Collective, Transport, Work
+from thinwire.channel.wrapped import Wrapped
+
+__all__ = ["CollectiveTraffic", "Metered", "Traffic", "wire_bytes"]
+
+
+def wire_bytes(collective: Collective, message_bytes: int, members: int) -> int:
+    """Return the bytes that leave, and reach, each member on the wire; of an all-reduce, those of a ring.
+
+    Args:
+        collective: What carries the message.
+        message_bytes: Bytes that each member hands over.
+        members: Of the group.
+
+    Examples:
+        >>> [wire_bytes(kind, 300, 3) for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")]
+        [400, 600, 200, 300]
+    """
+    others = members - 1
+    return {
+        "all_reduce": 2 * message_bytes * others // members,
+        "all_gather": message_bytes * others,
+        "all_to_all": message_bytes * others // members,
+        "broadcast": message_bytes if others else 0,
+    }[collective]
+
+
+@dataclass
+class CollectiveTraffic:
+    """What one kind of collective has carried.
+
+    Attributes:
+        messages: Calls.
+        message_bytes: Bytes of the messages, counted as of an all-reduce: a message of n bytes stands for
+            2 n (members − 1) / members bytes that leave a member, as on a ring. So collectives compare,
+            whatever the number of members.
+        sent_bytes: Bytes that have left this member on the wire; of an all-reduce, those of a ring.
+        received_bytes: Bytes that have reached it.
+    """
+
+    messages: int = 0
+    message_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass
+class Traffic:
+    """What went through a transport.
+
+    Attributes:
+        waiting_seconds: Time the host was blocked until results had come back.
+    """
+
+    waiting_seconds: float = 0.0
+    _by_collective: dict[Collective, CollectiveTraffic] = field(default_factory=dict)
+
+    @property
+    def by_collective(self) -> Mapping[Collective, CollectiveTraffic]:
+        """What each kind of collective has carried, of those that were used."""
+        return MappingProxyType(self._by_collective)
+
+    @property
+    def messages(self) -> int:
+        """All collectives."""
+        return sum(each.messages for each in self._by_collective.values())
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of all messages, counted as of an all-reduce."""
+        return sum(each.message_bytes for each in self._by_collective.values())
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that have left this member on the wire."""
+        return sum(each.sent_bytes for each in self._by_collective.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that have reached it."""
+        return sum(each.received_bytes for each in self._by_collective.values())
+
+    def count(self, collective: Collective, handed_bytes: int, members: int) -> None:
+        """Add a message.
+
+        Args:
+            collective: What carries it.
+            handed_bytes: Bytes of the tensor that this member hands over.
+            members: Of the group.
+        """
+        message_bytes = {
+            "all_reduce": handed_bytes,
+            "all_gather": handed_bytes * members // 2,
+            "all_to_all": handed_bytes // 2,
+            "broadcast": handed_bytes,
+        }[collective]
+        on_the_wire = wire_bytes(collective, handed_bytes, members)
+        counted = self._by_collective.setdefault(collective, CollectiveTraffic())
+        counted.messages += 1
+        counted.message_bytes += message_bytes
+        counted.sent_bytes += on_the_wire
+        counted.received_bytes += on_the_wire
+
+
+class Metered(Wrapped):
+    """Counts what goes through another transport.
+
+    Args:
+        transport: Carries the messages.
+        traffic: Where to count; None for a new one.
+
+    Attributes:
+        traffic: The counts so far.
+    """
+
+    def __init__(self, transport: Transport, traffic: Traffic | None = None) -> None:
+        super().__init__(transport)
+        self.traffic = Traffic() if traffic is None else traffic
+
+    def send(
+        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
+    ) -> Work:
+        """As `Wrapped.send`; count it, and the time that is waited for it."""
+        self.traffic.count(collective, tensor.nbytes, self.size)
+        return _TimedWork(start(), self.traffic)
+
+
+@dataclass(frozen=True)
+class _TimedWork:
+    work: Work
+    traffic: Traffic
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        try:
+            self.work.wait()
+        finally:
+            self.traffic.waiting_seconds += time.perf_counter() - start

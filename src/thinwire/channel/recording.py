@@ -1,0 +1,77 @@
+"""A transport that notes what is sent through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from thinwire.channel.transport import Collective, Transport, Work
+from thinwire.channel.wrapped import Wrapped
+
+__all__ = ["Note", "Recording"]
+
+
+@dataclass
+class Note:
+    """A message that was sent. Notes are equal if the messages are, whenever those were sent.
+
+    Attributes:
+        collective: What carried it.
+        shape: Of the tensor that this member handed over.
+        dtype: Of the same.
+        purpose: As its sender gave it.
+        sent_seconds: When it was sent, on the clock `time.perf_counter`.
+        awaited_seconds: When its sender first waited for it, on the same clock; None before that.
+    """
+
+    collective: Collective
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    purpose: str
+    sent_seconds: float = field(default=0.0, compare=False)
+    awaited_seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes that this member handed over."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Recording(Wrapped):
+    """Notes what goes through another transport: for tests, and for reckoning what a step sends.
+
+    Args:
+        transport: Carries the messages.
+
+    Attributes:
+        notes: The messages so far.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(transport)
+        self.notes: list[Note] = []
+
+    def send(
+        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
+    ) -> Work:
+        """As `Wrapped.send`; note it, and when it is waited for."""
+        note = Note(collective, tuple(tensor.shape), tensor.dtype, purpose, time.perf_counter())
+        self.notes.append(note)
+        return _NotedWork(start(), note)
+
+
+@dataclass(frozen=True)
+class _NotedWork:
+    work: Work
+    note: Note
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        if self.note.awaited_seconds is None:
+            self.note.awaited_seconds = time.perf_counter()
+        self.work.wait()

@@ -1,0 +1,25 @@
+"""Uneven inputs: how processes of a `torch.distributed` join context learn how many still have input."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable
+
+__all__ = ["members_over_contributors", "notify_of_step"]
+
+
+def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
+    """Tell the join context that this process contributes, and learn how many do: shape (1,).
+
+    None outside a join context, and where another joinable speaks for this process.
+    """
+    work = Join.notify_join_context(joinable)
+    if work is None:
+        return None
+    (contributors,) = work.get_future().wait()
+    return joinable.join_process_group.size() / contributors  # type: ignore[no-any-return]
+
+
+def notify_of_step(joinable: Joinable) -> None:
+    """Tell the join context, if there is one, that this process has made a step with input."""
+    Join.notify_join_context(joinable)

@@ -1,0 +1,115 @@
+"""The `thinwire` command as a whole: its subcommands, its errors, its pipes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.version import __version__
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["Settings", "build_app", "main"]
+
+CLI_PACKAGES = ("jinja2", "matplotlib", "numpy", "rich", "typer")
+BROKEN_PIPE_CODE = 128 + 13  # as a shell tells an end by SIGPIPE
+
+
+@dataclass
+class Settings:
+    """What was asked for before the command's name."""
+
+    debug: bool = False
+
+
+def main() -> None:
+    """Run one command. A user's mistake is one line on stderr, a traceback only with --debug.
+
+    So is output that can't be written; where nobody reads it, the command ends as if by SIGPIPE.
+    """
+    settings = Settings()
+    try:
+        try:
+            build_app(settings)()
+        finally:
+            _write_what_is_left()
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in CLI_PACKAGES:
+            raise
+        _fail(f"the command line needs {package}: pip install '.[cli]' in a clone of Thinwire", code=2)
+    except BrokenPipeError:
+        sys.exit(BROKEN_PIPE_CODE)
+    except (ThinwireError, OSError) as error:
+        if settings.debug:
+            raise
+        _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def build_app(settings: Settings) -> typer.Typer:
+    """Return the command with its subcommands.
+
+    Args:
+        settings: Gets what is asked for before the command's name.
+
+    Raises:
+        ModuleNotFoundError: The packages of the extra `cli` are not installed.
+    """
+    import typer  # noqa: PLC0415 - an optional package, needed by the command line alone
+
+    from thinwire.cli.advise import advise  # noqa: PLC0415 - the same
+    from thinwire.cli.check import check  # noqa: PLC0415 - the same
+    from thinwire.cli.demo import demo  # noqa: PLC0415 - the same
+    from thinwire.cli.lab import lab  # noqa: PLC0415 - the same
+    from thinwire.cli.probe import probe  # noqa: PLC0415 - the same
+    from thinwire.cli.report import report  # noqa: PLC0415 - the same
+
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+    @app.callback(invoke_without_command=True)
+    def describe(
+        *,
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+        version: bool = typer.Option(False, "--version", help="Print the version."),
+    ) -> None:
+        """Thinwire trains PyTorch models data-parallel over slow networks: small messages, same model.
+
+        Example: `thinwire demo`
+        """
+        settings.debug = debug
+        if version:
+            typer.echo(f"thinwire {__version__}")
+            raise typer.Exit
+
+    for command in (check, probe, advise, lab, demo, report):
+        app.command()(command)
+    return app
+
+
+def _write_what_is_left() -> None:
+    """Write out what was printed: when the interpreter ends it is too late to say that it can't be.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    if sys.stdout is None:  # as where a shell has closed it
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"the output can't be written: {error.strerror}") from error
+
+
+def _fail(message: str, *, code: int) -> NoReturn:
+    print(f"thinwire: {message}", file=sys.stderr)
+    sys.exit(code)

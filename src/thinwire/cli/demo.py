@@ -1,0 +1,137 @@
+"""The `thinwire demo` command: options in, live progress, a table out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli.progress import shown_progress
+from thinwire.cli.report import write_report
+from thinwire.demo.launch import JobInterruptedError, run_job
+from thinwire.demo.model import GPT, SIZES
+from thinwire.demo.options import ALGORITHMS, DemoOptions
+from thinwire.demo.records import read_records
+from thinwire.demo.summary import Summary, summarize
+
+__all__ = ["FOOTNOTE", "demo", "summary_table"]
+
+FOOTNOTE = (
+    "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "
+    "ring all-reduce of N processes sends; without overlap, latency ignored."
+)
+
+
+def demo(
+    *,
+    processes: Annotated[
+        int, typer.Option(help="Training processes on this machine.")
+    ] = DemoOptions.processes,
+    steps: Annotated[int, typer.Option(help="Training steps of each algorithm.")] = DemoOptions.steps,
+    algorithm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"One of {', '.join(ALGORITHMS)}; repeat the option to compare.",
+            show_default=" and ".join(DemoOptions.algorithms),
+        ),
+    ] = None,
+    matrix_rank: Annotated[
+        int, typer.Option(help="Rank of the low-rank factors: more bytes, more exact.")
+    ] = DemoOptions.matrix_rank,
+    model_size: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
+        ),
+    ] = DemoOptions.model_size,
+    seed: Annotated[int, typer.Option(help="Of the initial model and the batches.")] = DemoOptions.seed,
+    output: Annotated[
+        Path, typer.Option(help="Folder for the records, one line of JSON for each step, and the log.")
+    ] = DemoOptions.output,
+) -> None:
+    """Train a small GPT on Python's own standard library, once per algorithm, and compare them.
+
+    Every algorithm starts from the same model and sees the same batches. The training processes run on this
+    machine and exchange gradients with Gloo over its loopback interface. At the end, a page of HTML compares
+    them.
+
+    Example: `thinwire demo --steps 100 --algorithm exact --algorithm powersgd`
+    """
+    options = DemoOptions(
+        processes=processes,
+        steps=steps,
+        algorithms=tuple(algorithm or DemoOptions.algorithms),
+        matrix_rank=matrix_rank,
+        model_size=model_size,
+        seed=seed,
+        output=output,
+    )
+    console = Console(highlight=False)
+    console.print(opening(options), soft_wrap=True)
+    try:
+        with shown_progress(console, options) as show:
+            run_job(options, show)
+    except JobInterruptedError as interruption:
+        typer.echo(f"thinwire: {interruption}", err=True)
+        raise typer.Exit(128 + interruption.signal_number) from None
+    show_summary(options, console)
+
+
+def opening(options: DemoOptions) -> str:
+    """Return what is about to happen, in one line."""
+    # Not on torch's meta device: what that imports takes longer than the largest model.
+    parameters = sum(parameter.numel() for parameter in GPT(SIZES[options.model_size]).parameters())
+    return (
+        f"Training a byte-level GPT of {parameters / 1e6:.1f} M parameters on Python's standard library: "
+        f"{options.processes} processes, {options.steps} steps with each of {', '.join(options.algorithms)}."
+    )
+
+
+def show_summary(options: DemoOptions, console: Console) -> None:
+    """Print the final table from the records on disk, and write the page.
+
+    Args:
+        options: The settings of the run.
+        console: Where the table goes.
+    """
+    paths = [options.record_path(name) for name in options.algorithms]
+    console.print(summary_table([summarize(read_records(path)) for path in paths]))
+    console.print(FOOTNOTE, f"Every step is a line of {options.output}/*.jsonl", sep="\n", soft_wrap=True)
+    page = options.output / "report.html"
+    write_report(paths, page)
+    console.print(f"Compared at length: {page}", soft_wrap=True)
+
+
+def summary_table(summaries: Sequence[Summary]) -> Table:
+    """Return a table with a column for each algorithm and a row for each figure."""
+    table = Table(title="The same training, once per algorithm")
+    table.add_column("per step of process 0")
+    for summary in summaries:
+        table.add_column(summary.algorithm, justify="right")
+    for label, cell in FIGURES.items():
+        table.add_row(label, *map(cell, summaries))
+    return table
+
+
+def _milliseconds_at(bits_per_second: float) -> Callable[[Summary], str]:
+    return lambda summary: f"{1e3 * summary.implied_step_seconds(bits_per_second):.1f}"
+
+
+FIGURES: dict[str, Callable[[Summary], str]] = {
+    "held-out loss, nats/byte": lambda summary: (
+        "not measured" if summary.heldout_loss is None else f"{summary.heldout_loss:.3f}"
+    ),
+    "ms (median)": lambda summary: f"{1e3 * summary.step_seconds:.1f}",
+    "ms waiting (median)": lambda summary: f"{1e3 * summary.waiting_seconds:.1f}",
+    "MB sent": lambda summary: f"{summary.message_bytes / 1e6:.3f}",
+    "compression ratio": lambda summary: f"{summary.compression_ratio:.1f}",
+    "ms at 10 Gbit/s *": _milliseconds_at(1e10),
+    "ms at 1 Gbit/s *": _milliseconds_at(1e9),
+    "ms at 100 Mbit/s *": _milliseconds_at(1e8),
+}

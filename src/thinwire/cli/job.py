@@ -1,0 +1,88 @@
+"""Joining the process group of the job that a command was started in."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from thinwire.errors import ConfigError
+from thinwire.local_job import is_in_local_job, join_local_job, loopback_interface
+
+__all__ = ["alone", "joined_job"]
+
+
+@contextmanager
+def joined_job(
+    command: str, backend: str | None, *, timeout_seconds: float = 600.0
+) -> Iterator[torch.device]:
+    """Join the default process group of the job, and yield the process's device.
+
+    Args:
+        command: Its name, for the error.
+        backend: None for NCCL where there is a GPU, else Gloo.
+        timeout_seconds: Of every collective.
+
+    Raises:
+        ConfigError: This is no process of a job, or the job can't be joined.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"{command} runs on the processes of a job: start it on all of them, such as torchrun "
+            f"--nproc-per-node 2 --no-python thinwire {command}; or on this machine alone, with --processes 2"
+        )
+    device = torch.device("cpu")
+    try:
+        if backend != "gloo" and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+        if is_in_local_job():
+            join_local_job(chosen, timeout_seconds=timeout_seconds)
+        else:
+            dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"the process group of the job can't be joined: {error}") from error
+    try:
+        yield device
+    finally:
+        _leave_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make a default process group of this process only, which listens on the loopback interface only.
+
+    Raises:
+        ConfigError: This machine has no loopback interface.
+    """
+    variable = "GLOO_SOCKET_IFNAME"  # without it Gloo listens on the address of this machine's name
+    before = os.environ.get(variable)
+    os.environ[variable] = loopback_interface()
+    try:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            _leave_group()
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def _leave_group() -> None:
+    """Destroy the default process group, and before that what keeps it.
+
+    A DDP model that is still there, in a cycle, keeps the backend's threads running into the interpreter's
+    end, where they now and then abort.
+    """
+    gc.collect()
+    dist.destroy_process_group()

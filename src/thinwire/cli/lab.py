@@ -1,0 +1,73 @@
+"""The `thinwire lab` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.errors import ConfigError
+from thinwire.lab.job import Output, run_on_hosts
+from thinwire.lab.layout import Layout
+from thinwire.lab.namespace import check_machine
+from thinwire.lab.network import Network
+
+__all__ = ["lab"]
+
+
+def lab(
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="What to run on every host.")],
+    *,
+    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as the machine"
+        ),
+    ] = None,
+    hosts_per_node: Annotated[
+        int, typer.Option(help="Hosts that share one slow link, and are joined fast among each other.")
+    ] = 1,
+    grace_seconds: Annotated[
+        float, typer.Option(help="After one host has failed, before the others are told to end.")
+    ] = 30.0,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write exit code, and seconds and bytes of each host, as JSON."),
+    ] = None,
+) -> None:
+    """Run a training script on several hosts with slow links, all on this machine.
+
+    Each host is a network namespace with an address of its own, and what it sends is shaped to the rate.
+    Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
+    Gloo uses the slow link.
+
+    Example: `thinwire lab --hosts 4 --rate 100mbit -- python train.py --epochs 1`
+
+    Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The hosts share the
+    processors of this machine: compare runs with each other, not with a real cluster.
+    """
+    layout = Layout(hosts=hosts, rate=rate, hosts_per_node=hosts_per_node)
+    if not grace_seconds >= 0:
+        raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
+    check_machine()
+    output = Output(sys.stdout.buffer)
+    with Network(layout) as network:
+        exit_code, seconds = run_on_hosts(network, command, output, grace_seconds=grace_seconds)
+        sent_bytes = [network.sent_bytes(host) for host in range(layout.hosts)]
+    if report is not None:
+        outcome = {"exit_code": exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
+        report.write_text(json.dumps(outcome) + "\n")
+    if output.error is not None:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(output.error, BrokenPipeError):
+            raise OSError(f"the hosts' output can't be written: {output.error.strerror}") from output.error
+    else:
+        for host, (sent, took) in enumerate(zip(sent_bytes, seconds, strict=True)):
+            print(f"thinwire lab: host {host} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
+    raise typer.Exit(exit_code)

@@ -1,0 +1,150 @@
+"""The `thinwire probe` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli.job import joined_job
+from thinwire.errors import ConfigError
+from thinwire.local_job import run_here
+from thinwire.probe.measure import probe as measure
+from thinwire.probe.result import Probe, ring_share
+
+__all__ = ["probe"]
+
+BAR_WIDTH = 20
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def probe(
+    *,
+    budget_seconds: Annotated[float, typer.Option(help="About how long it may take.")] = 20.0,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
+    ] = None,
+    all_pairs: Annotated[
+        bool | None,
+        typer.Option(
+            "--all-pairs/--neighbours",
+            help="Which pairs of processes to time.",
+            show_default="all of up to 8",
+        ),
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what was found, as JSON.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw time against message size: .png, .svg, .pdf.")
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            help="Start so many on this machine, joined over its loopback interface only.",
+            show_default="this is one of a job",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Measure how fast the processes of a job can average, over message sizes, and which are near each other.
+
+    To be started on every process, as the training is; or with `--processes`, to see what this machine alone
+    can do.
+
+    Example: `torchrun --nproc-per-node 2 --no-python thinwire probe --save probe.json`
+
+    Example: `thinwire lab --hosts 2 --rate 100mbit -- thinwire probe`
+    """
+    if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
+    run_here(processes)
+    with joined_job("probe", backend) as device:
+        is_first = dist.get_rank() == 0
+        console = Console(stderr=True, quiet=not is_first)
+        with console.status("measuring …") as status:
+            found = measure(
+                budget_seconds=budget_seconds, device=device, all_pairs=all_pairs, progress=status.update
+            )
+        if is_first:
+            print(found.to_json()) if as_json else show(found, Console())
+            if save is not None:
+                found.save(save)
+            if plot is not None:
+                save_plot(found, plot)
+
+
+def save_plot(found: Probe, path: Path) -> None:
+    """Draw the time of an averaging against its message's size, with the spread.
+
+    Args:
+        found: What was measured.
+        path: The figure's file, whose ending tells its format.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import, needed here alone
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    sizes = [each.message_bytes for each in found.timings]
+    medians = [1e3 * each.median_seconds for each in found.timings]
+    spreads = [1e3 * each.spread_seconds / 2 for each in found.timings]
+    lowest = [max(middle - spread, middle / 10) for middle, spread in zip(medians, spreads, strict=True)]
+    highest = [middle + spread for middle, spread in zip(medians, spreads, strict=True)]
+    axes.fill_between(sizes, lowest, highest, alpha=0.25)
+    axes.plot(sizes, medians, "o-")
+    axes.set(
+        xscale="log", yscale="log", xlabel="bytes per message", ylabel="ms per averaging, median and spread"
+    )
+    axes.set_title(
+        f"{found.world_size} processes, {found.backend}: {8e-6 * found.bytes_per_second:,.0f} Mbit/s"
+    )
+    axes.grid(which="both", alpha=0.25)
+    figure.savefig(path)
+
+
+def show(found: Probe, console: Console) -> None:
+    """Print what was found: a table with bars, then what follows from it.
+
+    Args:
+        found: What was measured.
+        console: Where to.
+    """
+    console.print(_table(found))
+    megabits = 8 * found.bytes_per_second / 1e6
+    console.print(
+        f"latency    {1e3 * found.latency_seconds:.3f} ms per averaging of {found.world_size} processes"
+    )
+    console.print(f"bandwidth  {megabits:,.0f} Mbit/s each process sends, in the largest messages")
+    if len(found.nodes) > 1:
+        nodes = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
+        console.print(f"structure  fast inside, slow between the groups {nodes}")
+
+
+def _table(found: Probe) -> Table:
+    table = Table(title=f"Averaging on {found.world_size} processes, {found.backend}, {found.device}")
+    for name in ("message", "ms, median", "spread", "times", "Mbit/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    rates = [
+        8e-6 * ring_share(found.world_size) * each.message_bytes / each.median_seconds
+        for each in found.timings
+    ]
+    for timing, rate in zip(found.timings, rates, strict=True):
+        table.add_row(
+            _size(timing.message_bytes),
+            f"{1e3 * timing.median_seconds:.3f}",
+            f"{1e3 * timing.spread_seconds:.3f}",
+            str(len(timing.seconds)),
+            f"{rate:,.1f}",
+            "█" * round(BAR_WIDTH * rate / max(rates)),
+        )
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    units = [(1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")]
+    size, unit = next(each for each in units if num_bytes >= each[0])
+    return f"{num_bytes // size} {unit}"

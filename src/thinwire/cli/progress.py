@@ -1,0 +1,77 @@
+"""What a run of the demo looks like while it runs: live bars on a terminal, plain lines in a pipe."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import fmean
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+
+from thinwire.demo.options import DemoOptions
+from thinwire.demo.records import TrainedStep
+
+__all__ = ["shown_progress"]
+
+AVERAGED_STEPS = 20
+PLAIN_LINES = 10
+
+
+@contextmanager
+def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[[TrainedStep], None]]:
+    """Show the steps of a run, in the way that suits where the output goes.
+
+    Args:
+        console: Where it goes.
+        options: The settings of the run.
+
+    Yields:
+        What takes each step and shows it.
+    """
+    recent: deque[TrainedStep] = deque(maxlen=AVERAGED_STEPS)
+
+    def take(step: TrainedStep) -> str:
+        if recent and recent[-1].algorithm != step.algorithm:
+            recent.clear()
+        recent.append(step)
+        seconds = sum(each.step_seconds for each in recent)
+        loss = fmean(each.loss for each in recent)
+        megabytes = sum(each.message_bytes for each in recent) / 1e6 / seconds
+        return f"loss {loss:.3f}  {len(recent) / seconds:4.1f} steps/s  {megabytes:4.1f} MB/s sent"
+
+    if not console.is_terminal:
+        width, digits = max(map(len, options.algorithms)), len(str(options.steps))
+
+        def print_line(step: TrainedStep) -> None:
+            averages = take(step)
+            if step.step in (1, options.steps) or step.step % max(1, options.steps // PLAIN_LINES) == 0:
+                place = f"step {step.step:>{digits}}/{options.steps}"
+                line = f"{step.algorithm:>{width}}  {place}  {averages}"
+                console.print(line, soft_wrap=True, highlight=False)
+
+        yield print_line
+        return
+
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(table_column=Column(min_width=2 * len(str(options.steps)) + 1)),
+        TextColumn("{task.fields[recent]}"),
+        TimeRemainingColumn(),
+        console=console,
+        expand=True,
+    ) as progress:
+        tasks = {
+            name: progress.add_task(name, total=options.steps, start=False, recent="")
+            for name in options.algorithms
+        }
+
+        def move_bar(step: TrainedStep) -> None:
+            if step.step == 1:
+                progress.start_task(tasks[step.algorithm])
+            progress.update(tasks[step.algorithm], completed=step.step, recent=take(step))
+
+        yield move_bar

@@ -1,0 +1,351 @@
+"""What stands behind `thinwire.powersgd`: epfml's names, apart from `thinwire.algorithms.PowerSGD`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from thinwire import algorithms
+from thinwire.algorithms.lowrank.config import LowRankRoute
+from thinwire.checks import checked_scaler
+from thinwire.errors import ConfigError, StepError
+from thinwire.fronts.tensors import Gradients, StepFront
+from thinwire.plan import ParameterSpec, Plan
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.stats import Stats
+
+__all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
+
+
+class Aggregator(ABC):
+    """Averages gradients over processes; your own may derive from it."""
+
+    @abstractmethod
+    def aggregate(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the (approximate) mean gradients; what is not sent stays in the input, zeros if nothing."""
+
+
+class Config(NamedTuple):
+    """Settings of `PowerSGD`, with the reference's names and defaults.
+
+    Attributes:
+        rank: Matrix rank of the factors; lower is fewer bytes.
+        min_compression_rate: A matrix is compressed only if its elements are more than this times
+            0.5 · num_iters_per_step · rank · sum(shape), with a rank of at most the smallest size in the
+            shape. Of a matrix those are the elements sent in a step; of a convolution, which is counted by
+            its own shape as the reference does, more are sent. (Gradients of 16 bits, whose factors have
+            32, count half. With a rate of 1 or more, gradients that would not shrink all together travel
+            uncompressed.)
+        num_iters_per_step: Rounds per step. Each sends one factor of what the ones before left over,
+            left and right in turn, and their results add up.
+        start_compressing_after_num_steps: Steps at the start that average uncompressed gradients.
+    """
+
+    rank: int
+    min_compression_rate: float = 2
+    num_iters_per_step: int = 1
+    start_compressing_after_num_steps: int = 100
+
+
+class _Synchronised(Aggregator):
+    """An aggregator over a `StepFront`."""
+
+    grad_scaler: GradScaler | None
+
+    @abstractmethod
+    def front_for(self, tensors: Gradients) -> StepFront:
+        """Return the front for these parameters or gradients."""
+
+    @torch.no_grad()
+    def aggregate(self, gradients: Gradients) -> list[Any]:
+        """Return the mean gradients; leave the residual in the input, which the next gradients are added to.
+
+        For loops that keep the error in `p.grad`, as the reference does: feed the same tensors again. Of
+        16-bit gradients the part of the error that their type can't hold is kept here. State that is
+        saved does not hold what is in your tensors: to save and resume, use `optimizer_step`.
+
+        Args:
+            gradients: One for each parameter, None where it has none on this process; written.
+
+        Returns:
+            New tensors; None where no process has a gradient. If a mean is not finite, they are NaN (zeros,
+            with `on_nonfinite="zero"`), and the input is as it was.
+
+        Raises:
+            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; the input is as it was.
+            ConfigError: Their number or a shape is not that of the parameters.
+            GradientError: One is sparse.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        front = self.front_for(gradients)
+        means, committed = front.average(gradients)
+        if not committed:
+            front.engine.warn_of_nonfinite()
+        for index, gradient in enumerate(gradients if committed else ()):
+            if gradient is not None:
+                self._leave_error(front, index, gradient)
+        return means
+
+    def _leave_error(self, front: StepFront, index: int, gradient: torch.Tensor) -> None:
+        error = front.engine.take_error(front.name_of(index))
+        if error is None:
+            gradient.zero_()
+            return
+        scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale(torch.ones_like(error[:1]))
+        gradient.copy_(front.in_layout(index, error * scale))
+        held = torch.empty_like(error)
+        front.in_layout(index, held).copy_(gradient)
+        rest = error - held / scale
+        if gradient.dtype.itemsize < error.dtype.itemsize and rest.any():
+            front.engine.put_error(front.name_of(index), rest)
+
+
+class AllReduce(_Synchronised):
+    """Averages uncompressed gradients.
+
+    Args:
+        process_group: None for the default one; without any, this process is the only worker.
+        grad_scaler: The `GradScaler` that scales the loss, if there is one; `optimizer_step` steps through
+            it.
+        on_nonfinite: With "zero" or "raise", means that are not finite are zeros, or raise `NonfiniteError`,
+            on all processes; and `optimizer_step` skips the step. With "nan" nobody looks at them.
+
+    Raises:
+        ConfigError: `grad_scaler` is none, or `on_nonfinite` is not one of these, or does not go with it.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
+    ) -> None:
+        self.grad_scaler = checked_scaler(grad_scaler)
+        self._on_nonfinite = checked_on_nonfinite(on_nonfinite, grad_scaler)
+        self._process_group = process_group
+        self._front: StepFront | None = None
+
+    def aggregate(self, gradients: Gradients) -> list[Any]:
+        """As `Aggregator.aggregate`; of no gradients no means, and no message."""
+        return super().aggregate(gradients) if gradients else []
+
+    def front_for(self, tensors: Gradients) -> StepFront:
+        """Return a new front whenever there are other tensors than before: nothing is remembered.
+
+        Raises:
+            ConfigError: A tensor is None: its shape is not known.
+        """
+        given = [tensor for tensor in tensors if tensor is not None]
+        if len(given) < len(tensors):
+            raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
+        if self._front is None or _kinds(self._front.parameters) != _kinds(given):
+            self._front = StepFront(
+                given,
+                algorithms.AllReduce(),
+                process_group=self._process_group,
+                on_nonfinite=self._on_nonfinite,
+            )
+        return self._front
+
+
+class PowerSGD(StepFront, _Synchronised):
+    """Sends low-rank factors of every gradient matrix; what is not sent is added to the next gradients.
+
+    Source: Vogels et al., "PowerSGD" (arXiv 1905.13727), in the form of the reference implementation, which
+    is algorithm 2 of "PowerGossip" (arXiv 2008.01425): one round for each iteration, left and right in turn.
+
+    Each matrix is normalised on its own. Gradients of any floating type; error and factors are fp32, of fp64
+    gradients fp64.
+
+    Args:
+        params: The model's parameters, in an order that is the same in every run: saved state knows them by
+            their position.
+        config: The settings.
+        process_group: None for the default one; without any, this process is the only worker.
+        grad_scaler: The `GradScaler` that scales the loss, if there is one. The error is then kept in
+            unscaled units, and `optimizer_step` steps through the scaler.
+        on_nonfinite: What `aggregate` gives back where a mean is not finite: NaN, or zeros ("zero"); or it
+            raises `NonfiniteError` ("raise"), as `optimizer_step` does. That else skips the step, on all
+            processes.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
+        AttachError: This process is not in the group, or `torchrun` has started several and
+            `torch.distributed` is not initialised.
+
+    Cost per step: `num_iters_per_step` rounds of r · (rows or columns) elements for each matrix, and see
+    `StepFront`.
+
+    Examples:
+        >>> layer = torch.nn.Linear(64, 32)  # in a process group
+        >>> powersgd = PowerSGD(layer.parameters(), Config(rank=2, start_compressing_after_num_steps=0))
+        >>> layer(torch.ones(1, 64)).sum().backward()
+        >>> optimizer_step(torch.optim.SGD(layer.parameters(), lr=0.1), powersgd)
+        True
+        >>> round(powersgd.stats().compression_ratio, 1)
+        13.0
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        config: Config,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
+    ) -> None:
+        self.grad_scaler = checked_scaler(grad_scaler)
+        super().__init__(
+            params,
+            _algorithm_of(config),
+            process_group=process_group,
+            grad_scaler=grad_scaler,
+            on_nonfinite=on_nonfinite,
+        )
+        self.config = config
+
+    def front_for(self, tensors: Gradients) -> StepFront:
+        """Return itself."""
+        return self
+
+    @property
+    def step_counter(self) -> int:
+        """Steps so far, those in the warm-up and those that were skipped included."""
+        return self.sync.steps
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter travels how."""
+        return self.sync.plan
+
+    def stats(self) -> Stats:
+        """Return what has been done so far; see `thinwire.Stats`."""
+        return self.sync.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
+        return self.sync.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """As `GradientSync.load_state_dict`: continue from a saved state, on any number of processes."""
+        self.sync.load_state_dict(state, strict=strict)
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> bool:
+    """Average the gradients in `p.grad` over the processes, and step the optimizer with the means.
+
+    With Thinwire's aggregators the error is in their memory, and `p.grad` is None afterwards. So the loop may
+    call `optimizer.zero_grad()` or not: both are the same. An aggregator of your own keeps the
+    reference's contract: afterwards `p.grad` is what it left in its input, the error, so do not zero it.
+
+    Args:
+        optimizer: Any, with any number of parameter groups. Its parameters are the aggregator's.
+        aggregator: What averages. If it has a `grad_scaler`, that makes the step; call its `update()`
+            as usual. Call `unscale_` not before: the gradients are not averaged yet.
+
+    Returns:
+        False if the step was skipped, on all processes: a mean was not finite.
+
+    Raises:
+        ConfigError: The aggregator is none, or its parameters are not the optimizer's.
+        StepError: The gradients were unscaled already.
+        NonfiniteError: A mean is not finite, and the aggregator's `on_nonfinite` is "raise"; memory, `p.grad`
+            and parameters are as they were.
+        CommunicationError: A collective failed; memory is as it was.
+    """
+    if not isinstance(aggregator, Aggregator):
+        raise ConfigError(f"expected an Aggregator such as PowerSGD(params, config), got {aggregator!r}")
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not isinstance(aggregator, _Synchronised):
+        return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
+    front = aggregator.front_for(parameters)
+    _check_same(front, parameters, aggregator)
+    _check_scaled(optimizer, aggregator.grad_scaler)
+    parameters = parameters if isinstance(aggregator, AllReduce) else front.parameters
+    means, committed = front.average([parameter.grad for parameter in parameters])
+    for parameter, mean in zip(parameters, means, strict=True):
+        parameter.grad = mean
+    if aggregator.grad_scaler is not None and aggregator.grad_scaler.is_enabled():
+        aggregator.grad_scaler.step(optimizer)
+    elif committed:
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    return committed
+
+
+def _step_keeping_error(
+    optimizer: torch.optim.Optimizer, aggregator: Aggregator, parameters: list[torch.Tensor]
+) -> bool:
+    """Step by the reference's contract: between steps `p.grad` is what the aggregator left of it."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    means = aggregator.aggregate(gradients)
+    for parameter, mean in zip(parameters, means, strict=True):
+        parameter.grad = mean
+    optimizer.step()
+    for parameter, left in zip(parameters, gradients, strict=True):
+        parameter.grad = left
+    return True
+
+
+def _check_same(front: StepFront, parameters: list[torch.Tensor], aggregator: _Synchronised) -> None:
+    if isinstance(aggregator, AllReduce):
+        return
+    here = {id(parameter) for parameter in parameters}
+    there = {id(parameter) for parameter in front.parameters if parameter.requires_grad}
+    if here != there:
+        raise ConfigError(
+            f"the optimizer has {len(here - there)} parameters that are not the aggregator's, the aggregator "
+            f"{len(there - here)} that are not the optimizer's; make an aggregator for each optimizer, of "
+            "all its parameters"
+        )
+
+
+def _check_scaled(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None) -> None:
+    if grad_scaler is None or not grad_scaler.is_enabled():
+        return
+    if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
+        raise StepError(
+            "grad_scaler.unscale_(optimizer) was called before optimizer_step, where the gradients are not "
+            "averaged yet; leave it out"
+        )
+
+
+def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype, torch.device]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+
+class EpfmlPowerSGD(algorithms.PowerSGD):
+    """`thinwire.PowerSGD`, but for which parameters it compresses: those that the reference does."""
+
+    def _route(self, spec: ParameterSpec, wanted: int | None) -> LowRankRoute:
+        shape = spec.matrix_shape
+        if shape is None or not self._is_compressed(spec):
+            return self.uncompressed_route(spec, self.message_dtype(spec.dtype))
+        return self.compressed_route([spec], shape, min(wanted or self.matrix_rank, *shape))
+
+    def _is_compressed(self, spec: ParameterSpec) -> bool:
+        """Decide by the parameter's own shape, not the matrix's, as the reference's `avg_compressed_size`."""
+        elements = self.factor_pairs * min(self.matrix_rank, *spec.shape) * sum(spec.shape)
+        counted_bytes = elements * self.message_dtype(spec.dtype).itemsize
+        uncompressed_bytes = spec.numel * self.uncompressed_dtype(spec.dtype).itemsize
+        return counted_bytes * self.min_compression_ratio < uncompressed_bytes
+
+
+def _algorithm_of(config: object) -> EpfmlPowerSGD:
+    if not isinstance(config, Config):
+        raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {config!r}")
+    return EpfmlPowerSGD(
+        matrix_rank=config.rank,
+        min_compression_ratio=config.min_compression_rate,
+        warmup_steps=config.start_compressing_after_num_steps,
+        power_iterations=config.num_iters_per_step,
+        alternating=True,
+    )

@@ -1,0 +1,1 @@
+"""Fronts: where gradients, or changes of parameters, come from and go back to."""

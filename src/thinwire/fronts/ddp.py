@@ -1,0 +1,390 @@
+"""The front for DistributedDataParallel: one communication hook, and what it drives can be switched."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd import Variable
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.algorithms import Algorithm
+from thinwire.channel import ProcessGroupTransport, Transport
+from thinwire.errors import AttachError, ConfigError, NonfiniteError, StateError, StepError
+from thinwire.fronts.contributors import divide_by_contributors
+from thinwire.fronts.ddp_model import (
+    DetachedFront,
+    check_options,
+    dense_buffer,
+    left_alone,
+    model_with,
+    new_future,
+    plain_name,
+    register,
+    wrong_model,
+)
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.lane import Lane
+from thinwire.sync.loss_scale import LossScale, loss_scale_of
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.step import Step
+
+__all__ = ["BucketFront", "attach", "front_of", "thinwire_hook"]
+
+PATIENCE_SECONDS = 10.0
+
+
+def attach(
+    ddp_model: torch.nn.Module,
+    algorithm: Algorithm,
+    *,
+    grad_scaler: GradScaler | Callable[[], float] | None = None,
+    host_check: bool = True,
+    on_nonfinite: OnNonfinite = "nan",
+) -> GradientSync:
+    """Let `algorithm` average the gradients of a DDP model from its next backward pass on.
+
+    The training loop stays as it is. To be called on every process of the model's group, with the
+    same algorithm.
+
+    Args:
+        ddp_model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
+            backend, over any process group, with any of DDP's options but `mixed_precision` and
+            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook, as DDP has it, and raises
+            when it is trained before it is attached itself.
+        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
+        grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
+            function that returns what the loss of the step under way was multiplied by. Error memory is
+            then kept in unscaled units, so that a change of scale changes no result.
+        host_check: Whether the host learns in each step if all means were finite, for which it waits for
+            the device. If not, steps don't make it wait, but for those that send what another
+            algorithm has left in the residual, for `warm_start=False` and for a function as `grad_scaler`. A
+            step that is not finite leaves the error memory as it was and makes the gradients NaN just so, but
+            counts in `steps`, a warm-up and the turns of `alternating` (which then starts from random
+            factors). The same on all processes; not with `find_unused_parameters`. Cost: a copy of what one
+            bucket has in memory, while it is written.
+        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
+            memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
+            step; without one the model is lost, and that is logged once. "zero": all are zeros; an
+            optimizer with momentum or weight decay still moves the parameters. "raise": `backward()` raises
+            `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
+            are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
+            `Cast` look at the means as well: a pass over the gradients and a host synchronisation per step.
+
+    Returns:
+        The handle: plan, statistics, state, and switching the algorithm.
+
+    Cost per step: one host synchronisation with low-rank algorithms (none if not `host_check`); see each
+    algorithm's own. With `find_unused_parameters`, another one, and 4 bytes for each parameter in the
+    messages, while there is a residual.
+
+    Raises:
+        AttachError: Not a DDP model, one that has a communication hook already (DDP's own
+            `mixed_precision` is one), one with sparse gradients, or one with an option under which DDP does
+            not hand over all gradients.
+        ConfigError: `algorithm` or `grad_scaler` is not one, or `on_nonfinite` does not go with the others.
+        NonfiniteError: (From `backward()`.) See `on_nonfinite`.
+        GradientError: A parameter's gradient can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+        >>> ddp_model(torch.ones(1, 64)).sum().backward()
+        >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
+        (1, 9.3)
+    """
+    model = _checked_model(ddp_model)
+    transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
+    loss_scale = loss_scale_of(grad_scaler)
+    checked_on_nonfinite(on_nonfinite, grad_scaler)
+    front = front_of(
+        model, algorithm, transport, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
+    )
+    register(model, front, thinwire_hook)
+    return front.sync
+
+
+def front_of(
+    model: DistributedDataParallel,
+    algorithm: Algorithm,
+    transport: Transport,
+    loss_scale: LossScale | None = None,
+    *,
+    host_check: bool = True,
+    on_nonfinite: OnNonfinite = "nan",
+) -> "BucketFront":
+    """Return a front that knows the model's parameters by name; not registered yet.
+
+    Args:
+        model: The DDP model.
+        algorithm: How gradients become their mean.
+        transport: Over the model's group.
+        loss_scale: As of `Settings`.
+        host_check: As of `attach`.
+        on_nonfinite: As of `attach`.
+
+    Raises:
+        AttachError: The model has an option under which DDP does not hand over all gradients.
+        ConfigError: `algorithm` is none, or a setting does not go with the model's options.
+        GradientError: A parameter's gradient can't be averaged by the algorithm.
+    """
+    check_options(model)
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        if name not in model.parameters_to_ignore:
+            names.setdefault(parameter, plain_name(name))
+    specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
+    settings = Settings(
+        loss_scale,
+        may_be_unused=model.find_unused_parameters,
+        host_check=host_check,
+        on_nonfinite=on_nonfinite,
+    )
+    engine = Engine(algorithm, transport, specs, settings)
+    return BucketFront(engine, names, model)
+
+
+class BucketFront:
+    """Feeds DDP's buckets to an `Engine` and hands their means back as futures.
+
+    The work of all buckets is finished inside the call for the last one, on the thread that runs the
+    backward pass: no collective is ever issued from a future's callback. In the first step of a static
+    graph, where DDP calls every bucket its first, the last one is the one that completes the parameters.
+
+    Args:
+        engine: What averages.
+        names: The name of each parameter; None where they can't be known. Then they are named in the
+            first step, by their position from the model's end. DDP's first buckets hold the parameters in
+            reverse, each type for itself, so the names are the same in every run of a model of one type
+            if the front is there from the first backward pass on.
+        model: Whose buckets they are; None to find it in the first step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        names: dict[torch.nn.Parameter, str] | None = None,
+        model: DistributedDataParallel | None = None,
+    ) -> None:
+        self.engine, self.sync = engine, GradientSync(engine)
+        # Weak: the model holds the hook's state, and with it this.
+        self._model = None if model is None else weakref.ref(model)
+        self._num_expected: int | None = None
+        self._is_static = False
+        self._num_taken = 0
+        self._watched_pass = -1
+        self._was_given_up = False
+        self._all_named = names is not None
+        # The parameters are kept so that no other object can take over an id.
+        self._names: dict[int, tuple[torch.Tensor, str]] = {
+            id(p): (p, name) for p, name in (names or {}).items()
+        }
+        self._specs: dict[tuple[int, ...], tuple[ParameterSpec, ...]] = {}
+        self._lanes: dict[tuple[int, ...], Lane] = {}
+        self._step: Step | None = None
+        self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "DetachedFront":
+        """Return a stand-in: a copied model has a reducer of its own, without a hook.
+
+        Weight averaging makes copies.
+        """
+        return DetachedFront()
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a DDP model that is attached can't be pickled whole; save model.module.state_dict() and "
+            "sync.state_dict() instead"
+        )
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Take a bucket, and finish them all at the last one; return a future of its mean.
+
+        Raises:
+            AttachError: The model has an option under which DDP does not hand over all gradients.
+            GradientError: A gradient can't be averaged.
+            AgreementError: The processes differ.
+            StateError: The loaded state is of another model.
+            StepError: The last backward pass did not finish.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        flat = dense_buffer(bucket)
+        num_trained = _num_trained(bucket.parameters())
+        if self._num_expected is None:
+            self._num_expected = self._num_in_first_step(bucket.parameters())
+            self._is_static = self._num_expected > 0
+        is_begun = self._step is not None and self._step.is_open
+        if self._is_static and not num_trained and not (bucket.is_last() and is_begun):
+            return left_alone(flat)  # after those that are trained it would begin a step of its own
+        try:
+            self._watch_the_pass()
+            divide_by_contributors(bucket.parameters(), flat)
+            # As one: gradients that wait until a lane is opened, for processes to agree, are ready.
+            with self.engine.clock.inside(self.engine.traffic):
+                lane = self._lane_of(bucket, flat.device)
+                if self._step is None or not self._step.is_open:
+                    self._step, self._num_taken = self.engine.begin(), 0
+                self._step.start(lane, flat)
+            future = new_future(flat.device)
+            self._waiting.append((future, flat))
+            self._num_taken += num_trained
+            if bucket.is_last() or 0 < self._num_expected == self._num_taken:
+                self._num_expected = 0
+                self._all_named = True
+                # Here, and not in a callback of a future: those run on threads of their own, so that
+                # processes could issue collectives in different orders and wait for each other for ever.
+                self._finish(self._step)
+                self._release()
+        except BaseException:
+            # Their futures stay open: the exception ends the pass before DDP waits for them.
+            self._waiting = []
+            self.engine.abandon()
+            raise
+        return future
+
+    def _num_in_first_step(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Return how many parameters complete the first step of a static graph; 0 if DDP says which is last.
+
+        Raises:
+            AttachError: The model has an option under which DDP does not hand over all gradients.
+        """
+        model = model_with(parameters) if self._model is None else self._model()
+        if model is None:
+            return 0
+        check_options(model)
+        return _num_trained(model._module_parameters) if model.static_graph else 0
+
+    def _watch_the_pass(self) -> None:
+        """Queue a look at its end whether all buckets came. One inside another has an end of its own."""
+        current = torch._C._current_graph_task_id()
+        if current not in (-1, self._watched_pass):  # -1: a process without input shadows the others
+            self._watched_pass = current
+            Variable._execution_engine.queue_callback(self._check_finished)
+
+    def _check_finished(self) -> None:
+        """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
+
+        If more are to come in another pass, DDP does nothing now. If it thinks that all have come, it goes on
+        to wait for their futures, for ever.
+        """
+        num_started = 0 if self._step is None or not self._step.is_open else self._step.num_parameters
+        if not num_started or torch._C._current_autograd_node() is not None:  # inside another pass
+            return
+        alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)
+        alarm.daemon = True
+        alarm.start()
+
+        def after_ddp() -> None:
+            alarm.cancel()
+            if self._was_given_up:
+                self._was_given_up = False
+                self.engine.abandon()
+                raise StepError(
+                    f"DDP ended a step after {num_started} parameters without "
+                    "handing over the others, so that nothing was averaged; build the DDP model without the "
+                    "option that leaves buckets out, and restart all processes from a checkpoint"
+                )
+
+        # Queued from here, it runs behind DDP's own end of the step, which waits for the futures.
+        Variable._execution_engine.queue_callback(after_ddp)
+
+    def _give_up(self) -> None:
+        self._was_given_up = True
+        self._release()
+
+    def _finish(self, step: Step) -> None:
+        try:
+            committed = step.finish()
+            self.engine.raise_unless(committed)
+            if not committed:
+                self.engine.warn_of_nonfinite()
+        except NonfiniteError as error:
+            _raise_after_backward(error)
+
+    def _release(self) -> None:
+        # Emptied first: a result may run callbacks at once, and the alarm may call this from its own thread.
+        waiting, self._waiting = self._waiting, []
+        for future, flat in waiting:
+            future.set_result(flat)
+
+    def _lane_of(self, bucket: GradBucket, device: torch.device) -> Lane:
+        """Return the bucket's lane, opened once."""
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        lane = self._lanes.get(key)
+        if lane is None or not lane.is_current:
+            if key not in self._specs:
+                self._name(reversed(parameters))
+                self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
+            lane = self._lanes[key] = self.engine.open(self._specs[key], device)
+        return lane
+
+    def _name(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Name unknown parameters by their position from the model's end."""
+        for parameter in parameters:
+            if id(parameter) not in self._names:
+                if self._all_named:
+                    raise ConfigError(
+                        f"a bucket holds a parameter of shape {tuple(parameter.shape)} that the model at the "
+                        "first step did not have; make one state for each model"
+                    )
+                self._names[id(parameter)] = (parameter, f"parameter[-{len(self._names) + 1}]")
+
+
+def _num_trained(parameters: Iterable[torch.Tensor]) -> int:
+    """Return how many are trained: those frozen after the model was wrapped still lie in a bucket."""
+    return sum(parameter.requires_grad for parameter in parameters)
+
+
+def thinwire_hook(state: BucketFront, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average a bucket: the hook that `attach` registers.
+
+    Args:
+        state: What averages.
+        bucket: Of DDP.
+
+    Raises:
+        ThinwireError: As of `BucketFront.run`.
+    """
+    return state.run(bucket)
+
+
+def _raise_after_backward(error: NonfiniteError) -> None:
+    """Let `backward()` raise once DDP has finished its step, so that the model stays usable.
+
+    DDP queues its own end of the step when the hook has returned: what our callback queues comes after that.
+    """
+    queue_callback = Variable._execution_engine.queue_callback
+
+    def raise_it() -> NoReturn:
+        raise error
+
+    queue_callback(lambda: queue_callback(raise_it))
+
+
+def _checked_model(ddp_model: object) -> DistributedDataParallel:
+    """Return the DDP model, after refusing what can't be attached."""
+    model = getattr(ddp_model, "_orig_mod", ddp_model)
+    if not isinstance(model, DistributedDataParallel):
+        raise AttachError(wrong_model(ddp_model))
+    if model.mixed_precision is not None:
+        raise AttachError(
+            "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself; "
+            "leave it out and use torch.autocast, or a wire_dtype of the algorithm"
+        )
+    for name, module in model.module.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            owner = type(getattr(model.module, "_orig_mod", model.module)).__name__
+            where = f'"{plain_name(name)}" of the {owner}' if plain_name(name) else "that is the model"
+            raise AttachError(
+                f"the {type(module).__name__} {where} makes sparse gradients, which can't be averaged here; "
+                "build it with sparse=False"
+            )
+    return model

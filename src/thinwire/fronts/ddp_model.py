@@ -1,0 +1,231 @@
+"""What has to be known of DDP's models and buckets to hang a hook on them."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.errors import AttachError, GradientError
+
+__all__ = [
+    "DetachedFront",
+    "check_options",
+    "dense_buffer",
+    "hook_of",
+    "is_sharded",
+    "left_alone",
+    "model_with",
+    "models_where",
+    "new_future",
+    "plain_name",
+    "refuse_training_of_copies",
+    "register",
+    "wrong_model",
+]
+
+# What torch puts around a module shows in the names of its parameters.
+WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+
+
+def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+    """Register a communication hook.
+
+    If it is Thinwire's, copies of the model refuse to be trained without one.
+
+    Args:
+        model: The DDP model.
+        state: What the hook is called with.
+        hook: The hook.
+
+    Raises:
+        AttachError: The model has one already.
+    """
+    name, _ = hook_of(model)
+    try:
+        model.register_comm_hook(state, hook)
+    except RuntimeError as error:
+        model._comm_hooks.pop()  # DDP notes a hook before it finds that it can't have it
+        model.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
+        remedy = "if it is Thinwire's, switch its algorithm with sync.use(…)"
+        if name == _refusing_hook.__qualname__:
+            remedy = (
+                "this model is a copy, and since its first forward pass with gradients it has one that "
+                "refuses to train it; copy again and attach that copy first, or evaluate it under "
+                "torch.no_grad()"
+            )
+        raise AttachError(
+            f"the model has a communication hook already, and DDP allows one only; {remedy}"
+        ) from error
+    if hook_of(model)[1]:
+        refuse_training_of_copies(model)
+
+
+def check_options(model: DistributedDataParallel) -> None:
+    """Refuse options under which DDP does not hand all gradients to its hook.
+
+    Raises:
+        AttachError: The model has one.
+    """
+    if getattr(model, "_use_python_reducer", False):
+        raise AttachError(PYTHON_REDUCER)
+    if getattr(model, "skip_all_reduce_unused_params", False):
+        raise AttachError(
+            "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that nobody used, "
+            "so a step would never be complete; build the DDP model without it"
+        )
+
+
+PYTHON_REDUCER = (
+    'under torch._dynamo.config.optimize_ddp="python_reducer" DDP has no buckets to hand to a communication '
+    "hook; set it to True or False before the DDP model is built"
+)
+
+
+def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
+    """Return the name of the model's communication hook, "" if it has none, and whether it is Thinwire's.
+
+    DDP's list of hooks has not those built in, and still has those that a copied model has lost.
+    """
+    data = {} if model.logger is None else model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    name = data.get("comm_hook", "")
+    for hook, state in reversed(model.__dict__.get("_comm_hooks", [])):
+        if hook.__qualname__ == name:
+            made_in = {str(hook.__module__), type(state).__module__}
+            return name, any(module.split(".")[0] == "thinwire" for module in made_in)
+    return name, False
+
+
+def refuse_training_of_copies(model: DistributedDataParallel) -> None:
+    """Let `copy.deepcopy` make models that raise when they are trained without a hook of their own.
+
+    DDP copies no communication hook, and would average uncompressed gradients without a word. Copies that
+    only follow or evaluate, as `torch.optim.swa_utils.AveragedModel` makes them, are none the wiser.
+    """
+    original = weakref.ref(model)
+
+    def deepcopied(memo: dict[int, object]) -> DistributedDataParallel:
+        model = original()
+        if model is None:
+            raise AssertionError("it is called through the model")
+        copied = type(model).__new__(type(model))
+        memo[id(model)] = copied
+        state = model.__getstate__()  # type: ignore[no-untyped-call]
+        del state["__deepcopy__"]
+        copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
+        copied.register_forward_pre_hook(_hooked_by_refusal)
+        return copied
+
+    model.__dict__["__deepcopy__"] = deepcopied
+
+
+def _hooked_by_refusal(copied: DistributedDataParallel, _: object) -> None:
+    """See, before a copy's forward pass that may have a backward pass, that it has a hook."""
+    if torch.is_grad_enabled() and hook_of(copied) == ("", False):
+        copied.register_comm_hook(None, _refusing_hook)
+
+
+def _refusing_hook(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
+    raise AttachError(
+        "this DDP model is a copy of one that averages with Thinwire, and DDP copies no communication hook, "
+        "so it would train uncompressed; copy it again and call thinwire.attach(copied_model, …) before its "
+        "first step, or copy model.module and wrap that"
+    )
+
+
+def models_where(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
+    """Return the DDP models on which a wanted state is registered, with a communication hook.
+
+    A hook is not given its model, and without the model it knows neither names nor options.
+
+    Cost: a look at every Python object, 0.2 s for a million of them.
+    """
+    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    return [
+        each for each in models if any(is_wanted(state) for _, state in each.__dict__.get("_comm_hooks", ()))
+    ]
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name as the user's own module has it."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def model_with(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
+    """Return the DDP model that these are parameters of; None if that is not clear.
+
+    Cost: as `models_where`.
+    """
+    wanted = set(map(id, parameters))
+    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
+    holding = [each for each in models if wanted <= set(map(id, each.__dict__.get("_module_parameters", ())))]
+    return holding[0] if len(holding) == 1 else None
+
+
+class DetachedFront:
+    """Stands, in a copy of an attached model, where the original has its front."""
+
+
+def dense_buffer(bucket: GradBucket) -> torch.Tensor:
+    """Return a bucket's flat gradients.
+
+    Raises:
+        AttachError: It is no bucket: DDP works without.
+        GradientError: They are sparse.
+    """
+    if not isinstance(bucket, GradBucket):
+        raise AttachError(PYTHON_REDUCER)
+    flat = bucket.buffer()
+    if flat.is_sparse:
+        raise GradientError(
+            f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged; "
+            "build its Embedding with sparse=False"
+        )
+    return flat
+
+
+def new_future(device: torch.device) -> Future[torch.Tensor]:
+    """Return a future that DDP can wait for, of a tensor on `device`."""
+    return Future(devices=None if device.type == "cpu" else [device])
+
+
+def left_alone(flat: torch.Tensor) -> Future[torch.Tensor]:
+    """Return a bucket's gradients, done as they are: nothing is averaged."""
+    future = new_future(flat.device)
+    future.set_result(flat)
+    return future
+
+
+def wrong_model(given: object) -> str:
+    """Return what to say to someone who gave something else than a DDP model."""
+    expected = f"expected a DistributedDataParallel model, got {type(given).__name__}"
+    if is_sharded(given):
+        return (
+            f"{expected}, which FSDP has sharded: it reduces gradients itself, and no process has a whole "
+            "one to compress; if the model fits on each device, leave fully_shard (or "
+            "FullyShardedDataParallel) out and wrap the plain module: "
+            "torch.nn.parallel.DistributedDataParallel(module)"
+        )
+    if isinstance(given, torch.nn.DataParallel):
+        return (
+            f"{expected}, which is one process with several devices and has no gradients to average between "
+            "processes; start one process per device (torchrun --nproc-per-node …) and wrap the module "
+            "inside: torch.nn.parallel.DistributedDataParallel(model.module)"
+        )
+    return f"{expected}; wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
+
+
+def is_sharded(model: object) -> bool:
+    """Return whether FSDP, of either kind, holds a part of the model."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return any(kind.__name__ in SHARDED for module in modules for kind in type(module).__mro__)

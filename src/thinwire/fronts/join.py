@@ -1,0 +1,168 @@
+"""Uneven inputs: processes that have no more batches shadow the collectives of those that have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.channel.uneven import members_over_contributors
+from thinwire.errors import AttachError, ConfigError
+from thinwire.fronts.contributors import counted
+from thinwire.fronts.ddp import BucketFront
+from thinwire.fronts.ddp_model import hook_of, models_where, wrong_model
+from thinwire.sync import GradientSync
+
+__all__ = ["join"]
+
+
+@contextmanager
+def join(
+    joined: torch.nn.Module | GradientSync | Joinable,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Let the processes of a training loop have different numbers of batches, while this is open.
+
+    A process that has run out of batches leaves its loop and then takes part in the others' averages with
+    zero gradients, until all have run out. It goes on sending its residual: the sum of all results
+    and the mean error left at the end is the sum of the true means over the whole uneven run. At the
+    end every process gets the model of the last to finish. (Optimizers are not averaged: momentum of
+    the processes that stopped earlier is older.)
+
+    With torch's own `model.join()` our hooks work as well, but always divide by the initial world size.
+
+    Args:
+        joined: The DDP model, with any of Thinwire's hooks or none; what `attach` returned for it; or
+            a Thinwire object that averages without DDP (`thinwire.powersgd.PowerSGD`, `LocalSGD`).
+        divide_by_initial_world_size: Divide sums of gradients by the members of the group. If False, by the
+            contributors, the processes that still have batches, in this step; a DDP model's communication
+            hook, if it has one, must then be Thinwire's.
+        enable: False switches all of it off.
+        throw_on_early_termination: Raise on all processes when the first has run out, instead.
+
+    Cost: per step a message of one element (two with DDP, which says in another whether the step
+    synchronises); one process's model is broadcast at the end.
+
+    Raises:
+        AttachError: `joined` is none of these.
+        ConfigError: The model has SyncBatchNorm, whose collectives nobody can shadow; or another's
+            communication hook, and `divide_by_initial_world_size` is False. Both may be with
+            `throw_on_early_termination`.
+        RuntimeError: With `throw_on_early_termination`, when a process has run out.
+
+    Examples:
+        >>> import thinwire
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD())
+        >>> with thinwire.join(ddp_model):
+        ...     for batch in torch.ones(3, 1, 8):  # or more, or fewer, on another process
+        ...         ddp_model(batch).sum().backward()
+        >>> sync.stats().steps
+        3
+    """
+    joinable = _joinable(joined)
+    shadows = enable and not throw_on_early_termination
+    _refuse_other_collectives(joinable, shadows)
+    options = (enable, throw_on_early_termination)
+    try:
+        counts = shadows and not divide_by_initial_world_size
+        if counts and isinstance(joinable, DistributedDataParallel) and _is_hooked(joinable):
+            with _counting(joinable) as counter, Join([counter, joinable], *options):
+                yield
+        else:
+            divide = divide_by_initial_world_size
+            with Join([joinable], *options, divide_by_initial_world_size=divide):
+                yield
+    finally:
+        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+        if isinstance(joinable, DistributedDataParallel):  # it would divide by the last contributors for ever
+            joinable.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
+
+
+class _Counter(Joinable):
+    """Notifies the join context in place of the DDP model, and keeps the number of contributors."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        super().__init__()
+        self._model = model
+        self.share = torch.ones(1, device=model.device)
+
+    def count(self, *unused: Any) -> None:
+        """Say, before each forward pass, that this process contributes, and learn how many do."""
+        share = members_over_contributors(self)
+        if share is not None:
+            self.share.copy_(share)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what shadows nothing: the model's own hook does it all."""
+        return JoinHook()
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._model.join_device  # type: ignore[no-any-return]
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self._model.join_process_group  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _counting(model: DistributedDataParallel) -> Iterator[_Counter]:
+    counter = _Counter(model)
+    handle = model.register_forward_pre_hook(counter.count)
+    try:
+        with counted(model.parameters(), counter.share):
+            yield counter
+    finally:
+        handle.remove()
+
+
+def _joinable(joined: object) -> Joinable:
+    if isinstance(joined, GradientSync):
+        models = models_where(lambda state: isinstance(state, BucketFront) and state.sync is joined)
+        if not models:
+            raise AttachError(
+                "this GradientSync is not attached to a DDP model; pass the object that owns it"
+            )
+        return models[0]
+    joinable = getattr(joined, "_orig_mod", joined)
+    if not isinstance(joinable, Joinable):
+        raise AttachError(
+            f"{wrong_model(joined)}. Or pass the GradientSync attached to one, a LocalSGD or a "
+            "thinwire.powersgd aggregator"
+        )
+    return joinable
+
+
+def _is_hooked(model: DistributedDataParallel) -> bool:
+    """Return whether one of our hooks does the dividing, and not DDP itself.
+
+    Raises:
+        ConfigError: Another's hook does it, by the members of the group.
+    """
+    name, is_ours = hook_of(model)
+    if name and not is_ours:
+        raise ConfigError(
+            f"divide_by_initial_world_size=False does not reach the model's communication hook {name}, which "
+            "divides by the members of the group; register one of thinwire.hooks instead, or leave "
+            "divide_by_initial_world_size=True"
+        )
+    return bool(name)
+
+
+def _refuse_other_collectives(joinable: Joinable, shadows: bool) -> None:
+    model = getattr(joinable, "module", None)  # a DDP model's or a LocalSGD's; an aggregator knows none
+    if not shadows or not isinstance(model, torch.nn.Module):
+        return
+    if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
+        raise ConfigError(
+            "the model has SyncBatchNorm, whose collectives a process without input can't take part in; "
+            "use join(…, throw_on_early_termination=True) or BatchNorm"
+        )

@@ -1,0 +1,241 @@
+"""The front for gradients that are all there after the backward pass: one bucket for each device and type."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+
+from thinwire.algorithms import Algorithm, Bucket
+from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, copy_from
+from thinwire.channel.uneven import members_over_contributors
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.loss_scale import loss_scale_of
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+
+__all__ = ["StepFront"]
+
+logger = logging.getLogger(__name__)
+
+Gradients: TypeAlias = Sequence["torch.Tensor | None"]
+
+
+class StepFront(Joinable):
+    """Averages lists of gradients over a process group, through an `Engine`.
+
+    Args:
+        parameters: What the gradients are of, in an order that is the same in every run: parameters are
+            called "parameter[0]", "parameter[1]" … in saved state.
+        algorithm: How gradients become their mean.
+        process_group: None for the default one. Where `torch.distributed` is not initialised, and `torchrun`
+            has not started several processes, this process is the only worker: means are its own gradients,
+            and what is compressed is compressed all the same.
+        grad_scaler: The `GradScaler` that scales the loss, if there is one.
+        on_nonfinite: What the means of a step become that are not finite: see `thinwire.attach`.
+        transport: Carries the messages; None for that of `process_group`.
+
+    Attributes:
+        parameters: As given.
+        engine: What averages.
+        sync: The handle: plan, statistics, state, and switching the algorithm.
+
+    Cost: a copy of the gradients while they are averaged; a message of 1 byte for each parameter that tells
+    which have a gradient anywhere, and one host synchronisation for it, besides the algorithm's own.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        algorithm: Algorithm,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: object = None,
+        on_nonfinite: OnNonfinite = "nan",
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__()
+        self.parameters = _checked(parameters)
+        self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
+        self._group: dist.ProcessGroup | None = None
+        if transport is None:
+            transport = _transport_of(process_group, self.parameters[0].device)
+        if isinstance(transport, ProcessGroupTransport):
+            self._group = transport.group
+        settings = Settings(
+            loss_scale_of(grad_scaler), on_nonfinite=checked_on_nonfinite(on_nonfinite, grad_scaler)
+        )
+        self.engine = Engine(algorithm, transport, self._specs, settings)
+        self.sync = GradientSync(self.engine)
+        self._divides_by_initial = True
+
+    @torch.no_grad()
+    def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
+        """Return the means of the gradients over the group. Collective.
+
+        Args:
+            gradients: One for each parameter, of its shape; None where the parameter was not used on this
+                process, which counts as zeros. Only read.
+
+        Returns:
+            New tensors in the layout of the parameters, None where no process has a gradient; and whether
+            the step was committed. If it was not, means are NaN, or zeros, and memory is as it was.
+
+        Raises:
+            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; memory is as it was.
+            ConfigError: Their number or a shape is not that of the parameters.
+            GradientError: One is sparse.
+            StepError: This was made before the process group was.
+            CommunicationError: A collective failed; memory is as it was.
+            AgreementError: The processes differ.
+        """
+        self._check(gradients)
+        with self.engine.clock.inside(self.engine.traffic):
+            return self._average(gradients)
+
+    def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
+        # Before all other collectives of the step: a process that shadows it comes in with this one.
+        share = members_over_contributors(self)
+        self.engine.agree()
+        means: list[torch.Tensor | None] = [None] * len(gradients)
+        buckets = []
+        for indices in self._buckets(self._used_anywhere(gradients)):
+            specs = tuple(self._specs[index] for index in indices)
+            flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
+            if share is not None and not self._divides_by_initial:
+                flat.mul_(share)
+            for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
+                means[index] = self.in_layout(index, part)
+            buckets.append((specs, flat))
+        return means, self.engine.average(buckets, is_agreed=True) if buckets else True
+
+    def in_layout(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return a flat tensor, in the order of memory of a parameter, as a view of the parameter's shape.
+
+        Args:
+            index: Of the parameter.
+            flat: Shape (elements,).
+        """
+        spec = self._specs[index]
+        strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
+        return torch.view_as_complex(strided) if self.parameters[index].is_complex() else strided
+
+    def name_of(self, index: int) -> str:
+        """Return what a parameter is called in saved state."""
+        return self._specs[index].name
+
+    def _check(self, gradients: Gradients) -> None:
+        if self._group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise StepError(
+                "this was made for this process alone, before torch.distributed.init_process_group(); make "
+                "it afterwards, on every process"
+            )
+        if len(gradients) != len(self.parameters):
+            raise ConfigError(
+                f"expected {len(self.parameters)} gradients, one for each parameter, got {len(gradients)}"
+            )
+        for index, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if gradient is not None and gradient.shape != parameter.shape:
+                raise ConfigError(
+                    f"gradient {index} has shape {tuple(gradient.shape)}, its parameter "
+                    f"{tuple(parameter.shape)}; give the gradients in the order of the parameters"
+                )
+            if gradient is not None and gradient.is_sparse:
+                raise GradientError(
+                    f"gradient {index} is sparse and can't be averaged; build the embedding with sparse=False"
+                )
+
+    def _used_anywhere(self, gradients: Gradients) -> list[int]:
+        """Return the parameters that have a gradient on some process, by index."""
+        flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        flags = flags.to(self.engine.metered.control_device)
+        purpose = f"step {self.engine.steps}, which parameters were used"
+        self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
+        return [index for index, is_used in enumerate(flags.tolist()) if is_used]
+
+    def _buckets(self, indices: Iterable[int]) -> list[list[int]]:
+        buckets: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+        for index in indices:
+            buckets[self.parameters[index].device, self._specs[index].dtype].append(index)
+        return list(buckets.values())
+
+    def _flat(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """Return a gradient in its parameter's order of memory; zeros for none."""
+        spec, device = self._specs[index], self.parameters[index].device
+        flat = torch.zeros(spec.numel, dtype=spec.dtype, device=device)
+        if gradient is not None:
+            self.in_layout(index, flat).copy_(gradient)
+        return flat
+
+    # Uneven inputs: see thinwire.join.
+
+    def join_hook(self, **options: Any) -> JoinHook:
+        """Return, for a join context, how this process shadows the others once it has no more input."""
+        self._divides_by_initial = options.get("divide_by_initial_world_size", True)
+        return _Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the join context's own messages are."""
+        return self.parameters[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that is joined.
+
+        Raises:
+            AttachError: There is none: this averages over this process alone.
+        """
+        if self._group is None:
+            raise AttachError(
+                "there is no process group to join: this averages over this process alone; call "
+                "torch.distributed.init_process_group() before it is made"
+            )
+        return self._group
+
+
+class _Shadow(JoinHook):
+    def __init__(self, front: StepFront) -> None:
+        self._front = front
+
+    def main_hook(self) -> None:
+        front = self._front
+        # Or the step would notify the join context, of which this very hook is a part.
+        front._join_config = type(front._join_config).construct_disabled_join_config()
+        front.average([None] * len(front.parameters))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        copy_from(is_last_joiner, self._front.parameters, self._front.engine.transport)
+
+
+def _transport_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
+    """Return what carries messages over a group; without any, that of this process alone."""
+    started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if process_group is None and started_alone and not dist.is_initialized():
+        logger.warning("torch.distributed is not initialised: averaging over this process alone")
+        return InProcessTransport.group(1)[0]
+    return ProcessGroupTransport(process_group, device)
+
+
+def _checked(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+        raise ConfigError(f"expected the model's parameters, got {type(parameters).__name__}")
+    listed = list(parameters)
+    for parameter in listed:
+        if not isinstance(parameter, torch.Tensor):
+            raise ConfigError(
+                f"expected the model's parameters, got a {type(parameter).__name__} among them; "
+                "pass model.parameters()"
+            )
+    if not listed:
+        raise ConfigError("expected the model's parameters, got none")
+    if len({id(parameter) for parameter in listed}) < len(listed):
+        raise ConfigError("a parameter is given more than once; pass model.parameters()")
+    return listed

@@ -1,0 +1,212 @@
+"""Gradients averaged over all processes at first, later in a subgroup or not at all, as torch's hook does."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import logging
+import os
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from thinwire.algorithms import AllReduce, Cast
+from thinwire.algorithms.cast import WireDtype, wire_dtype_of
+from thinwire.channel import ProcessGroupTransport, agree, checked_group
+from thinwire.channel.process_group import own_subgroup
+from thinwire.checks import true_or_false, whole_count
+from thinwire.errors import ConfigError
+from thinwire.fronts.contributors import divide_by_contributors
+from thinwire.fronts.ddp import BucketFront
+from thinwire.fronts.ddp_model import dense_buffer, left_alone
+from thinwire.sync import Engine, Settings
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.version import __version__
+
+__all__ = ["PostLocalSGDState", "averaged", "post_localSGD_hook"]
+
+logger = logging.getLogger(__name__)
+
+NO_MACHINE = (
+    "with subgroup=None gradients are averaged by the processes of this machine, which can't be told without "
+    "an accelerator or LOCAL_WORLD_SIZE; pass subgroup=, such as "
+    "torch.distributed.new_subgroups(group_size=…)[0]"
+)
+
+
+class PostLocalSGDState:
+    """Settings and step counter of `post_localSGD_hook` on one model.
+
+    The hook averages gradients only. Averaging the parameters after the local phase has begun is left to
+    another object, as in torch, whose `warmup_steps` must be the same number. `thinwire.LocalSGD` does both
+    with one counter.
+
+    Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv 1808.07217).
+
+    Args:
+        process_group: The group of the first steps, None for the default one.
+        subgroup: The group of later steps; None for the processes of this machine, which is divided off in
+            the first later step: as many as the machine has accelerators or, without any, as the launcher
+            says in `LOCAL_WORLD_SIZE`. May be set until then.
+        start_localSGD_iter: Steps at the start that average over `process_group`.
+        post_local_gradient_allreduce: Whether later steps average within `subgroup`, or not at all.
+        on_nonfinite: Not torch's: what becomes of gradients that are averaged and are not finite; see
+            `thinwire.attach`. "raise" only where nothing is averaged within subgroups.
+
+    Attributes:
+        iter: Steps so far, up to `start_localSGD_iter`; may be set when training is resumed.
+        is_agreed: Whether all processes have compared these settings.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range; or "raise" with subgroups, of which the
+            others would not raise.
+        AttachError: This process is not a member of a group.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        subgroup: dist.ProcessGroup | None,
+        start_localSGD_iter: int,
+        post_local_gradient_allreduce: bool = True,
+        *,
+        on_nonfinite: OnNonfinite = "nan",
+    ) -> None:
+        start_step = whole_count("start_localSGD_iter", start_localSGD_iter, minimum=0)
+        allreduces = true_or_false("post_local_gradient_allreduce", post_local_gradient_allreduce)
+        if checked_on_nonfinite(on_nonfinite) == "raise" and allreduces:
+            raise ConfigError(
+                'on_nonfinite="raise" does not go with averaging within subgroups: the processes of other '
+                'subgroups would not raise; use "zero", or post_local_gradient_allreduce=False'
+            )
+        self.process_group = None if process_group is None else checked_group(process_group)
+        self.subgroup = None if subgroup is None else checked_group(subgroup)
+        self.start_localSGD_iter = start_step
+        self.post_local_gradient_allreduce = allreduces
+        self.on_nonfinite = on_nonfinite
+        self.iter = 0
+        self.is_agreed = False
+        self._fronts: dict[dist.ProcessGroup, BucketFront] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "PostLocalSGDState":
+        """Return a state with the same settings and groups at step 0: a copied model has no hook."""
+        copied = PostLocalSGDState.__new__(PostLocalSGDState)
+        copied.__dict__.update(self.__dict__, iter=0, is_agreed=False, _fronts={})
+        return copied
+
+    def average_finite(
+        self, bucket: GradBucket, wire_dtype: WireDtype | None, transport: ProcessGroupTransport
+    ) -> Future[torch.Tensor]:
+        """Average a bucket together with all others of the step, of which one check decides.
+
+        Args:
+            bucket: Of DDP.
+            wire_dtype: The type to send in, None for the gradient's own.
+            transport: Over which group.
+
+        Raises:
+            ThinwireError: As of `BucketFront.run`.
+        """
+        group = transport.group
+        if group not in self._fronts:
+            algorithm = AllReduce() if wire_dtype is None else Cast(wire_dtype)
+            engine = Engine(algorithm, transport, settings=Settings(on_nonfinite=self.on_nonfinite))
+            self._fronts[group] = BucketFront(engine)
+        return self._fronts[group].run(bucket)
+
+
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average over the group until `start_localSGD_iter`, then within the subgroup or not at all.
+
+    Args:
+        state: Settings and step counter.
+        bucket: Of DDP.
+
+    Cost: one message for each bucket, of the gradient's own bytes; none in the local phase without
+    `subgroup`.
+
+    Raises:
+        ConfigError: The state is of another kind; or no subgroup was given, and the processes can't be
+            divided by machine.
+        GradientError: The gradients are sparse.
+        AgreementError: The processes have other settings (found at the first step).
+        NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise" (from `backward()`).
+        CommunicationError: A collective failed.
+    """
+    return averaged(state, bucket, None)
+
+
+def averaged(
+    state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
+) -> Future[torch.Tensor]:
+    """Average a bucket as `post_localSGD_hook` does, with its messages in 16 bits if asked; for hooks.
+
+    Args:
+        state: Settings and step counter.
+        bucket: Of DDP.
+        wire_dtype: The type to send in, None for the gradient's own.
+
+    Raises:
+        ThinwireError: As of `post_localSGD_hook`.
+    """
+    if not isinstance(state, PostLocalSGDState):
+        raise ConfigError(
+            "post_localSGD_hook needs a thinwire.hooks.PostLocalSGDState, got "
+            f"{type(state).__module__}.{type(state).__name__}"
+        )
+    flat = dense_buffer(bucket)
+    if not state.is_agreed:
+        _agree(state, wire_dtype, flat.device)
+    is_local = state.iter >= state.start_localSGD_iter
+    if is_local and not state.post_local_gradient_allreduce:
+        return left_alone(flat)
+    if is_local and state.subgroup is None:
+        state.subgroup = _processes_of_this_machine(state.process_group)
+    transport = ProcessGroupTransport(state.subgroup if is_local else state.process_group, flat.device)
+    purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
+    if not is_local:
+        _count(state, bucket)
+    if state.on_nonfinite != "nan":
+        return state.average_finite(bucket, wire_dtype, transport)
+    if not is_local:
+        divide_by_contributors(bucket.parameters(), flat)
+    message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
+    work = transport.mean(message, purpose)
+    # The closure keeps the message, which the backend reads and writes until then.
+    return work.then(lambda: flat if message is flat else flat.copy_(message))
+
+
+def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch.device) -> None:
+    description = {
+        "thinwire": __version__,
+        "start_localSGD_iter": str(state.start_localSGD_iter),
+        "post_local_gradient_allreduce": str(state.post_local_gradient_allreduce),
+        "on_nonfinite": state.on_nonfinite,
+        "iter": str(state.iter),
+        "wire_dtype": str(wire_dtype),
+    }
+    agree(ProcessGroupTransport(state.process_group, device), description, "the first step")
+    state.is_agreed = True
+    if state.post_local_gradient_allreduce and state.subgroup is None and _processes_per_machine() is None:
+        logger.warning("step %d will fail: %s", state.start_localSGD_iter, NO_MACHINE)
+
+
+def _count(state: PostLocalSGDState, bucket: GradBucket) -> None:
+    if bucket.is_last():
+        state.iter += 1
+        if state.iter == state.start_localSGD_iter:
+            logger.info("local SGD starts after %d steps", state.iter)
+
+
+def _processes_per_machine() -> int | None:
+    """Return how many there are, by its accelerators or by the launcher; None if neither is known."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(given) if given.isdecimal() else None
+
+
+def _processes_of_this_machine(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    size = _processes_per_machine()
+    if size is None:
+        raise ConfigError(f"local SGD starts: {NO_MACHINE}")
+    return own_subgroup(size, group)

@@ -1,0 +1,545 @@
+"""PowerSGD's hooks with their state, and the wrappers that make messages small."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import copy
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, TypeAlias
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.amp.grad_scaler import GradScaler
+from torch.futures import Future
+
+from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
+from thinwire.algorithms.cast import WireDtype
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
+from thinwire.algorithms.lowrank.slots import FACTOR
+from thinwire.channel import ProcessGroupTransport
+from thinwire.checks import number, true_or_false, whole_count
+from thinwire.errors import AttachError, ConfigError, StateError
+from thinwire.fronts.ddp import BucketFront, front_of
+from thinwire.fronts.ddp_model import dense_buffer, models_where, refuse_training_of_copies
+from thinwire.hooks.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
+from thinwire.hooks.stateless import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+)
+from thinwire.plan import Plan
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.loss_scale import loss_scale_of
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.state import checked_state, packed_state
+from thinwire.sync.stats import Stats
+
+__all__ = [
+    "PowerSGDState",
+    "batched_powerSGD_hook",
+    "bf16_compress_wrapper",
+    "fp16_compress_wrapper",
+    "powerSGD_hook",
+]
+
+logger = logging.getLogger(__name__)
+
+Hook: TypeAlias = Callable[[Any, GradBucket], Future[torch.Tensor]]
+
+# torch's attributes that can't be set, and what to do instead.
+READ_ONLY = {
+    "orthogonalization_epsilon": "Thinwire's orthonormalisation is safe without, and does not use it",
+    "batch_tensors_with_same_shape": "what gains from batching always is batched",
+    "rng": "give random_seed= when the state is made",
+    "iter": "it is counted; load_state_dict() goes on from a saved step, and start_powerSGD_iter says from "
+    "which step on gradients are compressed",
+    "error_dict": "load_state_dict() loads the residual, and switching use_error_feedback off sends it",
+    "p_memory_dict": "left factors are not kept",
+    "q_memory_dict": "load_state_dict() loads the factors",
+    "total_numel_before_compression": "it is counted",
+    "total_numel_after_compression": "it is counted",
+    "next_stats_report": "it follows from compression_stats_logging_frequency",
+}
+
+
+def _setting(name: str, doc: str) -> property:
+    """Return one of torch's attributes that is a setting of the algorithm."""
+    return property(lambda state: state._get(name), lambda state, value: state._change(name, value), doc=doc)
+
+
+class PowerSGDState:
+    """Settings and memory of `powerSGD_hook` or `batched_powerSGD_hook` on one model.
+
+    Memory is kept by parameter, so compression may start at step 0. The state finds the model on which
+    it is registered at the first step, and with it the names of the parameters. Where it can't (it is
+    used inside a hook of your own), they are called by their position from the model's end, which is
+    the same in every run only if the hook is registered before the first backward pass.
+
+    Args:
+        process_group: The model's process group, None for the default one.
+        matrix_approximation_rank: Matrix rank of the factors.
+        start_powerSGD_iter: Steps at the start that average uncompressed gradients. With the default, a run
+            of fewer than 1 000 steps never compresses; `stats()` shows it.
+        min_compression_rate: A matrix is compressed only if that shrinks it more than this.
+        use_error_feedback: Add to each gradient what earlier steps did not transmit.
+        warm_start: Start each power iteration from the last step's factor.
+        orthogonalization_epsilon: Accepted and not used: Thinwire's orthonormalisation is safe without.
+        random_seed: Of the random factors, the same on all processes.
+        compression_stats_logging_frequency: Every so many steps, at least one, the statistics are logged, at
+            level INFO.
+        batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
+        grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
+            `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.
+        on_nonfinite: Not torch's: what becomes of a step that is not finite; see `thinwire.attach`.
+
+    torch's attributes can all be read. `matrix_approximation_rank`, `start_powerSGD_iter`,
+    `min_compression_rate`, `use_error_feedback` and `warm_start` can be set, between steps and on every
+    process alike: they hold from the next step on, and the residual is kept.
+    `compression_stats_logging_frequency` can be set at any time, `process_group` before the first step. One
+    state serves one hook on one model.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range; or an attribute is set that can't be.
+        StepError: A setting is set during a backward pass.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        grad_scaler: GradScaler | Callable[[], float] | None = None,
+        on_nonfinite: OnNonfinite = "nan",
+    ) -> None:
+        self._orthogonalization_epsilon = number(
+            "orthogonalization_epsilon", orthogonalization_epsilon, minimum=0
+        )
+        self._batch_tensors_with_same_shape = true_or_false(
+            "batch_tensors_with_same_shape", batch_tensors_with_same_shape
+        )
+        self._front: BucketFront | None = None  # from the first step on: only then a hook can know its model
+        self._kind: tuple[type[LowRank], WireDtype | None] | None = None  # of its hook
+        self.process_group = process_group
+        self._settings: dict[str, Any] = {
+            "matrix_rank": matrix_approximation_rank,
+            "warmup_steps": start_powerSGD_iter,
+            "min_compression_ratio": min_compression_rate,
+            "error_feedback": use_error_feedback,
+            "warm_start": warm_start,
+            "seed": random_seed,
+        }
+        PowerSGD(**self._settings)
+        self.compression_stats_logging_frequency = compression_stats_logging_frequency
+        loss_scale_of(grad_scaler)
+        self._grad_scaler = grad_scaler
+        self._on_nonfinite = checked_on_nonfinite(on_nonfinite, grad_scaler)
+        self._loaded: dict[str, Any] | None = None
+        self._strict = True
+        self._numel_before, self._numel_after = 0, 0
+        self._counted: tuple[object, int, int] = (None, 0, 0)
+
+    matrix_approximation_rank = _setting("matrix_rank", "Matrix rank of the factors; may be set.")
+    start_powerSGD_iter = _setting(
+        "warmup_steps", "Committed steps that average uncompressed gradients; may be set."
+    )
+    min_compression_rate = _setting(
+        "min_compression_ratio", "A matrix is compressed only if that shrinks it more than this; may be set."
+    )
+    use_error_feedback = _setting("error_feedback", "Whether errors are fed back; may be set.")
+    warm_start = _setting("warm_start", "Whether a step starts from the last one's factor; may be set.")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse what would have no effect."""
+        if name in READ_ONLY:
+            raise ConfigError(f"{name} of a PowerSGDState can't be set: {READ_ONLY[name]}")
+        if not name.startswith("_") and not hasattr(type(self), name):
+            raise ConfigError(
+                f"a PowerSGDState has no setting {name!r}; see its constructor for those there are"
+            )
+        object.__setattr__(self, name, value)
+
+    def _get(self, name: str) -> Any:
+        """Return a setting of the algorithm in use, or as given last if that one has no such setting."""
+        in_use = None if self._front is None else self._front.sync.algorithm
+        return getattr(in_use, name, self._settings[name])
+
+    def _change(self, name: str, value: Any) -> None:
+        """Set one from the next step on."""
+        changed = self._settings | {name: value}
+        if self._front is None:
+            PowerSGD(**changed)
+        else:
+            in_use = self._front.sync.algorithm
+            if not isinstance(in_use, LowRank):
+                raise ConfigError(f"sync.use() has put {in_use} in place of PowerSGD, which has no {name}")
+            algorithm = replace(in_use, **{name: value})
+            if algorithm != in_use:  # or the next step would compare it among the processes
+                self._front.sync.use(algorithm)
+        self._settings = changed
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """As given; may be set before the first step."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"process_group must be a torch.distributed process group or None, got {group!r}"
+            )
+        if self._front is not None:
+            raise ConfigError("process_group can't be set after the first step; make a new state")
+        self._process_group = group
+
+    @property
+    def compression_stats_logging_frequency(self) -> int:
+        """Every so many steps the statistics are logged; may be set."""
+        return self._log_every_steps
+
+    @compression_stats_logging_frequency.setter
+    def compression_stats_logging_frequency(self, steps: int) -> None:
+        self._log_every_steps = max(1, whole_count("compression_stats_logging_frequency", steps, minimum=0))
+
+    @property
+    def next_stats_report(self) -> int:
+        """The step after which the statistics are logged next."""
+        steps = 0 if self._front is None else self._front.sync.steps
+        return (steps // self._log_every_steps + 1) * self._log_every_steps
+
+    @property
+    def orthogonalization_epsilon(self) -> float:
+        """As given; not used."""
+        return self._orthogonalization_epsilon
+
+    @property
+    def batch_tensors_with_same_shape(self) -> bool:
+        """As given; not used."""
+        return self._batch_tensors_with_same_shape
+
+    @property
+    def rng(self) -> Any:
+        """A new NumPy generator of `random_seed`, where torch keeps its own; Thinwire draws from none."""
+        import numpy as np  # noqa: PLC0415 (torch's state needs it, Thinwire does not)
+
+        return np.random.RandomState(self._get("seed"))
+
+    @property
+    def iter(self) -> int:
+        """Committed steps so far; below `start_powerSGD_iter`, gradients travel uncompressed."""
+        if self._front is None:
+            return 0 if self._loaded is None else int(self._loaded["step"])
+        counts = self._front.engine.counts()
+        return counts.steps - counts.nonfinite_steps
+
+    @property
+    def error_dict(self) -> Mapping[str, torch.Tensor]:
+        """This process's residual, by parameter name, torch's by bucket: fp32, flat, unscaled; to read."""
+        return MappingProxyType({} if self._front is None else self._front.engine.memory[ERROR])
+
+    @property
+    def q_memory_dict(self) -> Mapping[str, torch.Tensor]:
+        """The last mean right factors, by name: fp32, shape (matrix rank, columns); to read."""
+        return MappingProxyType({} if self._front is None else self._front.engine.memory[FACTOR])
+
+    @property
+    def p_memory_dict(self) -> Mapping[str, torch.Tensor]:
+        """Nothing: left factors are not kept from step to step."""
+        return MappingProxyType({})
+
+    @property
+    def total_numel_before_compression(self) -> int:
+        """Elements of the gradients of all steps past the warm-up."""
+        return self._numel_before
+
+    @property
+    def total_numel_after_compression(self) -> int:
+        """Elements that were sent for them."""
+        return self._numel_after
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Return elements before over after compression, before, and after, since the warm-up.
+
+        (0, 0, 0) until then. `stats()` has the bytes of all steps.
+        """
+        rate = self._numel_before / self._numel_after if self._numel_after else 0
+        return rate, self._numel_before, self._numel_after
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
+        """Return a state with the same settings.
+
+        What it has done stays behind: a copied model has no hook.
+        """
+        copied = PowerSGDState(
+            self.process_group,
+            orthogonalization_epsilon=self._orthogonalization_epsilon,
+            compression_stats_logging_frequency=self._log_every_steps,
+            batch_tensors_with_same_shape=self._batch_tensors_with_same_shape,
+            grad_scaler=self._grad_scaler,
+            on_nonfinite=self._on_nonfinite,
+        )
+        copied._settings = {name: self._get(name) for name in self._settings}
+        copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled: before its first use it may be sent to the processes that will use it."""
+        if self._front is not None:
+            raise StateError("a PowerSGDState in use can't be pickled; save its state_dict() instead")
+        return self.__dict__
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter travels how; empty before the first step."""
+        return Plan(()) if self._front is None else self._front.sync.plan
+
+    @property
+    def sync(self) -> GradientSync:
+        """What averages, from the first step on; `sync.use(…)` switches the algorithm for the next one.
+
+        Raises:
+            AttachError: There was no step yet.
+        """
+        if self._front is None:
+            raise AttachError(
+                "this PowerSGDState has not been used yet; it attaches itself in the first step"
+            )
+        return self._front.sync
+
+    def stats(self) -> Stats:
+        """Return what has been done so far; see `thinwire.Stats`."""
+        return Stats() if self._front is None else self._front.sync.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
+        if self._front is not None:
+            return self._front.sync.state_dict()
+        if self._loaded is not None:
+            return copy.deepcopy(self._loaded)
+        return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue from a saved state; see `GradientSync.load_state_dict`.
+
+        Args:
+            state: What `state_dict` returned, on any process.
+            strict: As of `GradientSync.load_state_dict`.
+
+        Raises:
+            StateError: It is not such a state. That it belongs to another model shows at the first step.
+            StepError: A step is under way.
+        """
+        if self._front is not None:
+            self._front.sync.load_state_dict(state, strict=strict)
+        else:
+            checked_state(state, specs=None)
+            self._loaded, self._strict = copy.deepcopy(dict(state)), strict
+
+    def abandon(self) -> None:
+        """Forget a step that an exception in the backward pass has ended, so that the state can be saved."""
+        if self._front is not None:
+            self._front.sync.abandon()
+
+    def algorithm(
+        self, kind: type[PowerSGD] | type[BatchedPowerSGD], wire_dtype: WireDtype | None = None
+    ) -> PowerSGD | BatchedPowerSGD:
+        """Return the settings as an algorithm, for `thinwire.attach`.
+
+        Args:
+            kind: PowerSGD for `powerSGD_hook`, BatchedPowerSGD for `batched_powerSGD_hook`.
+            wire_dtype: What `fp16_compress_wrapper` or `bf16_compress_wrapper` would make of the messages.
+        """
+        return kind(**self._settings, wire_dtype=wire_dtype)
+
+    def run(
+        self,
+        kind: type[PowerSGD] | type[BatchedPowerSGD],
+        wire_dtype: WireDtype | None,
+        bucket: GradBucket,
+    ) -> Future[torch.Tensor]:
+        """Exchange a bucket; for hooks.
+
+        Args:
+            kind: What the hook is of.
+            wire_dtype: As of `algorithm`.
+            bucket: Of DDP.
+
+        Raises:
+            ConfigError: The state has been used with another hook, wrapper or model.
+            StateError: The loaded state is of another model.
+            ThinwireError: As of `BucketFront.run`.
+        """
+        if self._front is None:
+            algorithm = self.algorithm(kind, wire_dtype)
+            self._front = self._new_front(algorithm, dense_buffer(bucket).device)
+            self._front.engine.observers.append(self._after_step)
+            self._loaded, self._kind = None, (kind, wire_dtype)
+        if self._kind != (kind, wire_dtype):
+            raise ConfigError(
+                f"this PowerSGDState has been used with {_shown(self._kind)}, now with "
+                f"{_shown((kind, wire_dtype))}; make one state for each model and hook, or switch with "
+                "state.sync.use(…)"
+            )
+        return self._front.run(bucket)
+
+    def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
+        models = models_where(lambda state: state is self)
+        if len(models) > 1:
+            raise ConfigError(
+                f"this PowerSGDState is registered on {len(models)} models; make one state for each model"
+            )
+        transport = ProcessGroupTransport(self.process_group, device)
+        loss_scale = loss_scale_of(self._grad_scaler)
+        if models:
+            front = front_of(models[0], algorithm, transport, loss_scale, on_nonfinite=self._on_nonfinite)
+            refuse_training_of_copies(models[0])
+        else:
+            settings = Settings(loss_scale, may_be_unused=True, on_nonfinite=self._on_nonfinite)
+            front = BucketFront(Engine(algorithm, transport, settings=settings))
+        if self._loaded is not None:
+            front.sync.load_state_dict(self._loaded, strict=self._strict)
+        return front
+
+    def _after_step(self, committed: bool) -> None:
+        """Count and log."""
+        if self._front is None:
+            raise AssertionError("a step was made without a front")
+        engine = self._front.engine
+        if self.iter - committed >= self._get("warmup_steps"):
+            counted_for = (engine.algorithm, engine.plan)
+            if self._counted[0] != counted_for:
+                self._counted = (counted_for, *_elements(engine))
+            self._numel_before += self._counted[1]
+            self._numel_after += self._counted[2]
+        if logger.isEnabledFor(logging.INFO) and engine.steps % self._log_every_steps == 0:
+            stats = engine.stats()
+            logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)
+
+
+def _elements(engine: Engine) -> tuple[int, int]:
+    """Return a compressed step's elements before and after compression, as torch counts them."""
+    plan = engine.plan
+    in_buckets = {name for route in plan.routes for name in route.names}
+    numel = {spec.name: spec.numel for spec in engine.specs if spec.name in in_buckets}
+    after = 0.0
+    for route in plan.routes:
+        if isinstance(route, LowRankRoute) and route.matrix_shape and route.matrix_rank:
+            pairs = getattr(engine.algorithm, "factor_pairs", 1)
+            after += route.matrix_rank * sum(route.matrix_shape) * pairs
+        else:
+            after += sum(numel[name] for name in route.names)
+    return sum(numel.values()), int(after)
+
+
+def _shown(kind: tuple[type[LowRank], WireDtype | None] | None) -> str:
+    name, wire_dtype = ("no hook", None) if kind is None else (kind[0].__name__, kind[1])
+    return name if wire_dtype is None else f"{name} in {wire_dtype}"
+
+
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average by PowerSGD, layer by layer; see `thinwire.PowerSGD`.
+
+    Args:
+        state: Settings and memory.
+        bucket: Of DDP.
+
+    Raises:
+        ConfigError: The state is of another kind, or was used with another hook or model.
+        ThinwireError: As of `BucketFront.run`.
+    """
+    return _checked(state).run(PowerSGD, None, bucket)
+
+
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average by PowerSGD on each bucket as one square matrix; see `thinwire.BatchedPowerSGD`.
+
+    Args:
+        state: Settings and memory.
+        bucket: Of DDP.
+
+    Raises:
+        ConfigError: The state is of another kind, or was used with another hook or model.
+        ThinwireError: As of `BucketFront.run`.
+    """
+    return _checked(state).run(BatchedPowerSGD, None, bucket)
+
+
+def _checked(state: object) -> PowerSGDState:
+    if not isinstance(state, PowerSGDState):
+        raise ConfigError(
+            "PowerSGD's hooks need a thinwire.hooks.PowerSGDState, got "
+            f"{type(state).__module__}.{type(state).__name__}"
+        )
+    return state
+
+
+def fp16_compress_wrapper(hook: Hook) -> Hook:
+    """Return a hook with its messages in fp16: the factors of PowerSGD, not its memory, which stays fp32.
+
+    Hooks whose messages have 16 or 8 bits already (those wrapped before, too), or that send none, are given
+    back as they are.
+
+    Raises:
+        ConfigError: Not one of this module's hooks: the messages of another can't be reached.
+    """
+    return _wrapped(hook, "fp16")
+
+
+def bf16_compress_wrapper(hook: Hook) -> Hook:
+    """Return a hook with its messages in bf16; see `fp16_compress_wrapper`.
+
+    Raises:
+        ConfigError: Not one of this module's hooks.
+    """
+    return _wrapped(hook, "bf16")
+
+
+SMALL_ALREADY: tuple[Hook, ...] = (
+    fp16_compress_hook,
+    bf16_compress_hook,
+    quantization_pertensor_hook,
+    quantization_perchannel_hook,
+    noop_hook,
+)
+_made_small = WeakSet[Hook]()
+
+
+def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
+    if hook is powerSGD_hook or hook is batched_powerSGD_hook:
+        kind = PowerSGD if hook is powerSGD_hook else BatchedPowerSGD
+
+        def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+            return _checked(state).run(kind, wire_dtype, bucket)
+
+        _made_small.add(low_rank_in_16_bits)
+        return low_rank_in_16_bits
+    if hook is post_localSGD_hook:
+
+        def post_local_in_16_bits(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
+            return averaged(state, bucket, wire_dtype)
+
+        _made_small.add(post_local_in_16_bits)
+        return post_local_in_16_bits
+    if hook is allreduce_hook:
+        return fp16_compress_hook if wire_dtype == "fp16" else bf16_compress_hook
+    if any(hook is each for each in (*SMALL_ALREADY, *_made_small)):
+        return hook
+    raise ConfigError(
+        f"expected one of thinwire.hooks, got {hook!r}; the messages of another hook can't be reached from "
+        "outside: use torch's own wrapper for it"
+    )

@@ -1,0 +1,198 @@
+"""torch's hooks that keep nothing between steps: one message for each bucket, or none."""
+# DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from thinwire.algorithms import AllReduce, Cast
+from thinwire.algorithms.cast import wire_dtype_of
+from thinwire.channel import ProcessGroupTransport, agree
+from thinwire.checks import whole_number
+from thinwire.fronts.contributors import divide_by_contributors
+from thinwire.fronts.ddp_model import dense_buffer, left_alone
+from thinwire.version import __version__
+
+__all__ = [
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "fp16_compress_hook",
+    "noop_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+]
+
+MAX_CODE = 255  # of 8 bits
+
+
+def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average uncompressed gradients, as DDP does without a hook.
+
+    Args:
+        process_group: None for the default one.
+        bucket: Of DDP.
+
+    Raises:
+        GradientError: The gradients are sparse.
+        AgreementError: The processes use other hooks.
+        CommunicationError: A collective failed.
+    """
+    return _averaged(AllReduce(), process_group, bucket)
+
+
+def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average gradients in fp16; see `thinwire.Cast`.
+
+    Args:
+        process_group: None for the default one.
+        bucket: Of DDP.
+
+    Raises:
+        GradientError: The gradients are sparse.
+        AgreementError: The processes use other hooks.
+        CommunicationError: A collective failed.
+    """
+    return _averaged(Cast("fp16"), process_group, bucket)
+
+
+def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average gradients in bf16, on any backend that carries it, Gloo included; see `thinwire.Cast`.
+
+    Args:
+        process_group: None for the default one.
+        bucket: Of DDP.
+
+    Raises:
+        GradientError: The gradients are sparse.
+        AgreementError: The processes use other hooks.
+        CommunicationError: A collective failed.
+    """
+    return _averaged(Cast("bf16"), process_group, bucket)
+
+
+# DDP refuses hooks of the usual name unless CUDA and NCCL are there.
+bf16_compress_hook.__name__ = "thinwire_bf16_compress_hook"
+
+
+def quantization_pertensor_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """Average gradients in 8 bits, with one scale for each bucket.
+
+    Every process gets the 8-bit gradients of all, and averages them itself: each is off by at most half of
+    (largest − smallest, 0 included) / 255 of its bucket. There is no error feedback.
+
+    Args:
+        process_group: None for the default one.
+        bucket: Of DDP.
+
+    Cost: one gather for each bucket, of 1 byte per element and 8 bytes, to every process from every other:
+    with n processes each receives n − 1 bytes per element, whatever the backend. An fp32 copy of the bucket.
+
+    Raises:
+        GradientError: The gradients are sparse.
+        AgreementError: The processes use other hooks (found where a bucket is new).
+        CommunicationError: A collective failed.
+    """
+    return _in_8_bits(process_group, bucket, None)
+
+
+def quantization_perchannel_hook(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
+) -> Future[torch.Tensor]:
+    """Average gradients in 8 bits, with one scale for every `bucket_size` elements.
+
+    Args:
+        process_group: None for the default one.
+        bucket: Of DDP.
+        bucket_size: Elements for each scale.
+
+    Cost: as `quantization_pertensor_hook`, with 8 bytes for each scale.
+
+    Raises:
+        ConfigError: `bucket_size` is not a whole number of at least 1.
+        ThinwireError: As of `quantization_pertensor_hook`.
+    """
+    return _in_8_bits(process_group, bucket, whole_number("bucket_size", bucket_size, minimum=1))
+
+
+def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Average nothing, to find out what a step takes without communication; the models drift apart."""
+    return left_alone(bucket.buffer())
+
+
+def _averaged(
+    algorithm: AllReduce | Cast, process_group: dist.ProcessGroup | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """Send one message for each bucket, which DDP waits for; nothing is kept between steps."""
+    flat = dense_buffer(bucket)
+    transport = ProcessGroupTransport(process_group, flat.device)
+    _agree(repr(algorithm), transport, bucket.parameters())
+    divide_by_contributors(bucket.parameters(), flat)
+    message = flat.to(wire_dtype_of(algorithm.dtype)) if isinstance(algorithm, Cast) else flat
+    work = transport.mean(message, f"a bucket of {flat.numel()} gradients")
+    # The closure keeps the message, which the backend reads and writes until then.
+    return work.then(lambda: flat if message is flat else flat.copy_(message))
+
+
+def _in_8_bits(
+    process_group: dist.ProcessGroup | None, bucket: GradBucket, scaled_elements: int | None
+) -> Future[torch.Tensor]:
+    """Gather once for each bucket: scales travel with codes, so no future's callback issues a collective."""
+    flat = dense_buffer(bucket)
+    transport = ProcessGroupTransport(process_group, flat.device)
+    each = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
+    _agree(f"8 bits, a scale for {each}", transport, bucket.parameters())
+    divide_by_contributors(bucket.parameters(), flat)
+    message = _codes(flat, scaled_elements or flat.numel())
+
+    gathered = message.new_empty(transport.size, message.numel())
+    work = transport.all_gather(gathered, message, f"a bucket of {flat.numel()} gradients")
+
+    def mean() -> torch.Tensor:
+        # In the order of ranks on every process, for the same bits on all.
+        total = torch.zeros_like(flat, dtype=torch.float32)
+        for codes in gathered:
+            total.add_(_gradients(codes, flat.numel(), scaled_elements or flat.numel()))
+        return flat.copy_(total.div_(transport.size))
+
+    return work.then(mean)
+
+
+def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
+    """Return gradients in 8 bits after their scales and zeros: uint8, shape (8 bytes a scale + elements,).
+
+    What is not finite makes its scale so, and with it all that is read with the scale.
+    """
+    padded = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % scaled_elements))
+    rows = padded.view(-1, scaled_elements)
+    low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
+    scale = high / MAX_CODE - low / MAX_CODE
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    zero = (-low / scale).round()
+    codes = (rows / scale).add_(zero).round_().clamp_(0, MAX_CODE).to(torch.uint8)
+    return torch.cat([torch.cat([scale, zero]).view(-1).view(torch.uint8), codes.view(-1)])
+
+
+def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.Tensor:
+    """Return what `_codes` was given, rounded: fp32, shape (numel,)."""
+    count = -(-numel // scaled_elements)
+    scale, zero = codes[: 8 * count].view(torch.float32).view(2, count, 1)
+    rows = codes[8 * count :].view(count, scaled_elements)
+    gradients: torch.Tensor = (rows.float() - zero) * scale
+    return gradients.view(-1)[:numel]
+
+
+# By the first parameter of a bucket: gradients in other types would be summed as if they were of one.
+_agreed = WeakTensorKeyDictionary()
+
+
+def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Tensor]) -> None:
+    """Refuse, where a bucket is new to a hook, that processes use other hooks for it."""
+    agreed = (how, transport.group.group_name)
+    if parameters and (parameters[0] not in _agreed or _agreed[parameters[0]] != agreed):
+        description = {"thinwire": __version__, "algorithm": how, "parameters": str(len(parameters))}
+        agree(transport, description, "a bucket's first step")
+        _agreed[parameters[0]] = agreed

@@ -1,0 +1,228 @@
+"""What every algorithm must do, checked on the processes of a job. Each check is collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.algorithms import Algorithm, PowerSGD
+from thinwire.algorithms.registry import REGISTRY
+from thinwire.channel import ProcessGroupTransport, gather_stacked
+from thinwire.errors import AgreementError
+from thinwire.fronts.ddp import attach
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
+from thinwire.sync.loss_scale import LossScale, loss_scale_of
+
+__all__ = ["CHECKS", "Bench", "Check"]
+
+STEPS = 6
+SHAPES = {"conv": (40, 6, 3, 3), "linear": (64, 32), "same": (64, 32), "bias": (64,), "scale": ()}
+
+Check: TypeAlias = "Callable[[Bench], None]"
+
+
+class Bench:
+    """A process's gradients, what averages them, and what its checks have found.
+
+    A check notes what is wrong and goes on, so that it makes the same collectives on all processes.
+
+    Args:
+        device: Where gradients lie.
+        group: The process group, None for the default one.
+
+    Attributes:
+        findings: What was wrong on this process since the check began.
+        transport: Over the group.
+        specs: The parameters.
+    """
+
+    def __init__(self, device: torch.device, group: Any = None) -> None:
+        self.device = device
+        self.findings: list[str] = []
+        self.transport = ProcessGroupTransport(group, device)
+        self.specs = tuple(
+            ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
+        )
+
+    def expect(self, holds: bool, found: str) -> None:
+        """Note what was found, unless it holds.
+
+        Args:
+            holds: Whether all is well.
+            found: If not, what is wrong.
+        """
+        if not holds:
+            self.findings.append(found)
+
+    def gradient(self, step: int) -> torch.Tensor:
+        """Return this process's gradient in a step, flat, of all parameters."""
+        return self.gradient_of(self.transport.rank, step)
+
+    def gradient_of(self, process_rank: int, step: int) -> torch.Tensor:
+        """Return a process's gradient, which all can compute; so all know the true mean.
+
+        Args:
+            process_rank: Of any process.
+            step: Of the check; no two steps have the same gradients.
+        """
+        generator = torch.Generator().manual_seed(1000 * process_rank + step)
+        numel = sum(spec.numel for spec in self.specs)
+        return torch.randn(numel, generator=generator).to(self.device)
+
+    def true_mean(self, step: int) -> torch.Tensor:
+        """Return the mean of all processes' gradients in a step, fp64."""
+        of_all = [self.gradient_of(each, step).double() for each in range(self.transport.size)]
+        return torch.stack(of_all).mean(0)
+
+    def engine(
+        self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
+    ) -> Engine:
+        """Return a new engine over the group.
+
+        Args:
+            algorithm: At work in it.
+            host_check: As of `thinwire.attach`.
+            loss_scale: As of `Settings`.
+        """
+        settings = Settings(loss_scale, host_check=host_check)
+        return Engine(algorithm, self.transport, self.specs, settings)
+
+    def average(self, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
+        """Make one step, and return what it has made of the gradient, in place."""
+        engine.average([(self.specs, gradient)])
+        return gradient
+
+
+def gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the distance of two tensors, relative to the second."""
+    return float((one.double() - other.double()).norm() / other.double().norm())
+
+
+def gives_the_mean(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
+    """Check that every step's result is the mean.
+
+    Args:
+        bench: The processes.
+        algorithm: Which keeps no residual.
+        tolerance: Relative error, at most.
+    """
+    engine = bench.engine(algorithm)
+    for step in range(STEPS):
+        error = gap(bench.average(engine, bench.gradient(step)), bench.true_mean(step))
+        bench.expect(
+            error < tolerance,
+            f"the relative error of the mean is {error:.1e}, expected below {tolerance:.0e}",
+        )
+
+
+def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
+    """Check that results and residual add up to the true means, and that something was compressed.
+
+    Args:
+        bench: The processes.
+        algorithm: Which keeps a residual.
+        tolerance: Relative error of the sum, at most.
+    """
+    engine = bench.engine(algorithm)
+    sent, true = (torch.zeros_like(bench.true_mean(0)) for _ in range(2))
+    for step in range(STEPS):
+        sent += bench.average(engine, bench.gradient(step))
+        true += bench.true_mean(step)
+    saved = dict(engine.state_dict()["error"])
+    residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in bench.specs]
+    lost = gap(sent + torch.cat(residual).to(bench.device), true)
+    bench.expect(lost < tolerance, f"{lost:.1e} of the gradients is lost, expected below {tolerance:.0e}")
+    ratio = engine.counts().compression_ratio
+    bench.expect(ratio > 2, f"the compression ratio is {ratio:.1f}, expected above 2")
+
+
+def overflow_leaves_no_trace(bench: Bench, *, host_check: bool) -> None:
+    """Check that an infinity on one process becomes NaN on all, which a GradScaler skips, and no more.
+
+    Args:
+        bench: The processes.
+        host_check: Whether the host learns of it.
+    """
+    algorithm = PowerSGD(matrix_rank=2)
+    plain = bench.engine(algorithm)
+    hit = bench.engine(algorithm, host_check=host_check, loss_scale=loss_scale_of(lambda: 1.0))
+    for step in range(STEPS):
+        if step == 3:
+            gradient = bench.gradient(99)
+            gradient[0] = torch.inf if bench.transport.rank == 0 else gradient[0]
+            bench.expect(
+                bool(bench.average(hit, gradient).isnan().all()), "the gradients of that step are not all NaN"
+            )
+        a, b = (bench.average(engine, bench.gradient(step)) for engine in (plain, hit))
+        bench.expect(torch.equal(a, b), f"step {step} is another one than without the overflow")
+    nonfinite_steps = hit.stats().nonfinite_steps
+    bench.expect(nonfinite_steps == 1, f"{nonfinite_steps} steps were not finite, expected 1")
+
+
+def state_resumes(bench: Bench) -> None:
+    """Check that a run that goes on after saving and one that resumes are equal to the bit."""
+    first = bench.engine(PowerSGD(matrix_rank=2))
+    for step in range(STEPS):
+        bench.average(first, bench.gradient(step))
+    second = bench.engine(PowerSGD(matrix_rank=2))
+    second.load_state_dict(first.state_dict())
+    a, b = (bench.average(engine, bench.gradient(STEPS)) for engine in (first, second))
+    bench.expect(torch.equal(a, b), f"they differ by {gap(a, b):.1e}")
+
+
+def differences_are_refused(bench: Bench) -> None:
+    """Check that processes with unlike settings are refused, all of them."""
+    if bench.transport.size == 1:
+        return
+    engine = bench.engine(PowerSGD(matrix_rank=1 + (bench.transport.rank == 0)))
+    try:
+        engine.agree()
+    except AgreementError:
+        return
+    bench.expect(False, "unlike matrix ranks were not refused")
+
+
+def models_stay_the_same(bench: Bench) -> None:
+    """Check that after some steps of a DDP model all processes hold the same parameters to the bit."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64)).to(bench.device),
+        process_group=bench.transport.group,
+    )
+    sync = attach(model, PowerSGD(matrix_rank=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(bench.gradient(step)[:512].view(8, 64)).square().mean())
+        optimizer.step()
+    flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    everyone = gather_stacked(flat.view(torch.uint8), bench.transport)
+    bench.expect(bool((everyone == everyone[0]).all()), "parameters differ between processes")
+    bench.expect(sync.stats().compression_ratio > 2, "nothing was compressed")
+
+
+CHECKS: dict[str, Check] = {
+    **{
+        f"{variant.code} {'loses nothing' if registered.has_memory else 'gives the mean'}": partial(
+            loses_nothing if registered.has_memory else gives_the_mean,
+            algorithm=variant.algorithm,
+            tolerance=variant.tolerance,
+        )
+        for registered in REGISTRY
+        for variant in registered.variants
+        if variant.is_checked
+    },
+    "an overflow on one process is skipped by a GradScaler on all": partial(
+        overflow_leaves_no_trace, host_check=True
+    ),
+    "the same with host_check=False": partial(overflow_leaves_no_trace, host_check=False),
+    "a saved state resumes to the bit": state_resumes,
+    "unlike settings are refused": differences_are_refused,
+    "a DDP model stays the same on all processes": models_stay_the_same,
+}

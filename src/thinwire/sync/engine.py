@@ -1,0 +1,426 @@
+"""Engine: what fronts drive. It opens lanes, begins steps, keeps count, saves and loads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from thinwire.algorithms import Algorithm, BucketPlan, Memory
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Metered, Traffic, Transport, agree
+from thinwire.errors import NonfiniteError, StepError
+from thinwire.plan import ParameterSpec, Plan
+from thinwire.sync.clock import StepClock
+from thinwire.sync.lane import Lane
+from thinwire.sync.lanes import Lanes
+from thinwire.sync.precision import full_precision
+from thinwire.sync.settings import Settings
+from thinwire.sync.state import LoadedState, checked_state, packed_state
+from thinwire.sync.stats import Stats
+from thinwire.sync.step import Step
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Averages gradients over a group: an algorithm at work on a model, and the transport it uses.
+
+    A front opens a lane for each bucket, begins a step and starts the lanes in it; the user's `GradientSync`
+    stands before the engine.
+
+    Args:
+        algorithm: How gradients become their mean.
+        transport: Over which group.
+        specs: The model's parameters; may be left out where they become known bucket by bucket.
+        settings: How steps are treated.
+        traffic: Where to count what steps send; None for a new count.
+        clock: Where to count time; None for a new one.
+
+    Attributes:
+        transport: As given. What is agreed upon and saved goes through it.
+        wire: What steps send through: it counts. `thinwire.testing` puts another one in its place between
+            steps.
+        metered: What `wire` is without that.
+        observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
+        clock: Where the time of steps went.
+
+    Raises:
+        ConfigError: `algorithm` is not an algorithm, or does not fit the model.
+        GradientError: A parameter's gradient can't be averaged by it.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        transport: Transport,
+        specs: Iterable[ParameterSpec] = (),
+        settings: Settings = Settings(),  # noqa: B008 - frozen
+        *,
+        traffic: Traffic | None = None,
+        clock: StepClock | None = None,
+    ) -> None:
+        self.transport = transport
+        self.metered = Metered(transport, traffic)
+        self.wire: Transport = self.metered
+        self.clock = StepClock() if clock is None else clock
+        self.observers: list[Callable[[bool], None]] = []
+        self._lanes = Lanes(algorithm, transport, self.traffic, specs, settings)
+        self._steps: list[Step] = []
+        self._gradient_bytes = 0
+        self._has_warned = False
+        self._kept_errors: tuple[dict[str, float], dict[str, float]] | None = None
+
+    def __str__(self) -> str:
+        """Return some lines to read: the algorithm, the plan's compression ratio, and what was done.
+
+        Cost: none.
+        """
+        transport, plan = self.transport, self.plan
+        lines = [f"{self.algorithm} over {transport.size} processes, of which this is {transport.rank}"]
+        if plan.routes:
+            compressed = [name for route in plan.routes if route.is_compressed for name in route.names]
+            lines.append(
+                f"plan: {len(compressed)} of {len(self._lanes.specs)} parameters compressed, "
+                f"{plan.gradient_bytes:,} bytes per step become {plan.message_bytes:,}: "
+                f"compression ratio {plan.compression_ratio:.1f}"
+            )
+        return "\n".join([*lines, f"so far: {self.counts()}"])
+
+    @property
+    def traffic(self) -> Traffic:
+        """What its steps have sent."""
+        return self.metered.traffic
+
+    @property
+    def settings(self) -> Settings:
+        """How steps are treated."""
+        return self._lanes.settings
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in use."""
+        return self._lanes.algorithm
+
+    @property
+    def plan(self) -> Plan:
+        """As of `GradientSync`."""
+        return self._lanes.plan
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """All parameters that are known, in the order of the model."""
+        return tuple(self._lanes.specs.values())
+
+    @property
+    def plans(self) -> Sequence[BucketPlan]:
+        """What is executed: one for each bucket of the last step; before it, one for the model."""
+        return self._lanes.plans
+
+    @property
+    def memory(self) -> Memory:
+        """What the algorithm remembers; to read."""
+        return self._lanes.memory
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, those that were not finite included."""
+        return self._lanes.steps
+
+    def use(self, algorithm: Algorithm) -> None:
+        """As `GradientSync.use`."""
+        self._check_between_steps("use()")
+        self._lanes.use(algorithm)
+
+    # Steps.
+
+    def open(
+        self, specs: tuple[ParameterSpec, ...], device: torch.device, *, is_agreed: bool = False
+    ) -> Lane:
+        """Return the lane of a bucket, to be kept while it `is_current`. Collective where it was not open.
+
+        Args:
+            specs: The bucket's parameters, in the order of their gradients.
+            device: Of the gradients.
+            is_agreed: Whether all processes are known to have this very bucket, and have called `agree`.
+
+        Cost: where it was not open, a gather of 32 bytes from each process and a host synchronisation.
+
+        Raises:
+            GradientError: A gradient of a kind that can't be averaged.
+            StateError: The loaded state turns out to be of another model.
+            AgreementError: The processes have other algorithms, parameters, buckets or loaded states.
+            CommunicationError: The comparison failed.
+        """
+        with self.clock.inside(self.traffic), full_precision(device):
+            return self._lanes.open(specs, device, is_agreed=is_agreed)
+
+    def agree(self) -> None:
+        """Compare the processes, without a bucket. Collective, once after each change.
+
+        Raises:
+            AgreementError: The processes have other algorithms, parameters or loaded states.
+            CommunicationError: The comparison failed.
+        """
+        self._lanes.agree()
+
+    def begin(self) -> Step:
+        """Return a new step. Several may be open side by side, over lanes of their own."""
+        self._steps = [step for step in self._steps if step.is_open]
+        # Those under way count, so that errors of steps side by side name different ones.
+        number = self.steps + len(self._steps)
+        step = Step(self._lanes, self.wire, self.traffic, self.clock, number, self._ended)
+        self._steps.append(step)
+        return step
+
+    def average(
+        self, buckets: Iterable[tuple[tuple[ParameterSpec, ...], torch.Tensor]], *, is_agreed: bool = False
+    ) -> bool:
+        """Make one step of buckets whose gradients are all there.
+
+        Args:
+            buckets: Parameters and flat gradients of each, averaged in place.
+            is_agreed: As of `open`.
+
+        Returns:
+            Whether it was committed; see `Step.finish`.
+
+        Raises:
+            NonfiniteError: It was not, and `on_nonfinite` is "raise".
+            ThinwireError: As of `open`, `Step.start` and `Step.finish`; memory is as it was.
+        """
+        step = self.begin()
+        try:
+            with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
+                for specs, flat in buckets:
+                    step.start(self.open(specs, flat.device, is_agreed=is_agreed), flat)
+            committed = step.finish()
+        except BaseException:
+            step.abandon()
+            raise
+        self.raise_unless(committed)
+        return committed
+
+    def abandon(self) -> None:
+        """Forget all steps under way. Memory is as it was before them."""
+        for step in self._steps:
+            step.abandon()
+        self._steps = []
+
+    def _ended(self, step: Step, committed: bool) -> None:
+        self._gradient_bytes += step.gradient_bytes
+        self._kept_errors = None
+        for observer in tuple(self.observers):  # a copy: one may leave while it is called
+            observer(committed)
+
+    def _check_between_steps(self, call: str) -> None:
+        if any(step.is_open and step.num_parameters for step in self._steps):
+            raise StepError(
+                f"{call} was called during a backward pass; call it between steps. If an exception has ended "
+                "the pass on all processes, call abandon() first"
+            )
+
+    # Steps that were not finite.
+
+    def raise_unless(self, committed: bool) -> None:
+        """Raise, where the user wants that of a step that was not committed.
+
+        Raises:
+            NonfiniteError: It was not, and `on_nonfinite` is "raise".
+        """
+        if not committed and self.settings.on_nonfinite == "raise":
+            raise NonfiniteError(
+                f"step {self.steps - 1}: the mean gradients are not finite; the error memory is as before, "
+                "on all processes alike. Take no optimizer step; go on with the next batch, or end the run"
+            )
+
+    def warn_of_nonfinite(self) -> None:
+        """Say once what becomes of a step that was not finite; for fronts whose gradients the user applies.
+
+        Not where the loss is known to be scaled: what scales it tries out how far it can go.
+        """
+        if self._has_warned or self.settings.loss_scale is not None:
+            return
+        self._has_warned = True
+        if self.settings.on_nonfinite == "zero":
+            logger.warning(
+                "within %d steps, the mean gradients of one were not finite, and became zeros on all "
+                "processes; the error memory stayed as it was. stats().nonfinite_steps counts such steps. "
+                "This is not said again",
+                self.steps,
+            )
+        else:
+            logger.warning(
+                "within %d steps, the mean gradients of one were not finite, and became NaN on all "
+                "processes; the error memory stayed as it was. A GradScaler skips such a step; without one "
+                "the optimizer makes the model NaN. If you use one, pass it as grad_scaler=; if not, choose "
+                'on_nonfinite="zero" or "raise". This is not said again',
+                self.steps,
+            )
+
+    # What was done.
+
+    def stats(self) -> Stats:
+        """Return what has been done so far.
+
+        Cost: one norm for each compressed parameter and one host synchronisation.
+        """
+        relative_error, error_norm = self._errors()
+        unseen_steps = self._lanes.unseen_nonfinite_steps()
+        if unseen_steps:
+            self.warn_of_nonfinite()
+        return replace(
+            self.counts(),
+            nonfinite_steps=self._lanes.nonfinite_steps + unseen_steps,
+            relative_error=relative_error,
+            error_norm=error_norm,
+        )
+
+    def counts(self) -> Stats:
+        """Return `stats()` without what must be computed.
+
+        So it has no errors, nor the non-finite steps that the host has not seen.
+
+        Cost: none.
+        """
+        traffic = self.traffic
+        return Stats(
+            steps=self.steps,
+            nonfinite_steps=self._lanes.nonfinite_steps,
+            messages=traffic.messages,
+            message_bytes=traffic.message_bytes,
+            gradient_bytes=self._gradient_bytes,
+            waiting_seconds=traffic.waiting_seconds,
+            arithmetic_seconds=self.clock.arithmetic_seconds,
+            exposed_seconds=self.clock.exposed_seconds,
+        )
+
+    def _errors(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return relative errors and error norms by route, as of the last step; read back at once."""
+        if self._kept_errors is not None:
+            return self._kept_errors
+        found = [plan.diagnose(self._lanes.memory) for plan in self._lanes.plans]
+        diagnoses = [each for each in found if each is not None]
+        if not diagnoses:
+            return {}, {}
+        device = diagnoses[0].error_norms.device
+        numbers = [torch.stack([each.relative_errors, each.error_norms]).to(device) for each in diagnoses]
+        relative_errors, error_norms = torch.cat(numbers, dim=1).tolist()
+        labels = [label for each in diagnoses for label in each.labels]
+        return (
+            dict(zip(labels, relative_errors, strict=True)),
+            dict(zip(labels, error_norms, strict=True)),
+        )
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of all that the algorithm remembers on this process."""
+        slots = self._lanes.memory.slots.values()
+        return sum(tensor.nbytes for tensors in slots for tensor in tensors.values())
+
+    # The residual, for those who hand it from one engine to another.
+
+    def take_error(self, name: str) -> torch.Tensor | None:
+        """Take the residual of a parameter, which is the caller's from now on; None if there is none.
+
+        Returns:
+            fp32 (fp64 of fp64 gradients), shape (elements,), in the parameter's order of memory, in units
+            of the unscaled loss.
+        """
+        lanes = self._lanes
+        lanes.local_is_mean = False
+        for slot in lanes.memory.slots:
+            if slot.is_local and slot != ERROR:
+                lanes.memory[slot].pop(name, None)
+        return lanes.memory[ERROR].pop(name, None)
+
+    def put_error(self, name: str, error: torch.Tensor) -> None:
+        """Make a tensor the residual of a parameter.
+
+        Args:
+            name: Of the parameter.
+            error: As from `take_error`; the engine's from now on.
+        """
+        self._lanes.local_is_mean = False
+        self._lanes.memory[ERROR][name] = error
+
+    # Saved state.
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradientSync.state_dict`."""
+        self._check_between_steps("state_dict()")
+        lanes, purpose = self._lanes, f"state_dict() after {self.steps} steps"
+        with full_precision(torch.device("cpu")):
+            # First of all: where processes differ, none has changed its memory.
+            agree(self.transport, lanes.described("state_dict()"), purpose)
+            # Before the residual is averaged, which changes what they are made of.
+            self._kept_errors = self._errors()
+            for slot, tensors in lanes.memory.slots.items():
+                if slot.is_local and not slot.is_saved:
+                    tensors.clear()
+            if not lanes.local_is_mean:
+                self._average_local(purpose)
+                lanes.local_is_mean = True
+            return packed_state(
+                lanes.algorithm,
+                lanes.memory,
+                lanes.specs,
+                lanes.shapes,
+                lanes.unclaimed,
+                skipped_steps=lanes.nonfinite_steps,
+                buckets=lanes.expected.names if lanes.algorithm.sees_buckets else (),
+                choices=lanes.choices,
+            )
+
+    def _average_local(self, purpose: str) -> None:
+        """Replace what differs between processes by its mean; some may have none of a parameter."""
+        memory = self._lanes.memory
+        # In one order on all processes, whatever order parameters and slots became known in.
+        specs = sorted(self._lanes.specs.values())
+        for slot in sorted(memory.slots, key=lambda slot: slot.name):
+            if not (slot.is_local and slot.is_elementwise) or not specs:
+                continue
+            tensors = memory[slot]
+            has = torch.tensor([spec.name in tensors for spec in specs], dtype=torch.uint8).to(
+                self.transport.control_device
+            )
+            self.transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
+            under_way = []
+            for spec in [spec for spec, one in zip(specs, has.tolist(), strict=True) if one]:
+                own = tensors.get(spec.name)
+                mean = (
+                    torch.zeros(spec.numel, dtype=spec.memory_dtype, device=self._lanes.device)
+                    if own is None
+                    else own.clone()
+                )
+                under_way.append((spec.name, mean, self.transport.mean(mean, f"{purpose}, {spec.name}")))
+            # Only when all have come: where one fails, memory is as it was.
+            for _, _, work in under_way:
+                work.wait()
+            for name, mean, _ in under_way:
+                tensors[name] = tensors[name].copy_(mean) if name in tensors else mean
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """As `GradientSync.load_state_dict`."""
+        self._lanes.load(self.check_state_dict(state, strict=strict))
+        self._kept_errors = None
+
+    def check_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
+        """Return what `load_state_dict` would load, and change nothing.
+
+        Args:
+            state: As the user gave it.
+            strict: As of `GradientSync.load_state_dict`.
+
+        Raises:
+            StateError: It is not such a state, damaged, of a later version, or of another model.
+            StepError: A step is under way.
+        """
+        self._check_between_steps("load_state_dict()")
+        lanes = self._lanes
+        specs = lanes.specs if lanes.all_known else None
+        return checked_state(state, specs, slots=lanes.algorithm.slots, strict=strict)

@@ -1,0 +1,336 @@
+"""One step's exchange: carries the requests of its buckets, in rounds, up to the gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from thinwire.algorithms import (
+    AllGather,
+    AllToAll,
+    Choices,
+    Commit,
+    Jointly,
+    Mean,
+    Message,
+    Replanning,
+    Request,
+    Requests,
+)
+from thinwire.channel import Transport, Work
+from thinwire.errors import ConfigError
+
+__all__ = ["Exchange", "Task", "answered", "shown"]
+
+
+class Task:
+    """A generator of requests, standing at one.
+
+    Args:
+        requests: The generator; it is run to its first request.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+        self.request: Request | tuple[Message, ...] | None = None
+        self.answer(None)
+
+    def answer(self, answer: Any) -> None:
+        """Hand over the answer to its request; the next one follows.
+
+        Raises:
+            ConfigError: It has ended without a commit.
+        """
+        try:
+            self.request = self._requests.send(answer)
+        except StopIteration:
+            raise ConfigError(
+                "an exchange has ended without Commit, expected it as the last request; yield "
+                "Commit(lambda: all_finite(…)) before memory is written"
+            ) from None
+
+    def commit(self) -> None:
+        """Let it pass its gate and write memory.
+
+        Raises:
+            ConfigError: It asks for something more.
+        """
+        # Going on to its end is what writes memory; there should be nothing to come.
+        for request in self._requests:
+            raise ConfigError(f"an exchange has asked for {request!r} behind its Commit, expected its end")
+
+    def close(self) -> None:
+        """Forget it; it writes nothing."""
+        self._requests.close()
+
+
+@dataclass
+class _Sent:
+    """A message of one or several requests, under way."""
+
+    work: Work
+    message: torch.Tensor  # kept until it has come back: a backend may read it meanwhile
+    parts: Callable[[], Sequence[torch.Tensor]]  # the answers, once it has come back
+
+
+@dataclass
+class _Round:
+    """What some tasks have asked for together: their requests in the order of `tasks`, and the messages."""
+
+    tasks: Sequence[Task]
+    sent: Sequence[tuple[Sequence[tuple[int, int]], _Sent]]  # of each message: (task, place in its request)
+
+
+class Exchange:
+    """Drives the buckets of one step through their rounds.
+
+    Every collective is issued by the thread that calls `start` and `advance`, in the order of buckets
+    and then of rounds, which is the same on every member.
+
+    Args:
+        transport: Carries the messages.
+        name: Of the step, for errors.
+    """
+
+    def __init__(self, transport: Transport, name: str) -> None:
+        self.tasks: list[Task] = []
+        self._transport = transport
+        self._name = name
+        self._rounds: list[_Round] = []
+        self._joining: list[Task] = []
+        self._number = 1
+
+    def start(self, requests: Requests, name: str) -> None:
+        """Run a bucket to its first message and send it, while the backward pass goes on.
+
+        Args:
+            requests: Of the bucket.
+            name: Of the bucket, for errors.
+
+        Raises:
+            CommunicationError: The message could not be sent.
+            ConfigError: The algorithm asks for something that there is not.
+        """
+        with shown("thinwire: round 1"):
+            task = Task(requests)
+            _compute_jointly([task])
+            self._rounds.append(
+                _send([task], self._transport, f"{self._name}, round 1 of the bucket of {name}")
+            )
+        self.tasks.append(task)
+
+    def close_with(self, requests: Requests) -> None:
+        """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
+        self._joining.append(Task(requests))
+
+    def advance(self) -> bool:
+        """Wait for the round under way and send the next one, of all buckets together; do not wait for that.
+
+        To be called when all buckets have been started, at the same points on all members: what is sent in
+        between by others must be in the same order everywhere.
+
+        Returns:
+            Whether there is a round under way. If not, all buckets stand at their gate.
+
+        Raises:
+            CommunicationError: A collective failed.
+            ConfigError: The algorithm asks for something that there is not.
+        """
+        with shown(f"thinwire: wait for round {self._number}"):
+            for each in self._rounds:
+                for _, sent in each.sent:
+                    sent.work.wait()
+        self._number += 1
+        with shown(f"thinwire: round {self._number}"):
+            # All before anything is sent: so the next messages of all buckets travel as one.
+            for each in self._rounds:
+                _answer(each)
+            self._rounds = []
+            _compute_jointly(self.tasks)
+            waiting = [task for task in self.tasks if not isinstance(task.request, Commit)]
+            for task in self._joining:
+                _take_the_type_of(waiting, task)
+            waiting += self._joining
+            # Behind the buckets, whose means they read when they commit.
+            self.tasks += self._joining
+            self._joining = []
+            if waiting:
+                purpose = f"{self._name}, round {self._number} of all buckets"
+                self._rounds.append(_send(waiting, self._transport, purpose))
+        return bool(waiting)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `advance` would not block."""
+        return all(sent.work.is_completed() for each in self._rounds for _, sent in each.sent)
+
+    @property
+    def gates(self) -> Sequence[Commit]:
+        """What the tasks stand at, once `advance` has returned False."""
+        return [task.request for task in self.tasks if isinstance(task.request, Commit)]
+
+    def is_healthy(self) -> torch.Tensor:
+        """Return whether all that was received may be used, as a tensor of one bool; not read back."""
+        healths = [gate.is_healthy() for gate in self.gates]
+        if not healths:
+            return torch.tensor(True)
+        return torch.stack([each.to(healths[0].device, non_blocking=True) for each in healths]).all()
+
+    def close(self) -> None:
+        """Forget all buckets; they write nothing any more."""
+        for task in [*self.tasks, *self._joining]:
+            task.close()
+        self._rounds = []
+
+
+def answered(requests: Replanning, transport: Transport, purpose: str) -> Choices:
+    """Run requests that are no bucket's to their end.
+
+    Args:
+        requests: The generator.
+        transport: Carries its messages.
+        purpose: What for and in which step, for errors.
+
+    Raises:
+        CommunicationError: A collective failed.
+    """
+    answer = None
+    while True:
+        try:
+            request = requests.send(answer)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        messages = request if isinstance(request, tuple) else (request,)
+        answers: list[torch.Tensor] = []
+        for message in messages:
+            sent = _MESSAGES[type(message)]([message], transport, purpose)
+            sent.work.wait()
+            answers += sent.parts()
+        answer = tuple(answers) if isinstance(request, tuple) else answers[0]
+
+
+def shown(name: str) -> AbstractContextManager[object]:
+    """Return a context that is a range in `torch.profiler`'s picture; nothing while that is off."""
+    is_on: bool = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    return record_function(name) if is_on else nullcontext()
+
+
+def _compute_jointly(tasks: Sequence[Task]) -> None:
+    """Serve what tasks want computed, those that name one function together, until none wants anything."""
+    while True:
+        wanting = [task for task in tasks if isinstance(task.request, Jointly)]
+        if not wanting:
+            return
+        function = wanting[0].request.function  # type: ignore[union-attr]
+        served = [task for task in wanting if task.request.function is function]  # type: ignore[union-attr]
+        of_each = [task.request.items for task in served]  # type: ignore[union-attr]
+        results = list(function([item for items in of_each for item in items]))
+        for task, items in zip(served, of_each, strict=True):
+            task.answer(results[: len(items)])
+            del results[: len(items)]
+
+
+def _take_the_type_of(waiting: Sequence[Task], joining: Task) -> None:
+    """Let a mean that joins travel with those that are sent anyway."""
+    types = [each.request.tensor for each in waiting if isinstance(each.request, Mean)]
+    if types and isinstance(joining.request, Mean):
+        joining.request = Mean(joining.request.tensor.to(types[0]))
+
+
+def _send(tasks: Sequence[Task], transport: Transport, purpose: str) -> _Round:
+    """Send what tasks ask for; messages of one operation, type and device as one."""
+    kinds: dict[tuple[str, str, type], list[tuple[int, int, Any]]] = {}
+    for number, task in enumerate(tasks):
+        messages: Sequence[Any] = task.request if isinstance(task.request, tuple) else (task.request,)
+        for place, message in enumerate(messages):
+            if isinstance(message, Commit) and not isinstance(task.request, tuple):
+                continue
+            if type(message) not in _MESSAGES:
+                raise ConfigError(
+                    f"an exchange has asked for {message!r}, expected Mean, AllGather, AllToAll, Jointly or "
+                    "Commit (several messages as a tuple)"
+                )
+            key = (str(message.tensor.device), str(message.tensor.dtype), type(message))
+            kinds.setdefault(key, []).append((number, place, message))
+    # Backends match collectives by their order alone, and wait for ever where it differs. Sorted, it follows
+    # from what is asked for: not from which bucket asked first, nor from what a dictionary makes of that.
+    sent = []
+    for key in sorted(kinds, key=lambda key: (key[0], key[1], key[2].__name__)):
+        together = kinds[key]
+        under_way = _MESSAGES[key[2]]([each for _, _, each in together], transport, purpose)
+        sent.append(([(number, place) for number, place, _ in together], under_way))
+    return _Round(tasks, sent)
+
+
+def _answer(finished: _Round) -> None:
+    """Hand every task its answers."""
+    answers: list[dict[int, torch.Tensor]] = [{} for _ in finished.tasks]
+    for owners, sent in finished.sent:
+        for (number, place), part in zip(owners, sent.parts(), strict=True):
+            answers[number][place] = part
+    for task, of_task in zip(finished.tasks, answers, strict=True):
+        if isinstance(task.request, tuple):
+            task.answer(tuple(of_task[place] for place in range(len(of_task))))
+        elif of_task:
+            task.answer(of_task[0])
+
+
+def _sent_means(messages: Sequence[Mean], transport: Transport, purpose: str) -> _Sent:
+    tensors = [message.tensor for message in messages]
+    for tensor in tensors:
+        _check_flat("Mean", tensor)
+        if not tensor.is_floating_point():
+            raise ConfigError(
+                f"an exchange has asked for the mean of {tensor.dtype}, expected a floating type; "
+                "AllGather and AllToAll carry every type"
+            )
+    flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    work = transport.mean(flat, purpose)
+    sizes = [tensor.numel() for tensor in tensors]
+    return _Sent(work, flat, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes))
+
+
+def _sent_gathers(messages: Sequence[AllGather], transport: Transport, purpose: str) -> _Sent:
+    tensors = [message.tensor for message in messages]
+    for tensor in tensors:
+        _check_flat("AllGather", tensor)
+    flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
+    rows = flat.new_empty(transport.size, flat.numel())
+    work = transport.all_gather(rows, flat, purpose)
+    sizes = [tensor.numel() for tensor in tensors]
+    return _Sent(work, flat, lambda: rows.split_with_sizes(sizes, dim=1))
+
+
+def _sent_exchanges(messages: Sequence[AllToAll], transport: Transport, purpose: str) -> _Sent:
+    tensors = [message.tensor for message in messages]
+    for tensor in tensors:
+        if tensor.dim() != 2 or len(tensor) != transport.size:
+            raise ConfigError(
+                f"an exchange has asked for AllToAll of shape {tuple(tensor.shape)}, expected a row for each "
+                f"of the {transport.size} members"
+            )
+    rows = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
+    received = torch.empty_like(rows)
+    work = transport.all_to_all(received, rows, purpose)
+    sizes = [tensor.shape[1] for tensor in tensors]
+    return _Sent(work, rows, lambda: received.split_with_sizes(sizes, dim=1))
+
+
+def _check_flat(operation: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 1:
+        raise ConfigError(
+            f"an exchange has asked for {operation} of shape {tuple(tensor.shape)}, expected a flat tensor; "
+            "send tensor.view(-1)"
+        )
+
+
+_MESSAGES: dict[type, Callable[[Any, Transport, str], _Sent]] = {
+    Mean: _sent_means,
+    AllGather: _sent_gathers,
+    AllToAll: _sent_exchanges,
+}

@@ -1,0 +1,169 @@
+"""GradientSync: the handle that a user keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from thinwire.algorithms import Algorithm
+from thinwire.plan import Plan
+from thinwire.sync.engine import Engine
+from thinwire.sync.stats import Stats
+
+__all__ = ["GradientSync", "Handle", "Synced", "engine_of", "handle_of"]
+
+
+class GradientSync:
+    """What averages a model's gradients, as its user sees it: to look at, to switch, to save and to load.
+
+    `thinwire.attach` makes one, and the other fronts have one as `sync`. Printing it gives some lines to
+    read. It is what `torch.distributed.checkpoint` calls stateful.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __str__(self) -> str:
+        """Return some lines to read: the algorithm, the plan's compression ratio, and what was done.
+
+        Cost: none.
+        """
+        return str(self._engine)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The algorithm in use."""
+        return self._engine.algorithm
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter travels how once past the warm-up, in the order of the model.
+
+        An algorithm that works on whole buckets is planned for the buckets of the last step; before
+        the first step, as if the model were one bucket.
+        """
+        return self._engine.plan
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, those that were not finite included."""
+        return self._engine.steps
+
+    def stats(self) -> Stats:
+        """Return what has been done so far.
+
+        Cost: one norm for each compressed parameter and one host synchronisation.
+        """
+        return self._engine.stats()
+
+    def use(self, algorithm: Algorithm) -> None:
+        """Switch to another algorithm from the next step on; to be called on every process alike.
+
+        The residual is carried over: an algorithm with error feedback goes on with it, any other
+        sends it in its first step.
+
+        Raises:
+            ConfigError: It is not an algorithm.
+            GradientError: A parameter's gradient can't be averaged by it.
+            StepError: A step is under way.
+        """
+        self._engine.use(algorithm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered, the same on every process. Collective: call it on all processes.
+
+        The error of the processes is replaced by its mean, here and in the result: every later step
+        depends on the mean alone, so a run that goes on and one that resumes are the same, on any number
+        of processes.
+
+        Returns:
+            Plain values, and tensors on the CPU: "error" and what else is remembered are tuples of pairs of a
+            name and a tensor, "parameters" one of names and shapes. `torch.load(weights_only=True)` and
+            `torch.distributed.checkpoint` take it; `thinwire.checkpoint` writes it as safetensors, too.
+
+        Cost: a gather of 32 bytes from each process, one exact average of all error memory (none if there was
+        no step since the last time), a copy of it to the CPU and its checksum. If other processes do not call
+        it as well, it says so after 10 s, and fails after the group's timeout.
+
+        Raises:
+            StepError: A step is under way.
+            AgreementError: The processes have made different steps, or have other algorithms.
+            CommunicationError: A collective failed, or some process did not call it; memory is as it was.
+        """
+        return self._engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Continue from a state saved by `state_dict`; to be called on every process with the same state.
+
+        The number of processes may be another one, and the buckets. The algorithm in use is kept: a state
+        saved with other settings (what does not fit is cut or extended, with a warning), or by another
+        algorithm, is taken over, its error included. All is checked before anything is changed; where
+        the parameters are not known yet (the hooks), at the first step.
+
+        Args:
+            state: What `state_dict` returned, on any process.
+            strict: Whether to refuse a state that lacks parameters of this model, or has others. If not,
+                the residual of those others is dropped. Where parameters are known by position only, all
+                must be the same anyway.
+
+        Raises:
+            StateError: It is not such a state, damaged, of a later version, or of another model.
+            StepError: A step is under way.
+        """
+        self._engine.load_state_dict(state, strict=strict)
+
+    def abandon(self) -> None:
+        """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""
+        self._engine.abandon()
+
+
+class Synced(Protocol):
+    """What has a `GradientSync`: an aggregator, a `LocalSGD`, an integration's strategy or handler."""
+
+    @property
+    def sync(self) -> GradientSync:
+        """The handle."""
+
+
+@runtime_checkable
+class Handle(Protocol):
+    """What makes steps and counts them: an `Engine`, and a front that has one but counts steps of its own.
+
+    Attributes:
+        observers: Are called after every step, with whether it was committed.
+    """
+
+    observers: list[Callable[[bool], None]]
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+
+    def stats(self) -> Stats:
+        """Return what has been done so far."""
+
+    def counts(self) -> Stats:
+        """Return `stats()` without what must be computed. Cost: none."""
+
+
+def engine_of(target: GradientSync | Synced) -> Engine:
+    """Return what averages behind a handle; for what drives or watches it.
+
+    Raises:
+        AttachError: `target` is not attached yet.
+    """
+    sync = target if isinstance(target, GradientSync) else target.sync
+    return sync._engine
+
+
+def handle_of(target: object) -> Handle | None:
+    """Return what counts the steps that the user of `target` knows; None if it makes none.
+
+    Args:
+        target: A `GradientSync`, or a front that counts steps of its own beside one.
+    """
+    if isinstance(target, GradientSync):
+        return target._engine
+    if isinstance(target, Handle) and isinstance(getattr(target, "sync", None), GradientSync):
+        return target
+    return None

@@ -1,0 +1,31 @@
+"""A bucket, opened once: agreed upon, planned, its memory laid out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.algorithms import BucketPlan
+from thinwire.plan import ParameterSpec
+
+__all__ = ["Lane"]
+
+
+@dataclass(eq=False)
+class Lane:
+    """Where the gradients of one bucket go, step by step.
+
+    Attributes:
+        plan: How they travel.
+        is_current: Whether it may be started. An engine closes its lanes when it changes its algorithm, its
+            plan or its memory; what was open is opened anew then.
+        is_in_flight: Whether a step is under way in it.
+    """
+
+    plan: BucketPlan
+    is_current: bool = True
+    is_in_flight: bool = False
+
+    @property
+    def specs(self) -> tuple[ParameterSpec, ...]:
+        """The bucket's parameters, in the order of their gradients."""
+        return self.plan.specs

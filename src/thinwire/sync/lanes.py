@@ -1,0 +1,301 @@
+"""An algorithm at work on a model: what is planned and remembered, bucket by bucket."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from thinwire.algorithms import Algorithm, BucketPlan, Choices, Memory, Slot
+from thinwire.channel import Description, Traffic, Transport, agree
+from thinwire.errors import ConfigError
+from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
+from thinwire.sync.exchange import answered
+from thinwire.sync.fingerprint import description_of
+from thinwire.sync.lane import Lane
+from thinwire.sync.regrouping import ExpectedBuckets
+from thinwire.sync.settings import Settings
+from thinwire.sync.state import LoadedState, check_model, fitting, laid_out
+
+__all__ = ["Lanes"]
+
+logger = logging.getLogger(__name__)
+
+
+class Lanes:
+    """Opens a lane for each bucket, and closes them all when what they are made of changes.
+
+    Args:
+        algorithm: How gradients become their mean.
+        transport: Over which group they are.
+        traffic: Takes up the time that the comparing of processes takes.
+        specs: The model's parameters; none where they become known bucket by bucket.
+        settings: How steps are treated.
+
+    Attributes:
+        algorithm: The algorithm in use.
+        choices: What it has chosen at run time.
+        memory: What it remembers.
+        specs: All parameters that are known, by name, in the order of the model.
+        settings: As given.
+        nonfinite_steps: Steps that were not finite, as far as the host knows.
+        local_is_mean: Whether nothing has changed the local slots of the memory since they were averaged.
+        expected: With which buckets the next step is to be made, where results depend on it.
+        device: Of the last bucket.
+
+    Raises:
+        ConfigError: `algorithm` is not an algorithm, or does not fit the model.
+        GradientError: A parameter's gradient can't be averaged by it.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        transport: Transport,
+        traffic: Traffic,
+        specs: Iterable[ParameterSpec],
+        settings: Settings,
+    ) -> None:
+        self.specs = {spec.name: spec for spec in specs}
+        self.all_known = bool(self.specs)
+        self.settings = settings
+        self.memory = Memory()
+        self.nonfinite_steps = 0
+        self.local_is_mean = True  # there is nothing yet
+        self.expected = ExpectedBuckets()
+        self.device = torch.device("cpu")
+        self._unseen: torch.Tensor | None = None
+        self._transport = transport
+        self._traffic = traffic
+        self._open: dict[tuple[ParameterSpec, ...], Lane] = {}
+        self._plans: tuple[BucketPlan, ...] = ()  # of the last step
+        self._model_plan: BucketPlan | None = None  # before it, as if the model were one bucket
+        self._agreed_without_bucket = False
+        self._unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
+        self._unchecked: LoadedState | None = None
+        self._loaded_checksum: str | None = None
+        self._take(algorithm)
+
+    def _take(self, algorithm: Algorithm) -> None:
+        if not isinstance(algorithm, Algorithm):
+            raise ConfigError(
+                f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
+            )
+        specs = tuple(self.specs.values())
+        if specs:
+            algorithm.check_model(specs)
+        choices = algorithm.first_choices(specs)
+        self.algorithm: Algorithm = algorithm
+        self.choices: Choices = choices
+
+    @property
+    def steps(self) -> int:
+        """Steps so far, those that were not finite included."""
+        return self.memory.step + self.nonfinite_steps
+
+    def count_unseen(self, was_nonfinite: torch.Tensor) -> None:
+        """Count a step of which the host does not learn whether it was finite."""
+        counted = was_nonfinite.long()
+        self._unseen = counted if self._unseen is None else self._unseen.add_(counted)
+
+    def unseen_nonfinite_steps(self) -> int:
+        """Return how many of those were not. Cost: a host synchronisation, if there were any."""
+        return 0 if self._unseen is None else int(self._unseen)
+
+    # What is planned.
+
+    @property
+    def plans(self) -> Sequence[BucketPlan]:
+        """Those of the last step's buckets; before it, that of the model as one bucket."""
+        if self._plans or not self.specs:
+            return self._plans
+        if self._model_plan is None:
+            self._model_plan = self._prepared(tuple(self.specs.values()))
+        return (self._model_plan,)
+
+    @property
+    def plan(self) -> Plan:
+        """How each parameter travels, in the order of the model."""
+        order = {name: position for position, name in enumerate(self.specs)}
+        routes = [route for plan in self.plans for route in plan.routes]
+        return Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
+
+    def use(self, algorithm: Algorithm) -> None:
+        """Go on with another algorithm.
+
+        Raises:
+            ConfigError: It is not an algorithm, or does not fit the model.
+            GradientError: A parameter's gradient can't be averaged by it.
+        """
+        self._take(algorithm)
+        self._plan_anew()
+        if self._plans:  # before the first step it is not known what is stale
+            self._forget_stale()
+            for plan in self._plans:
+                plan.adopt(self.memory)
+
+    def replan(self, wire: Transport) -> None:
+        """Let the algorithm choose anew by what it has measured, where that is due. Collective.
+
+        Args:
+            wire: Carries what it asks.
+
+        Raises:
+            CommunicationError: A collective failed.
+        """
+        if not self.algorithm.is_replan_due(self.memory.step):
+            return
+        before = self.plan
+        replanning = self.algorithm.replan(self.plans, self.memory)
+        chosen = answered(replanning, wire, f"step {self.steps}, what the plan is made by")
+        self.choices = {**self.choices, **chosen}
+        plans = tuple(self._prepared(plan.specs) for plan in self._plans)
+        if [plan.routes for plan in plans] == [plan.routes for plan in self._plans]:
+            return
+        self._plan_anew()
+        for plan in self._plans:
+            plan.adopt(self.memory)
+        if self.plan != before:
+            logger.info("step %d: a new plan\n%s", self.steps, self.plan)
+
+    def _plan_anew(self) -> None:
+        self._close()
+        self._plans = tuple(self._prepared(plan.specs) for plan in self._plans)
+
+    def _prepared(self, specs: tuple[ParameterSpec, ...]) -> BucketPlan:
+        return self.algorithm.prepare(specs, self.choices, num_members=self._transport.size)
+
+    def _close(self) -> None:
+        for lane in self._open.values():
+            lane.is_current = False
+        self._open.clear()
+        self._model_plan, self._agreed_without_bucket = None, False
+
+    def note(self, lanes: Sequence[Lane]) -> None:
+        """Take note of the buckets of a step that has ended."""
+        if [lane.specs for lane in lanes] != [plan.specs for plan in self._plans]:
+            self._plans = tuple(lane.plan for lane in lanes)
+            self._forget_stale()
+
+    def _forget_stale(self) -> None:
+        """Drop what belongs to routes that there are no more: of other buckets, or of an algorithm before."""
+        labels = {label for plan in self._plans for label in plan.labels}
+        here = {spec.name for plan in self._plans for spec in plan.specs}
+        for slot, tensors in self.memory.slots.items():
+            for label in () if slot.is_elementwise else tensors.keys() - labels:
+                if here.issuperset(label.split(BUCKET_SEPARATOR)):  # else of a parameter not used just now
+                    del tensors[label]
+
+    # Lanes.
+
+    def open(
+        self, specs: tuple[ParameterSpec, ...], device: torch.device, *, is_agreed: bool = False
+    ) -> Lane:
+        """Return the lane of a bucket. Collective where it was not open.
+
+        Args:
+            specs: The bucket's parameters.
+            device: Of their gradients.
+            is_agreed: Whether all processes are known to have this very bucket, and have called `agree`.
+
+        Raises:
+            GradientError: A gradient of a kind that can't be averaged.
+            AgreementError: The processes have other algorithms, parameters, buckets or loaded states.
+            CommunicationError: The comparison failed.
+            StateError: The loaded state has a tensor of another shape than its parameter.
+        """
+        lane = self._open.get(specs)
+        if lane is not None:
+            return lane
+        self.device = device
+        plan = self._prepared(specs)
+        if any(spec.name not in self.specs for spec in specs):
+            self.specs.update((spec.name, spec) for spec in specs)
+            self._model_plan = None
+        if not is_agreed:
+            self._compare(", ".join(spec.name for spec in specs))
+        # Behind the comparison: where it refuses, what was loaded is still there to be saved or replaced.
+        for slot, tensors in self._unclaimed.items():
+            for spec in specs:
+                if spec.name in tensors:
+                    self.memory[slot][spec.name] = laid_out(slot, tensors.pop(spec.name), spec, device)
+        said = plan.adopt(self.memory)
+        if said and self._unchecked is not None:
+            warnings.warn(said, stacklevel=5)
+        lane = self._open[specs] = Lane(plan)
+        return lane
+
+    def agree(self) -> None:
+        """Refuse to go on where processes differ. Collective, once after each change.
+
+        Raises:
+            AgreementError: The processes have other algorithms, parameters or loaded states.
+            CommunicationError: The comparison failed.
+        """
+        if not self._agreed_without_bucket:
+            self._compare("")
+            self._agreed_without_bucket = True
+
+    def _compare(self, bucket: str) -> None:
+        start = time.perf_counter()
+        agree(self._transport, {**self.described("a step"), "bucket": bucket}, f"step {self.steps}")
+        self._traffic.waiting_seconds += time.perf_counter() - start
+
+    def described(self, call: str) -> Description:
+        """Return what this process says of itself before a call."""
+        progress = {
+            **self.settings.described(),
+            "committed steps": str(self.memory.step),
+            "steps that were not finite": str(self.nonfinite_steps),
+            "loaded state": self._loaded_checksum or "none",
+            "averaged error": str(self.local_is_mean),
+        }
+        return description_of(call, self.algorithm, self.choices, self.specs.values(), progress)
+
+    # A loaded state.
+
+    @property
+    def unclaimed(self) -> Mapping[Slot, Mapping[str, torch.Tensor]]:
+        """What was loaded and is not laid out yet, by slot and parameter, in the parameter's shape."""
+        return self._unclaimed
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of all parameters, as far as the model or the loaded state has them."""
+        loaded = {} if self._unchecked is None else self._unchecked.shapes
+        return {**loaded, **{name: spec.shape for name, spec in self.specs.items()}}
+
+    def load(self, loaded: LoadedState) -> None:
+        """Go on from a checked state.
+
+        Where the parameters are not known yet, whether it is of this model shows at the first step.
+        """
+        if self.all_known:
+            loaded = fitting(loaded, self.specs)
+        memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})
+        specs = tuple(self.specs.values())
+        self.choices = self.algorithm.resumed_choices(loaded.choices, memory, specs)
+        self.memory = memory
+        self._unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
+        self.nonfinite_steps, self._unseen = loaded.skipped_steps, None
+        self.local_is_mean, self._loaded_checksum = True, loaded.checksum
+        self.expected = ExpectedBuckets(loaded.buckets, is_resumed=True)
+        self._plan_anew()
+        self._unchecked = None if self.all_known else loaded
+        for plan in self.plans if self.all_known else ():
+            said = plan.adopt(self.memory)
+            if said:
+                warnings.warn(said, stacklevel=4)
+
+    def check_loaded(self) -> None:
+        """Refuse a loaded state, at the first step after it, if it turns out to be of another model.
+
+        Raises:
+            StateError: It is.
+        """
+        if self._unchecked is not None:
+            check_model(self._unchecked, self.specs, by_position=True)
+            self._unchecked = None

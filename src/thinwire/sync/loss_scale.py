@@ -1,0 +1,55 @@
+"""What the loss is multiplied by, so that memory can be kept in units of the unscaled loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from thinwire.errors import ConfigError
+
+__all__ = ["LossScale", "loss_scale_of"]
+
+LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
+"""Returns it for the step under way, as a tensor of one element on a device."""
+
+
+def loss_scale_of(grad_scaler: object) -> LossScale | None:
+    """Return a function of what the loss is multiplied by, for a device; None if it is not.
+
+    A `GradScaler`'s scale is not read back from its device.
+
+    Args:
+        grad_scaler: A `GradScaler`, a function that returns the scale of the step under way (a tensor on an
+            accelerator costs a host synchronisation), or None.
+
+    Raises:
+        ConfigError: It is something else; or (from the result) the function returns no positive number.
+    """
+    if grad_scaler is None:
+        return None
+    if isinstance(grad_scaler, GradScaler):
+        return lambda device: grad_scaler.scale(torch.ones((), device=device))
+    if not callable(grad_scaler):
+        raise ConfigError(
+            "grad_scaler must be a torch.amp.GradScaler, a function that returns the loss scale, or None, "
+            f"got {grad_scaler!r}"
+        )
+
+    def scale_on(device: torch.device) -> torch.Tensor:
+        scale = grad_scaler()
+        words = f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"
+        if isinstance(scale, str | bool):
+            raise ConfigError(words)
+        try:
+            in_fp32 = torch.tensor(float(scale), dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(words) from error
+        if not 0 < in_fp32.item() < math.inf:
+            raise ConfigError(words)
+        return in_fp32.to(device)
+
+    return scale_on

@@ -1,0 +1,101 @@
+"""Arithmetic in full precision, whatever the user has switched on around the backward pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+__all__ = ["full_precision"]
+
+FULL_PRECISION = ("ieee", "none")
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Switch off autograd, autocast and products in TF32 or bf16, while this is open.
+
+    Backward may run under the first two; autocast refuses to mix 16-bit types. What a product in TF32
+    rounds off would neither be sent nor stay in the residual. Afterwards every setting of the user's is as it
+    was.
+    """
+    inside: frozenset[str] = getattr(_threads, "inside", frozenset())
+    if device.type in inside:  # a step is made of calls that are often made within another
+        yield
+        return
+    _threads.inside = inside | {device.type}
+    try:
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.autocast("cpu", enabled=False),
+            _products,
+        ):
+            yield
+    finally:
+        _threads.inside = inside
+
+
+_threads = threading.local()  # on which devices' types each thread is inside
+
+
+class _FullProducts:
+    """Products in full precision while anybody is inside.
+
+    The setting is the whole process's, and backward passes of several devices run on threads of their own:
+    the first to come sets it, and the last to go restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._restored = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside == 1:
+                self._set()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._restored.close()
+
+    def _set(self) -> None:
+        if not hasattr(torch._C, "_get_fp32_precision_getter"):  # before torch 2.9
+            self._restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+            torch.set_float32_matmul_precision("highest")
+            return
+        for backend in ("cuda", "mkldnn"):
+            if _precision(backend, "matmul") not in FULL_PRECISION:
+                self._restored.callback(_set_precision, backend, "matmul", _own_precision(backend))
+                _set_precision(backend, "matmul", "ieee")
+
+
+_products = _FullProducts()
+
+
+def _own_precision(backend: str) -> str:
+    """Return what the user has set for a backend's products themselves, "none" if nothing.
+
+    Then they follow a wider setting.
+    Torch knows only what is in effect, so the wider settings are put out of effect while it is asked.
+    Written back as the own one, the setting in effect would stay when the user changes the wider one.
+    """
+    with ExitStack() as restored:
+        for wider in ("generic", backend):
+            restored.callback(_set_precision, wider, "all", _precision(wider, "all"))
+            _set_precision(wider, "all", "none")
+        return _precision(backend, "matmul")
+
+
+def _precision(backend: str, operation: str) -> str:
+    return torch._C._get_fp32_precision_getter(backend, operation)
+
+
+def _set_precision(backend: str, operation: str, precision: str) -> None:
+    torch._C._set_fp32_precision_setter(backend, operation, precision)

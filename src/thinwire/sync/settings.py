@@ -1,0 +1,56 @@
+"""How a sync treats its steps: what all fronts let the user choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from thinwire.checks import true_or_false
+from thinwire.errors import ConfigError
+from thinwire.sync.loss_scale import LossScale
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How steps are treated.
+
+    Args:
+        loss_scale: Returns, for a device, what the loss is multiplied by; None if it is not.
+        may_be_unused: Whether a step may leave parameters out on all processes, whose gradients are
+            then not applied. If it may and there is a residual, each step finds out which.
+        host_check: Whether the host learns in each step if all means were finite; see `attach`.
+        on_nonfinite: What becomes of a step where they are not; see `attach`.
+
+    Raises:
+        ConfigError: `may_be_unused` or `on_nonfinite="raise"` is given without `host_check`.
+    """
+
+    loss_scale: LossScale | None = None
+    may_be_unused: bool = False
+    host_check: bool = True
+    on_nonfinite: OnNonfinite = "nan"
+
+    def __post_init__(self) -> None:
+        if self.may_be_unused and not true_or_false("host_check", self.host_check):
+            raise ConfigError(
+                "host_check=False does not go with find_unused_parameters=True: which parameters nobody used "
+                "is the host's to find out; leave out one of them"
+            )
+        if checked_on_nonfinite(self.on_nonfinite) == "raise" and not self.host_check:
+            raise ConfigError(
+                'host_check=False does not go with on_nonfinite="raise": the host can\'t raise what it does '
+                "not learn; leave out one of them"
+            )
+        object.__setattr__(self, "host_check", true_or_false("host_check", self.host_check))
+
+    def described(self) -> Mapping[str, str]:
+        """Return what must be the same on all processes, by subject."""
+        return {
+            "loss scale": "not known" if self.loss_scale is None else "known",
+            "find_unused_parameters": str(self.may_be_unused),
+            "host_check": str(self.host_check),
+            "on_nonfinite": self.on_nonfinite,
+        }

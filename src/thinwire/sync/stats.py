@@ -1,0 +1,70 @@
+"""What a `GradientSync` has done, in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a `GradientSync` has done so far, on this process. Printing it gives some lines to read.
+
+    Attributes:
+        steps: Steps, those that were not finite included.
+        nonfinite_steps: Steps whose mean gradients were not finite, and which left memory as it was. Whether
+            the optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms
+            without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
+        messages: Averaging collectives of gradients; saving a state adds none.
+        message_bytes: Bytes contributed to them.
+        gradient_bytes: Bytes that would have been contributed without compression.
+        waiting_seconds: Time the host was blocked: until means had come back, processes had agreed, or an
+            accelerator had made known whether all is finite.
+        arithmetic_seconds: Time the host spent in Thinwire without being blocked. With an accelerator, that
+            of issuing the work.
+        exposed_seconds: Time from each step's last gradients being ready until all means were there: what
+            did not overlap the backward pass.
+        relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient
+            plus error. Only with error feedback.
+        error_norm: By route, ‖M − P̂P̂ᵀM‖: this process's residual after the last step, unscaled.
+    """
+
+    steps: int = 0
+    nonfinite_steps: int = 0
+    messages: int = 0
+    message_bytes: int = 0
+    gradient_bytes: int = 0
+    waiting_seconds: float = 0.0
+    arithmetic_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    relative_error: Mapping[str, float] = field(default_factory=dict)
+    error_norm: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return some lines to read, the compression ratio among them; `repr` has every figure."""
+        if not self.steps:
+            return "no step yet"
+        steps = f"{self.steps:,} {'step' if self.steps == 1 else 'steps'}"
+        if self.nonfinite_steps:
+            steps += f", {self.nonfinite_steps:,} of them not finite"
+        lines = [
+            steps,
+            f"sent {self.message_bytes:,} bytes in {self.messages:,} messages, in place of "
+            f"{self.gradient_bytes:,} bytes: compression ratio {self.compression_ratio:.1f}",
+            f"seconds: {self.waiting_seconds:.2f} waiting, {self.arithmetic_seconds:.2f} arithmetic, "
+            f"{self.exposed_seconds:.2f} exposed",
+        ]
+        if self.relative_error:
+            worst = max(self.relative_error, key=lambda label: self.relative_error[label])
+            smallest, largest = min(self.relative_error.values()), self.relative_error[worst]
+            lines.append(
+                f"relative error of the last step: {smallest:.2f} to {largest:.2f}, most that of {worst}"
+            )
+        return "\n".join(lines)
+
+    @property
+    def compression_ratio(self) -> float:
+        """Uncompressed over compressed bytes, warm-up included; 1.0 before the first step."""
+        return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0

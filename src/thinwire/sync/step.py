@@ -1,0 +1,265 @@
+"""A step: buckets that were started together, in flight until all of them commit or none does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from thinwire.algorithms import Bucket
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Traffic, Transport
+from thinwire.errors import StepError
+from thinwire.plan import ParameterSpec
+from thinwire.sync.clock import StepClock
+from thinwire.sync.exchange import Exchange, Task, shown
+from thinwire.sync.lane import Lane
+from thinwire.sync.lanes import Lanes
+from thinwire.sync.precision import full_precision
+from thinwire.sync.regrouping import copy_back, regrouped
+from thinwire.sync.unused import keep_unapplied, used_flags
+
+__all__ = ["Step"]
+
+
+class Step:
+    """What is in flight. `Engine.begin` makes one; several may be open side by side, over lanes of their own.
+
+    Args:
+        lanes: Where the gradients go.
+        wire: Carries the messages.
+        traffic: Takes up the time that the host waits.
+        clock: Takes up where time goes.
+        number: Of the step, for errors.
+        ended: Called at the end of `finish`, with whether the step was committed.
+
+    Attributes:
+        is_open: Whether it is neither finished nor abandoned.
+        num_parameters: In the buckets that were started so far.
+        gradient_bytes: Of the gradients that were started so far.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        wire: Transport,
+        traffic: Traffic,
+        clock: StepClock,
+        number: int,
+        ended: Callable[[Step, bool], None],
+    ) -> None:
+        self.is_open = True
+        self.num_parameters = self.gradient_bytes = 0
+        self.lanes: list[Lane] = []
+        self._all_lanes = lanes
+        self._wire, self._traffic, self._clock = wire, traffic, clock
+        self._number = number
+        self._ended = ended
+        self._exchange = Exchange(wire, f"step {number}")
+        self._buckets: list[Bucket] = []
+        self._held: list[Bucket] = []
+        self._copied: list[Bucket] = []
+        self._came: list[tuple[ParameterSpec, ...]] = []
+        self._used: list[torch.Tensor] = []
+        self._finds_unused = False
+        self._has_all = False
+
+    def start(self, lane: Lane, flat: torch.Tensor) -> None:
+        """Send the first message of a bucket whose gradients are ready, and return.
+
+        Args:
+            lane: Of the bucket.
+            flat: Its gradients, shape (sum of elements,), averaged in place by `finish`.
+
+        Raises:
+            StepError: The step has ended, or the bucket is in it already: the last backward pass was
+                interrupted.
+            CommunicationError: The message could not be sent.
+        """
+        self._check_open()
+        if any(bucket.specs == lane.specs for bucket in [*self._buckets, *self._held]):
+            self.abandon()
+            raise StepError(
+                f"the bucket of {lane.specs[0].name} was started twice: the last backward pass did not "
+                "finish on this process; restart all processes from a checkpoint"
+            )
+        with self._clock.inside(self._traffic), full_precision(flat.device):
+            self._came.append(lane.specs)
+            self.num_parameters += len(lane.specs)
+            self.gradient_bytes += flat.nbytes
+            if self._is_held_back(lane):
+                self._held.append(Bucket(lane.specs, flat))
+            else:
+                self._send(lane, flat)
+
+    def _is_held_back(self, lane: Lane) -> bool:
+        """Return whether the step is made with other buckets than those that come, from this one on."""
+        if not self._all_lanes.algorithm.sees_buckets:
+            return False
+        expected = self._all_lanes.expected
+        return expected.is_known(self._number) and (
+            bool(self._held) or expected.differ_from(lane.specs, len(self._buckets))
+        )
+
+    def _send(self, lane: Lane, flat: torch.Tensor) -> None:
+        lanes = self._all_lanes
+        scale = lanes.settings.loss_scale
+        bucket = Bucket(lane.specs, flat, None if scale is None else scale(flat.device), self._wire.rank)
+        if not self._buckets:
+            # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the
+            # first one has no residual, a later one may.
+            has_residual = bool(lanes.memory[ERROR] or lanes.unclaimed.get(ERROR))
+            self._finds_unused = lanes.settings.may_be_unused and has_residual
+        if self._finds_unused:
+            # Before the exchange starts, which may write to the gradients.
+            self._used.append(used_flags(bucket))
+        if lane.is_in_flight:
+            # It would begin with the memory that the other step is about to write, and one of both be lost.
+            raise StepError(
+                f"the bucket of {lane.specs[0].name} is in flight in another step; finish or abandon that "
+                "first"
+            )
+        self._exchange.start(lane.plan.exchange(bucket, lanes.memory), lane.specs[0].name)
+        lane.is_in_flight = True
+        self.lanes.append(lane)
+        self._buckets.append(bucket)
+
+    def advance(self) -> bool:
+        """Wait for the round under way and send the next one, without waiting for that.
+
+        All buckets must have been started. To be called at the same points of the run on all processes: what
+        is sent in between must be in the same order everywhere.
+
+        Returns:
+            Whether there is a round under way. If not, only `finish` is left to do.
+
+        Raises:
+            StepError: No bucket was started, or the step has ended.
+            StateError: The loaded state turns out to be of another model.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        self._check_open()
+        with self._clock.inside(self._traffic, are_ready=False), full_precision(self._all_lanes.device):
+            try:
+                return self._advance()
+            except BaseException:
+                self.abandon()
+                raise
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `advance` would not block."""
+        return self._exchange.is_ready
+
+    def _advance(self) -> bool:
+        if not self._has_all:
+            if not self._buckets and not self._held:
+                raise StepError("finish() was called without start(): there are no gradients to average")
+            self._all_lanes.check_loaded()
+            self._send_held()
+            if self._used:
+                self._exchange.close_with(keep_unapplied(self._buckets, self._used, self._all_lanes.memory))
+            self._has_all = True
+        return self._exchange.advance()
+
+    def _send_held(self) -> None:
+        """Send what was held back in the expected buckets, or as it came if its parameters are others."""
+        if not self._held:
+            return
+        planned = self._all_lanes.expected.names[len(self._buckets) :]
+        buckets = regrouped(self._held, planned)
+        if buckets is not None:
+            self._copied = self._held
+        for bucket in buckets or self._held:
+            self._send(self._all_lanes.open(bucket.specs, bucket.flat.device), bucket.flat)
+        self._held = []
+
+    def finish(self) -> bool:
+        """Block until every gradient is the mean.
+
+        Returns:
+            Whether the step was committed. False if it was not healthy (a mean was not finite): memory is as
+            it was, and all gradients are NaN, so that a `GradScaler` skips the step, or zeros
+            (`on_nonfinite`). Without `host_check` it is not known: True.
+
+        Raises:
+            StepError: No bucket was started, or the step has ended.
+            StateError: The loaded state turns out to be of another model.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        self._check_open()
+        with self._clock.inside(self._traffic, are_ready=False), full_precision(self._all_lanes.device):
+            try:
+                while self._advance():
+                    pass
+                with shown("thinwire: commit"):
+                    committed = self._commit()
+                copy_back(self._buckets, self._copied)
+                lanes = self._all_lanes
+                lanes.expected.note(self._came, self._number, was_regrouped=bool(self._copied))
+                if committed:
+                    lanes.memory.step += 1
+                    lanes.local_is_mean = False
+                else:
+                    lanes.nonfinite_steps += 1
+                lanes.note(self.lanes)
+                if committed:
+                    # Collective, so at a point that all members reach alike; by what this step has left.
+                    lanes.replan(self._wire)
+            finally:
+                # Closes the generators of buckets that did not commit: they must not write later.
+                self.abandon()
+        # Only now: an observer may save the state or begin a step, and this one is no longer in the way.
+        self._clock.end_step()
+        self._ended(self, committed)
+        return committed
+
+    def _commit(self) -> bool:
+        """Let all buckets commit, or none; return whether they did, as far as the host knows."""
+        settings = self._all_lanes.settings
+        if not any(gate.writes for gate in self._exchange.gates) and settings.on_nonfinite == "nan":
+            for task in self._exchange.tasks:
+                task.commit()
+            return True
+        is_healthy = self._exchange.is_healthy()
+        fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
+        if not settings.host_check:
+            for task, lane in zip(self._exchange.tasks, self.lanes, strict=True):
+                self._commit_where(is_healthy, task, lane)
+            for bucket in self._buckets:
+                bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
+            self._all_lanes.count_unseen(~is_healthy)
+            return True
+        start = time.perf_counter()
+        committed = bool(is_healthy)  # waits for an accelerator
+        self._traffic.waiting_seconds += time.perf_counter() - start
+        if committed:
+            for task in self._exchange.tasks:
+                task.commit()
+        else:
+            for bucket in self._buckets:
+                bucket.flat.fill_(fill)
+        return committed
+
+    def _commit_where(self, is_healthy: torch.Tensor, task: Task, lane: Lane) -> None:
+        """Let a bucket write memory, then take that back on the device unless `is_healthy`.
+
+        Cost: a copy of what the bucket has in memory, for the moment.
+        """
+        memory, labels = self._all_lanes.memory, lane.plan.labels
+        before = memory.copied(labels)
+        task.commit()
+        memory.restore_where(is_healthy, before, labels)
+
+    def abandon(self) -> None:
+        """End a step that can't be finished. Memory is as it was before it."""
+        self._exchange.close()
+        if self.is_open:
+            for lane in self.lanes:
+                lane.is_in_flight = False
+        self.is_open = False
+
+    def _check_open(self) -> None:
+        if not self.is_open:
+            raise StepError("this step has ended; begin another one")

@@ -1,0 +1,56 @@
+"""Parameters that no process used in a step: DDP ignores their gradient, so it goes back to the residual.
+
+Without this, a step in which a layer is left out by all processes (`find_unused_parameters=True`: tasks
+in turn, dropped layers) would move the residual into a gradient that nobody applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
+from thinwire.algorithms.error_feedback import ERROR
+
+__all__ = ["keep_unapplied", "used_flags"]
+
+GLANCE = 64
+
+
+def used_flags(bucket: Bucket) -> torch.Tensor:
+    """Return 1 for each parameter whose gradient on this process is not zero, else 0: fp32.
+
+    To be called before the exchange.
+
+    Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket.
+    """
+    return torch.stack([_is_used(gradient) for gradient in bucket.gradients]).float()
+
+
+def _is_used(gradient: torch.Tensor) -> torch.Tensor:
+    glance = gradient[:GLANCE].any()
+    return glance if gradient.device.type == "cpu" and glance else gradient.any()
+
+
+def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:
+    """Find the parameters that nobody used, in one round; their means go back to the residual.
+
+    Args:
+        buckets: All of the step, averaged when this passes its gate.
+        flags: Of each bucket, from `used_flags`.
+        memory: Its residual takes up the means that DDP will not apply.
+    """
+    # A mean of flags, and not their maximum: it travels in a message that is sent anyway.
+    used = yield Mean(torch.cat([each.to(flags[0].device) for each in flags]))
+    yield Commit(lambda: torch.tensor(True))
+    parts = [
+        (bucket, each) for bucket in buckets for each in zip(bucket.specs, bucket.gradients, strict=True)
+    ]
+    for (bucket, (spec, gradient)), share in zip(parts, used.tolist(), strict=True):
+        if share == 0 and gradient.any():
+            unapplied = gradient.to(spec.memory_dtype)
+            unapplied = unapplied if bucket.loss_scale is None else unapplied / bucket.loss_scale
+            error = memory[ERROR].get(spec.name)
+            memory[ERROR][spec.name] = unapplied.clone() if error is None else error.add_(unapplied)
+            gradient.zero_()

@@ -1,0 +1,219 @@
+"""Faults on a schedule, and the transport that lets them strike."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from thinwire.channel import InProcessTransport, Transport, Work
+from thinwire.channel.transport import Collective
+from thinwire.channel.wrapped import Wrapped
+from thinwire.checks import number, whole_number
+from thinwire.errors import ConfigError
+from thinwire.sync import Engine, GradientSync, Synced, engine_of
+
+__all__ = ["Fault", "InjectedError", "Kind", "Synced", "fail_at", "faults", "random_faults"]
+
+Kind = Literal["non-finite", "kill", "stall", "raise", "slow"]
+RECOVERABLE: tuple[Kind, ...] = ("non-finite", "stall", "slow")
+RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"
+
+
+class InjectedError(RuntimeError):
+    """Raised by a fault of kind "raise", as if by the user's own code; not one of Thinwire's errors."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault; made by `fail_at`, which says what each setting means."""
+
+    process: int
+    step: int
+    kind: Kind
+    after_messages: int = 0
+    seconds: float | None = None
+    restart: int | None = 0
+
+
+def fail_at(
+    process: int,
+    step: int,
+    kind: Kind,
+    *,
+    after_messages: int = 0,
+    seconds: float | None = None,
+    restart: int | None = 0,
+) -> Fault:
+    """Return a fault of one process in one step.
+
+    Args:
+        process: Its rank in the group (of simulated workers, its number).
+        step: Of the `GradientSync`, from 0, those that were not finite and those before a resume included.
+        kind: "non-finite" puts an infinity into the message, as an overflow in the gradients does. "slow"
+            waits for `seconds`. "stall" stops the process (SIGSTOP), for `seconds` or for ever. "kill" ends
+            it at once (SIGKILL). "raise" raises `InjectedError`.
+        after_messages: How many messages of the step it sends before. 0 is in the backward pass before
+            anything is sent; the number of buckets, between the first round and the second.
+        seconds: For "slow" and "stall".
+        restart: In which incarnation of a `torchrun` job, None for every one: a fault that causes a restart
+            should not strike again when the step is repeated.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range.
+
+    Examples:
+        >>> fail_at(process=1, step=3, kind="kill")
+        Fault(process=1, step=3, kind='kill', after_messages=0, seconds=None, restart=0)
+    """
+    given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart or 0}
+    for name, value in given.items():
+        whole_number(name, value, minimum=0)
+    if kind not in get_args(Kind):
+        raise ConfigError(f"kind must be one of {', '.join(get_args(Kind))}, got {kind!r}")
+    if seconds is not None:
+        number("seconds", seconds, minimum=0)
+    if (kind == "slow" and seconds is None) or (kind not in ("slow", "stall") and seconds is not None):
+        raise ConfigError(
+            f"seconds are for 'slow', which needs them, and 'stall', got {seconds} for {kind!r}"
+        )
+    return Fault(process, step, kind, after_messages, seconds, restart)
+
+
+def random_faults(
+    seed: int,
+    *,
+    num_faults: int,
+    processes: int,
+    steps: int,
+    kinds: Sequence[Kind] = RECOVERABLE,
+    seconds: float = 0.05,
+) -> list[Fault]:
+    """Return a schedule drawn at random, the same for the same seed: at most one fault per step.
+
+    They strike in every incarnation of a job.
+
+    Args:
+        seed: Of the draw.
+        num_faults: How many.
+        processes: In the group.
+        steps: In which they may happen: 0 to this, exclusive.
+        kinds: Among which to draw; by default those that need no restart.
+        seconds: That a process is slow or stalled, and no longer.
+
+    Raises:
+        ConfigError: There are more faults than steps, or a setting is out of range.
+    """
+    if whole_number("num_faults", num_faults, minimum=0) > whole_number("steps", steps, minimum=0):
+        raise ConfigError(f"num_faults must be at most steps, {steps}, got {num_faults}")
+    whole_number("processes", processes, minimum=1)
+    if not kinds:
+        raise ConfigError(f"kinds must name at least one of {', '.join(get_args(Kind))}")
+    draw = random.Random(seed)
+    drawn = []
+    for step in sorted(draw.sample(range(steps), num_faults)):
+        kind = draw.choice(kinds)
+        timed = seconds if kind in ("slow", "stall") else None
+        drawn.append(fail_at(draw.randrange(processes), step, kind, seconds=timed, restart=None))
+    return drawn
+
+
+@contextmanager
+def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator[list[Fault]]:
+    """Let this process's faults strike while the context is open.
+
+    Args:
+        target: A `GradientSync`, or what has one (a `PowerSGDState` after its first step, an integration's
+            strategy, handler or callback once training has begun). Of `LocalSGD`, a step is an averaging with
+            its algorithm; the steps of its warm-up and within a subgroup are not reached.
+        schedule: Of all processes.
+
+    Yields:
+        The faults that have struck on this process so far. A test should look that they did.
+
+    Raises:
+        ConfigError: `schedule` holds something else, a process that is not in the group, or what would end
+            the process in which all simulated workers live.
+        AttachError: `target` is not attached yet.
+    """
+    engine = engine_of(target)
+    restart = int(os.environ.get(RESTART_COUNT, "0"))
+    own, before = [], engine.wire
+    for fault in schedule:
+        if not isinstance(fault, Fault):
+            raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
+        if fault.process >= before.size:
+            raise ConfigError(f"there are {before.size} processes, and none of rank {fault.process}")
+        if isinstance(engine.transport, InProcessTransport) and fault.kind in ("kill", "stall"):
+            raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
+        if fault.process == before.rank and fault.restart in (None, restart):
+            own.append(fault)
+    faulty = _FaultyTransport(before, engine, own)
+    engine.wire = faulty
+    try:
+        yield faulty.struck
+    finally:
+        engine.wire = before
+
+
+class _FaultyTransport(Wrapped):
+    """Another transport, with faults before its messages."""
+
+    def __init__(self, transport: Transport, engine: Engine, schedule: Sequence[Fault]) -> None:
+        super().__init__(transport)
+        self.struck: list[Fault] = []
+        self._engine = engine
+        self._waiting = list(schedule)
+        self._step, self._messages = -1, 0
+
+    def send(
+        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
+    ) -> Work:
+        """Let what is due strike first."""
+        if self._engine.steps != self._step:
+            self._step, self._messages = self._engine.steps, 0
+        due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
+        self._messages += 1
+        for fault in due:
+            self._waiting.remove(fault)
+            if fault.kind == "non-finite" and not tensor.is_floating_point():
+                raise ConfigError(
+                    f"message {fault.after_messages} of step {fault.step} is of {tensor.dtype}, which holds "
+                    "nothing that is not finite; schedule the fault after another number of messages"
+                )
+            self.struck.append(fault)
+            _suffer(fault, tensor)
+        return start()
+
+
+def _suffer(fault: Fault, message: torch.Tensor) -> None:
+    if fault.kind == "non-finite":
+        message.view(-1)[:1] = torch.inf
+    elif fault.kind == "slow":
+        time.sleep(fault.seconds or 0.0)
+    elif fault.kind == "stall":
+        _stall(fault.seconds)
+    elif fault.kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        raise InjectedError(f"process {fault.process} raises in step {fault.step}, as scheduled")
+
+
+def _stall(seconds: float | None) -> None:
+    """Stop this process; another one wakes it."""
+    waker = None
+    if seconds is not None:  # again and again: it could come before the stop
+        wake = f"sleep {seconds}; while kill -CONT {os.getpid()}; do sleep 0.1; done"
+        waker = subprocess.Popen(["sh", "-c", wake])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    if waker is not None:
+        waker.kill()
+        waker.wait()

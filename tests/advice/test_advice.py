@@ -1,0 +1,341 @@
+"""`thinwire.advise` and the command: predictions, what follows from them, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from io import StringIO
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+
+import thinwire
+from launcher import run_python
+from pool import Pool
+from thinwire import Advice, ConfigError
+from thinwire.advice.measure import BASELINE, LOCAL_LOSS_GAP_ORDER, _slowest_of, priced
+from thinwire.advice.result import Prediction, choose, tied
+from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
+from thinwire.channel import agree, gather_numbers
+from thinwire.cli.advise import show
+from thinwire.probe import Probe, Timing
+from thinwire.probe.result import ring_share
+
+
+def network(bits_per_second: float, latency_seconds: float, world_size: int = 2) -> Probe:
+    """What a probe would have found."""
+    timings = [
+        Timing(size, [latency_seconds + ring_share(world_size) * 8 * size / bits_per_second])
+        for size in (4, 1 << 20, 1 << 24)
+    ]
+    return Probe(world_size, "gloo", "cpu", timings, [], [])
+
+
+def test_a_probe_of_a_known_network_tells_its_rate() -> None:
+    assert network(1e8, 0.001).bytes_per_second == pytest.approx(1e8 / 8)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ((), 1.0),
+        ((Sent(0.2, 100, 0.9),), 1.0),  # hidden
+        ((Sent(0.8, 100, 0.9),), 1.1),  # 0.8 + 0.2 against 0.9
+        ((Sent(0.2, 300, 0.9), Sent(0.3, 300, 0.9)), 1.5),  # one after the other: there at 1.4
+        ((Sent(0.8, 100, 0.9), Sent(0.9, 100, 0.95)), 1.25),  # the second starts late, as the first was
+    ],
+)
+def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
+    """A byte takes 2 ms."""
+    timeline = Timeline(sent, 1.0)
+    assert timeline.step_seconds(lambda _, num_bytes: 0.002 * num_bytes) == pytest.approx(expected)
+
+
+def test_the_slowest_of_so_many_processes() -> None:
+    """Against all pairs of steps; and at once for the most processes that there may be."""
+    seconds = [0.3, 0.1, 0.4, 0.2]
+    slowest = sorted(map(max, product(seconds, repeat=2)))
+    assert _slowest_of(seconds, 2) == (slowest[7], slowest[3], slowest[11])
+    assert _slowest_of(seconds, 1) == (0.2, 0.1, 0.3)
+    assert _slowest_of(seconds, 1 << 20) == (0.4, 0.4, 0.4)
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(256, 512), nn.Tanh(), nn.Linear(512, 256))
+
+
+def one_step(model: nn.Module) -> None:
+    torch.autograd.backward(model(torch.ones(256, 256)).square().mean())
+
+
+def predicted(name: str, low_ms: float, high_ms: float, order: int, message_bytes: int = 1000) -> Prediction:
+    return Prediction(
+        name,
+        f"use({name})",
+        step_seconds=(low_ms + high_ms) / 2000,
+        low_seconds=low_ms / 1000,
+        high_seconds=high_ms / 1000,
+        message_bytes=message_bytes,
+        memory_bytes=0,
+        is_lossy=order > 0,
+        loss_gap_order=order,
+        averages_less_often=name == "LocalSGD",
+    )
+
+
+def advised(*predictions: Prediction, compute_ms: float = 1.0) -> Advice:
+    baseline = predicted("16 bits", 99, 101, 0)
+    ranked = sorted([baseline, *predictions], key=lambda each: each.step_seconds)
+    return Advice(
+        tuple(ranked), baseline, choose(ranked, 0.05), tuple(tied(ranked)), 1e8, compute_ms / 1000, 0.05
+    )
+
+
+def told_of(advice: Advice, width: int = 200) -> str:
+    output = StringIO()
+    show(advice, Console(file=output, width=width))
+    return output.getvalue()
+
+
+def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None:
+    one, four = predicted("rank 1", 49, 51, 3, 10), predicted("rank 4", 50, 54, 2, 40)
+    advice = advised(one, four, predicted("rank 8", 60, 64, 1))
+    assert [each.name for each in advice.tied] == ["rank 1", "rank 4"]
+    assert advice.best is four
+    assert advice.compress
+    told = told_of(advice)
+    assert "Compress: a step with rank 4 takes 52% of one with 16 bits. Compare losses, too." in told
+    assert "rank 1, rank 4. rank 4 has the smallest loss gap of those that win enough." in told
+    assert "use(rank 4)" in told
+    apart = advised(one, predicted("rank 4", 52, 54, 2))
+    assert apart.best is one
+    assert "A tie" not in told_of(apart)
+
+
+def test_in_a_tie_too_the_gain_must_be_enough() -> None:
+    advice = advised(predicted("rank 1", 89, 97, 3), predicted("rank 4", 95, 98, 2))
+    assert [each.name for each in advice.tied] == ["rank 1", "rank 4"]
+    assert advice.best.name == "rank 1"  # rank 4 wins 3.5 %
+    noisy = advised(predicted("rank 1", 80, 99.5, 3, 10))
+    assert noisy.best is noisy.baseline
+    assert "Do not compress: no approximation wins more than 5% over 16 bits for sure." in told_of(noisy)
+    assert "A tie with the fastest, as far as can be told: all of them. 16 bits has no loss gap." in told_of(
+        noisy
+    )
+
+
+def test_averaging_less_often_is_not_called_compressing() -> None:
+    advice = advised(predicted("LocalSGD", 40, 41, 1), predicted("rank 1", 49, 51, 3))
+    assert advice.best.name == "LocalSGD"
+    assert not advice.compress
+    told = told_of(advice)
+    assert "Average less often: a step with LocalSGD takes 40% of one with 16 bits." in told
+    assert "Compress:" not in told
+
+
+def test_where_averaging_takes_nothing_there_is_nothing_to_win() -> None:
+    hidden = advised(predicted("rank 1", 98, 99, 3, 10), compute_ms=99)
+    tiny = advised(predicted("rank 1", 101, 102, 3))  # and no message would be smaller
+    for advice in (hidden, tiny):
+        assert advice.nothing_to_win
+        assert "use(" not in told_of(advice)
+    assert "Nothing to win: a step takes 100.0 ms with 16 bits, 99.0 ms without any" in told_of(hidden)
+    assert "compressed messages of this model are 1,000 bytes per step, 16 bits 1,000." in told_of(tiny)
+    assert not advised(predicted("rank 1", 101, 102, 3, 10)).nothing_to_win
+
+
+def test_every_loss_gap_has_a_place_of_its_own_and_16_bits_has_none() -> None:
+    variants = priced()
+    orders = [variant.loss_gap_order for variant in variants.values() if variant.loss_gap_order]
+    assert sorted([*orders, LOCAL_LOSS_GAP_ORDER]) == list(range(1, 7))
+    assert {code for code, variant in variants.items() if not variant.loss_gap_order} == {
+        "AllReduce()",
+        BASELINE,
+    }
+    for code, variant in variants.items():
+        assert eval(code, vars(thinwire)) == variant.algorithm
+
+
+def test_messages_are_priced_by_what_carries_them() -> None:
+    """A ring sends 2 (N − 1) / N of it, a gather receives N − 1 of them, an exchange sends (N − 1) / N."""
+    found = network(8e6, 0.0, world_size=4)
+    num_bytes = 1 << 20
+    seconds = {
+        kind: found.collective_seconds(kind, num_bytes)
+        for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")
+    }
+    megabytes = num_bytes / 1e6
+    assert seconds == pytest.approx(
+        {
+            "all_reduce": 1.5 * megabytes,
+            "all_gather": 3 * megabytes,
+            "all_to_all": 0.75 * megabytes,
+            "broadcast": megabytes,
+        },
+        rel=1e-3,
+    )
+    sent = (Sent(0.0, 100, 0.0, "all_gather"), Sent(0.0, 100, 0.0, "all_reduce"))
+    prices = {"all_gather": 3.0, "all_reduce": 2.0}
+    assert Timeline(sent, 1.0).step_seconds(lambda kind, _: prices[kind]) == 6.0
+
+
+def test_a_stopwatch_notes_what_was_sent_and_waited_for_and_the_others_send_the_same() -> None:
+    stopwatch = Stopwatch(3)
+    agree(stopwatch.transport, {"algorithm": "any"}, "a step")
+    stopwatch.start()
+    tensor = torch.tensor([1.0, 2.0])
+    work = stopwatch.transport.mean(tensor, "a mean")
+    stopwatch.transport.all_reduce(torch.ones(1), "never waited for")
+    work.wait()
+    timeline = stopwatch.timeline()
+    mean, forgotten = timeline.sent
+    assert (mean.message_bytes, mean.collective, forgotten.message_bytes) == (8, "all_reduce", 4)
+    assert 0 < mean.at_seconds <= forgotten.at_seconds <= mean.waited_seconds <= timeline.seconds
+    assert forgotten.waited_seconds == timeline.seconds
+    assert tensor.tolist() == [1.0, 2.0]
+    assert gather_numbers([5.0], Echo(3), "a gather") == [[5.0]] * 3
+    total, received = torch.tensor([2.0]), torch.empty(3, 1)
+    Echo(3).all_reduce(total, "a sum").wait()
+    Echo(3).all_to_all(received, torch.tensor([[7.0], [8.0], [9.0]]), "an exchange").wait()
+    assert (total.item(), received.view(-1).tolist()) == (6.0, [7.0] * 3)
+
+
+def test_in_the_table_less_is_better_everywhere() -> None:
+    """Half the time is 50, not 2.00, as in the words below it; where there is no room, names fold."""
+    long = predicted(f"PowerSGD({60 * '_'})", 49, 51, 3, 10)
+    assert "49.0 – 51.0" in told_of(advised(long), width=80)
+    rows = [line for line in told_of(advised(predicted("rank 1", 49, 51, 3, 10))).splitlines() if "│" in line]
+    assert [cell.strip() for cell in rows[0].split("│")[1:-1]][:4] == [
+        "rank 1",
+        "50.0",
+        "49.0 – 51.0",
+        "50",
+    ]
+
+
+def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
+    first, second = pool2.run(_advised)
+    assert [each.step_seconds for each in first[0].predictions] == [
+        each.step_seconds for each in second[0].predictions
+    ]
+    for slow, fast, unchanged in (first, second):
+        assert slow.best.is_lossy
+        assert slow.compress is not slow.best.averages_less_often
+        assert slow.best in slow.tied
+        assert slow.best.step_seconds < slow.baseline.step_seconds / 2
+        assert slow.best.code in (
+            f"thinwire.attach(ddp_model, thinwire.{slow.best.name})",
+            "with thinwire.LocalSGD(model, optimizer, every_steps=10):",
+        )
+        assert not fast.compress
+        assert not fast.best.is_lossy
+        for advice in (slow, fast):
+            assert [each.step_seconds for each in advice.predictions] == sorted(
+                each.step_seconds for each in advice.predictions
+            )
+            assert len(advice.predictions) == 8
+        assert slow.break_even_bits_per_second > 1e7  # the slow network's
+        bytes_of = {each.name: each.message_bytes for each in slow.predictions}
+        parameter_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
+        assert bytes_of["AllReduce()"] == parameter_bytes
+        assert bytes_of['Cast("bf16")'] == parameter_bytes / 2
+        assert bytes_of["PowerSGD(matrix_rank=4)"] < parameter_bytes / 20
+        memory = {each.name: each.memory_bytes for each in slow.predictions}
+        assert memory["AllReduce()"] == 0
+        assert memory["PowerSGD(matrix_rank=4)"] > 4 * 2 * 256 * 512
+        assert unchanged
+
+
+def _advised() -> tuple[Advice, Advice, bool]:
+    assert dist.get_world_size() == 2
+    model = new_model()
+    # This machine may be busy: only a gain of half counts.
+    slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=0.3, least_gain=0.5)
+    fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.3, least_gain=0.5)
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), new_model().parameters(), strict=True))
+    return slow, fast, same and all(each.grad is None for each in model.parameters())
+
+
+def test_what_can_not_be_advised(pool2: Pool) -> None:
+    for messages in pool2.run(_refused):
+        assert "must run a backward pass on the model that it is given" in messages[0]
+        assert "budget_seconds must be above 0" in messages[1]
+        assert "budget_seconds must be above 0 and finite" in messages[2]
+
+
+def _refused() -> list[str]:
+    messages = []
+    for options in (
+        {"one_step": lambda model: None},
+        {"one_step": one_step, "budget_seconds": 0.0},
+        {"one_step": one_step, "budget_seconds": float("inf")},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            thinwire.advise(new_model(), probe=network(1e8, 0.001), **options)
+        messages.append(str(caught.value))
+    return messages
+
+
+MODULE = """
+import torch
+def build():
+    return torch.nn.Linear(256, 256)
+def step(model):
+    model(torch.ones(4, 256)).sum().backward()
+def broken():
+    raise ValueError("no weights here")
+def number():
+    return 7
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(MODULE)
+    network(1e6, 0.001).save(tmp_path / "probe.json")
+    return tmp_path
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run_python("thinwire", "advise", *options, cwd=folder)
+
+
+def test_the_command(folder: Path) -> None:
+    options = ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=0.5"]
+    done = run(folder, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["best"]["is_lossy"] is True
+    assert told["compress"] is not told["best"]["averages_less_often"]
+    assert told["nothing_to_win"] is False
+    assert told["tied"][0] == told["predictions"][0]
+    assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["--model=mine:nothing", "--step=mine:step"],
+            "--model mine:nothing can't be imported (AttributeError",
+        ),
+        (
+            ["--model=nowhere:build", "--step=mine:step"],
+            "--model nowhere:build can't be imported (ModuleNotFound",
+        ),
+        (["--model=mine:broken", "--step=mine:step"], "mine:broken failed: ValueError: no weights here"),
+        (["--model=mine:number", "--step=mine:step"], "mine:number must return a torch.nn.Module, got 7"),
+        (["--model=mine:build", "--step=mine:number"], "mine:number failed: TypeError"),
+    ],
+)
+def test_mistakes_are_one_line(folder: Path, options: list[str], message: str) -> None:
+    done = run(folder, "--probe=probe.json", *options, "--budget-seconds=1")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,140 @@
+"""Which backend serves what, and that groups of several backends come back in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.dispatch import NUMBA, TORCH, kernels_for
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+
+needs_numba = pytest.mark.skipif(
+    find_spec("numba") is None, reason="NO NUMBA HERE: nothing compiled was tested"
+)
+
+
+@needs_numba
+def test_numba_serves_fp32_one_thread_and_small_matrix_ranks() -> None:
+    numba = NUMBA.load()
+    assert numba is not None
+    assert not isinstance(numba, TorchKernels)
+    assert kernels_for(torch.ones(8, 8), 4) is numba
+    assert kernels_for(torch.ones(8, 8), 5) is TORCH.load()
+    assert kernels_for(torch.ones(8, 8).double(), 4) is TORCH.load()
+    assert kernels_for(torch.ones(8, 8, device="meta"), 4) is TORCH.load()
+    torch.set_num_threads(2)
+    try:
+        assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def not_loaded() -> Iterator[None]:
+    dispatch._numba_kernels.cache_clear()
+    yield
+    dispatch._numba_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("not_loaded")
+@needs_numba
+@pytest.mark.parametrize("error", [ImportError("needs another NumPy"), RuntimeError("no locator available")])
+def test_a_numba_that_does_not_work_is_told_and_products_taken(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(dispatch, "import_module", failing)
+    with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).*pip install '\.\[numba\]'"):
+        assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
+    assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()  # and is not told again
+
+
+@pytest.mark.usefixtures("not_loaded")
+def test_without_numba_products_are_taken_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
+
+
+@pytest.mark.usefixtures("not_loaded")
+def test_what_would_not_serve_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "import_module", None)
+    assert kernels_for(torch.ones(8, 8).double(), 3) is TORCH.load()
+
+
+def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, serves=lambda like, matrix_rank: False),))
+    with pytest.raises(AssertionError, match=r"no backend of PyTorch serves torch\.float32"):
+        kernels_for(torch.ones(8, 8), 4)
+
+
+class Counting(TorchKernels):
+    """Notes how many groups it is given at once."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, int]] = []
+
+    def products(self, groups, *args, **options):  # type: ignore[no-untyped-def]
+        self.given.append(("products", len(groups)))
+        return super().products(groups, *args, **options)
+
+    def projections(self, groups, *args, **options):  # type: ignore[no-untyped-def]
+        self.given.append(("projections", len(groups)))
+        return super().projections(groups, *args, **options)
+
+    def reconstruct(self, groups, *args):  # type: ignore[no-untyped-def]
+        self.given.append(("reconstruct", len(groups)))
+        super().reconstruct(groups, *args)
+
+    def subtract_own(self, groups, factors):  # type: ignore[no-untyped-def]
+        self.given.append(("subtract_own", len(groups)))
+        super().subtract_own(groups, factors)
+
+    def orthonormal_rows(self, batches):  # type: ignore[no-untyped-def]
+        self.given.append(("orthonormal_rows", len(batches)))
+        return super().orthonormal_rows(batches)
+
+
+def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = Counting(), Counting()
+    small_backend = replace(TORCH, serves=lambda like, matrix_rank: matrix_rank <= 2, load=lambda: small)
+    monkeypatch.setattr(dispatch, "backends", (small_backend, replace(TORCH, load=lambda: large)))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    kinds = [((6, 9), 1), ((5, 7), 3), ((4, 8), 2), ((6, 9), 4)]
+    groups = [MatrixGroup(["m"], [draw(*shape)], [None], matrix_rank) for shape, matrix_rank in kinds]
+    whole = [group.matrices[0].clone() for group in groups]
+    rights = [draw(1, matrix_rank, shape[1]) for shape, matrix_rank in kinds]
+    lefts = dispatch.products(groups, rights, None, add_error=True)
+    for left, right, matrix in zip(lefts, rights, whole, strict=True):
+        torch.testing.assert_close(left[0], right[0] @ matrix.t())
+    bases = dispatch.orthonormal_rows(lefts)
+    assert [basis.shape for basis in bases] == [left.shape for left in lefts]
+    owns = dispatch.projections(groups, bases, None, add_error=False)
+    factors = [Factors(basis, own, own) for basis, own in zip(bases, owns, strict=True)]
+    dispatch.subtract_own(groups, factors)
+    for group, basis, matrix in zip(groups, bases, whole, strict=True):
+        torch.testing.assert_close(group.matrices[0], matrix - basis[0].t() @ basis[0] @ matrix)
+    errors = [[torch.empty_like(matrix)] for matrix in whole]
+    dispatch.reconstruct(groups, errors, [[each] for each in factors], None)
+    for group, each in zip(groups, factors, strict=True):
+        torch.testing.assert_close(group.matrices[0], each.basis[0].t() @ each.own[0])
+    in_order = ["products", "orthonormal_rows", "projections", "subtract_own", "reconstruct"]
+    assert small.given == large.given == [(name, 2) for name in in_order]
+
+
+def test_no_groups_no_work() -> None:
+    assert dispatch.products([], [], None, add_error=True) == []
+    assert dispatch.orthonormal_rows([]) == []

@@ -1,0 +1,156 @@
+"""Pieces of the rounds that whole steps reach only at their extremes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from catalog import spec
+from thinwire import BatchedPowerSGD, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.cast import WireDtype, wire_dtype_of
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.matrices import round_into
+from thinwire.algorithms.lowrank.slots import SENT
+from thinwire.simulation import Simulation
+
+
+@pytest.mark.parametrize("scale", [None, 4.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_what_a_type_cannot_hold_stays_owed(dtype: torch.dtype, scale: float | None) -> None:
+    mean = torch.tensor([1e6, -1e6, 3e38, 1.0009765, 1e-9, 0.0])
+    gradient, error = torch.zeros(6, dtype=dtype), torch.full((6,), 0.5)
+    round_into(gradient, mean, error, None if scale is None else torch.tensor(scale))
+    assert gradient.isfinite().all()
+    assert error.isfinite().all()
+    torch.testing.assert_close(gradient.double() + (error.double() - 0.5) * (scale or 1.0), mean.double())
+
+
+def test_without_error_feedback_it_is_cut_to_the_range() -> None:
+    gradient = torch.zeros(2, dtype=torch.float16)
+    round_into(gradient, torch.tensor([1e6, -1e6]), None, None)
+    assert gradient.tolist() == [65504.0, -65504.0]
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("wire_dtype", ["fp16", "bf16"])
+def test_what_travels_in_16_bits_is_what_counts_as_paid(wire_dtype: WireDtype, alternating: bool) -> None:
+    """With one worker there is no sum to round, so the identity holds to fp32."""
+    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype, alternating=alternating)
+    simulation = Simulation(algorithm, [(spec("weight", 48, 40),)], num_workers=1)
+    generator = torch.Generator().manual_seed(0)
+    true, sent = torch.zeros(48 * 40), torch.zeros(48 * 40)
+    for _ in range(8):
+        flat = torch.randn(48 * 40, generator=generator)
+        true += flat
+        assert simulation.step([[flat]])
+        sent += flat
+    owed = dict(simulation.state_dicts()[0]["error"])["weight"].view(-1)
+    assert (true - sent - owed).norm() < 1e-6 * true.norm()
+    assert simulation.syncs[0].stats().compression_ratio > 10
+
+
+DOUBLES: list[Algorithm] = [
+    PowerSGD(matrix_rank=2),
+    PowerSGD(matrix_rank=2, power_iterations=2),
+    PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
+    PowerSGD(matrix_rank=2, wire_dtype="bf16"),
+    PowerSGD(matrix_rank=2, warmup_steps=2),
+    BatchedPowerSGD(),
+]
+
+
+@pytest.mark.parametrize("algorithm", DOUBLES, ids=str)
+def test_float64_gradients_are_float64_all_through(algorithm: Algorithm) -> None:
+    """One worker, so that its average and its error add up to the gradient and what it owed before."""
+    weight = spec("weight", 48, 40, dtype=torch.float64)
+    simulation = Simulation(algorithm, [(weight,)], num_workers=1)
+    generator = torch.Generator().manual_seed(0)
+    owed = torch.zeros(48 * 40, dtype=torch.float64)
+    for step in range(5):
+        flat = torch.randn(48 * 40, generator=generator, dtype=torch.float64)
+        put_in = flat + owed
+        assert simulation.step([[flat]])
+        state = simulation.state_dicts()[0]
+        owed = dict(state["error"]).get("weight", torch.zeros(48 * 40, dtype=torch.float64)).view(-1)
+        assert (put_in - flat - owed).norm() < 1e-15 * put_in.norm()
+        if step == 2:  # from here on it is another one, with what the first has saved
+            simulation = Simulation(algorithm, [(weight,)], num_workers=1)
+            simulation.syncs[0].load_state_dict(state)
+    assert {each.dtype for _, each in (*state["error"], *state["factor"])} == {torch.float64}
+    assert simulation.syncs[0].plan.compression_ratio > 5
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("wire_dtype", ["fp16", "bf16", None])
+def test_the_rounding_of_the_sum_is_all_that_is_lost(wire_dtype: WireDtype | None, alternating: bool) -> None:
+    """A mean of N parts is rounded N times; what a worker rounds of its own part it goes on owing."""
+    num_workers, weight = 3, spec("weight", 48, 40)
+    dtype = torch.float32 if wire_dtype is None else wire_dtype_of(wire_dtype)
+    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype, alternating=alternating)
+    simulation = Simulation(algorithm, [(weight,)], num_workers=num_workers)
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(weight.numel, generator=generator) for _ in range(num_workers)]
+    applied, most_lost = torch.zeros(weight.numel, dtype=torch.float64), 0.0
+    for _ in range(60):
+        flats = [[gradient.clone()] for gradient in gradients]
+        assert simulation.step(flats)
+        applied += flats[0][0].double()
+        sent = [engine.memory[SENT]["weight"] for engine in simulation.engines]
+        assert all(torch.equal(each, each.to(dtype).float()) for each in sent)
+        norms = sum(float(each.norm()) for each in sent) / num_workers
+        most_lost += num_workers * torch.finfo(dtype).eps / 2 * norms
+    owed = dict(simulation.state_dicts()[0]["error"])["weight"].view(-1).double()
+    true = 60 * torch.stack(gradients).double().mean(0)
+    in_fp32 = 60 * torch.finfo(torch.float32).eps * float(true.norm())
+    assert (applied + owed - true).norm() < most_lost + in_fp32
+    assert simulation.syncs[0].stats().compression_ratio > 10
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes how many bytes each operation allocates anew."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
+        results = func(*args, **(kwargs or {}))
+        for each in tree_leaves(results):
+            if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in given:
+                self.sizes.append(each.untyped_storage().nbytes())
+        return results
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["Numba", "products"])
+@pytest.mark.parametrize("power_iterations", [1, 2])
+@pytest.mark.parametrize(("dtype", "copies"), [(torch.float32, 0), (torch.bfloat16, 1)], ids=str)
+def test_the_batched_variant_works_in_place(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, copies: int, power_iterations: int, compiled: bool
+) -> None:
+    """After its first step it allocates nothing large but the fp32 copy of gradients in 16 bits."""
+    if not compiled:
+        monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    layout = [(spec("weight", 700, 900, dtype=dtype), spec("bias", 77, dtype=dtype))]
+    simulation = Simulation(BatchedPowerSGD(power_iterations=power_iterations), layout, num_workers=1)
+    flat = torch.randn(700 * 900 + 77).to(dtype)
+    assert simulation.step([[flat.clone()]])
+    memory = simulation.engines[0].memory
+    before = [error.data_ptr() for error in memory[ERROR].values()]
+    gradients = flat.clone()
+    with Allocations() as allocations:
+        assert simulation.step([[gradients]])
+    assert [error.data_ptr() for error in memory[ERROR].values()] == before
+    assert sum(size >= flat.numel() for size in allocations.sizes) == copies  # a quarter of fp32's bytes
+    assert len(allocations.sizes) > 10
+    assert simulation.syncs[0].stats().compression_ratio > 50

@@ -1,0 +1,183 @@
+"""Bad input: an error at once that names what was got and what was expected, and nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import AllReduce, AttachError, BatchedPowerSGD, Cast, ConfigError, PowerSGD
+from thinwire.channel import ProcessGroupTransport
+
+
+@pytest.mark.parametrize("kind", [PowerSGD, BatchedPowerSGD])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("matrix_rank", 0),
+        ("matrix_rank", -3),
+        ("matrix_rank", "4"),
+        ("matrix_rank", 4.0),
+        ("matrix_rank", True),
+        ("matrix_rank", None),
+        ("min_compression_ratio", -1),
+        ("min_compression_ratio", "2"),
+        ("min_compression_ratio", float("nan")),
+        ("warmup_steps", -1),
+        ("warmup_steps", 1.5),
+        ("error_feedback", "yes"),
+        ("warm_start", 2),
+        ("warm_start", [True]),
+        ("seed", -1),
+        ("wire_dtype", "fp8"),
+        ("wire_dtype", torch.float32),
+        ("power_iterations", 0),
+    ],
+)
+def test_a_bad_setting_is_named(kind: type[PowerSGD], setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**{setting: value})
+    assert repr(value) in str(caught.value)
+    assert setting in str(caught.value) or setting == "wire_dtype"
+
+
+@pytest.mark.parametrize("value", ["fp32", "half", torch.float32, None, 16, ["fp16"]])
+def test_cast_takes_two_types(value: Any) -> None:
+    with pytest.raises(ConfigError, match='must be "fp16" or "bf16"'):
+        Cast(value)
+
+
+@pytest.mark.parametrize("value", [torch.bfloat16, "bfloat16", "bf16"])
+def test_a_16_bit_type_may_be_told_as_torch_tells_it(value: Any) -> None:
+    assert repr(Cast(value)) == repr(Cast("bf16"))
+    assert repr(PowerSGD(wire_dtype=value)) == repr(PowerSGD(wire_dtype="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kept"),
+    [
+        ("matrix_rank", np.int64(4), 4),
+        ("matrix_ranks", {"head": np.int32(8)}, (("head", 8),)),
+        ("warmup_steps", 1e3, 1000),
+        ("warmup_steps", np.float32(5), 5),
+        ("replan_every_steps", np.int64(50), 50),
+        ("bytes_per_step", 2e4, 20_000),
+        ("min_compression_ratio", np.float32(0.5), 0.5),
+        ("min_compression_ratio", 0, 0),
+        ("max_relative_error", np.float64(0.25), 0.25),
+        ("seed", np.uint8(7), 7),
+        ("error_feedback", 1, True),
+        ("alternating", np.True_, True),
+    ],
+)
+def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: Any) -> None:
+    """So that processes, one of which was given an int and one NumPy's, agree."""
+    assert repr(PowerSGD(**{setting: value})) == repr(PowerSGD(**{setting: kept}))
+    assert type(getattr(PowerSGD(**{setting: value}), setting)) is type(kept)
+
+
+@pytest.mark.parametrize(
+    ("call", "spelling"),
+    [
+        (lambda: PowerSGD(4), r"got 4 without one; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (lambda: BatchedPowerSGD(2), r"write BatchedPowerSGD\(matrix_rank=2\)"),  # type: ignore[call-arg]
+        (lambda: PowerSGD(nn.Linear(2, 2)), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[arg-type, call-arg]
+        (lambda: PowerSGD(rank=4), r"no setting 'rank'; write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (
+            lambda: PowerSGD(start_powerSGD_iter=9),  # type: ignore[call-arg]
+            r"'start_powerSGD_iter'; write PowerSGD\(warmup_steps=9\)",
+        ),
+        (lambda: PowerSGD(relative_error=0.5), r"write PowerSGD\(max_relative_error=0.5\)"),  # type: ignore[call-arg]
+        (lambda: PowerSGD(matrx_rank=4), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
+        (lambda: BatchedPowerSGD(quux=True), "'quux'; it has matrix_rank, .*wire_dtype"),  # type: ignore[call-arg]
+    ],
+)
+def test_settings_that_are_spelt_otherwise_are_told_how(call: Callable[[], object], spelling: str) -> None:
+    with pytest.raises(ConfigError, match=spelling):
+        call()
+
+
+def test_a_config_can_be_copied_pickled_and_replaced() -> None:
+    algorithm = PowerSGD(matrix_rank=3, matrix_ranks={"head": 2})
+    for same in (copy.deepcopy(algorithm), pickle.loads(pickle.dumps(algorithm)), replace(algorithm)):
+        assert same == algorithm
+
+
+def test_without_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(AttachError, match="init_process_group"):
+        ProcessGroupTransport(None)
+
+
+def test_something_else_as_a_process_group(pool2: Pool) -> None:
+    assert (
+        pool2.run(_something_else) == ["expected a torch.distributed process group or None, got 'gloo'"] * 2
+    )
+
+
+def _something_else() -> str:
+    try:
+        ProcessGroupTransport("gloo")  # type: ignore[arg-type]
+    except AttachError as error:
+        return str(error)
+    return ""
+
+
+def test_bad_calls_of_attach(pool2: Pool) -> None:
+    for messages in pool2.run(_bad_attach):
+        assert "expected a DistributedDataParallel model, got Linear" in messages["not DDP"]
+        assert "expected an algorithm" in messages["not an algorithm"]
+        assert "'powersgd'" in messages["not an algorithm"]
+        assert "<class" in messages["a class"]
+        assert "grad_scaler must be" in messages["not a scaler"]
+        assert "allows one only" in messages["twice"]
+        assert "allows one only" in messages["after another hook"]
+        assert messages["healthy"] == ""
+
+
+def _bad_attach() -> dict[str, str]:
+    ddp_model = DistributedDataParallel(nn.Linear(64, 64))
+    hooked = DistributedDataParallel(nn.Linear(64, 64))
+    hooked.register_comm_hook(None, thinwire.hooks.allreduce_hook)
+    calls: dict[str, Any] = {
+        "not DDP": lambda: thinwire.attach(nn.Linear(4, 4), AllReduce()),
+        "not an algorithm": lambda: thinwire.attach(ddp_model, "powersgd"),  # type: ignore[arg-type]
+        "a class": lambda: thinwire.attach(ddp_model, PowerSGD),  # type: ignore[arg-type]
+        "not a scaler": lambda: thinwire.attach(ddp_model, AllReduce(), grad_scaler=2.0),  # type: ignore[arg-type]
+        "healthy": lambda: thinwire.attach(ddp_model, AllReduce()),
+        "twice": lambda: thinwire.attach(ddp_model, AllReduce()),
+        "after another hook": lambda: thinwire.attach(hooked, AllReduce()),
+    }
+    messages = {}
+    for name, call in calls.items():
+        try:
+            call()
+            messages[name] = ""
+        except thinwire.ThinwireError as error:
+            messages[name] = str(error)
+    assert [len(model._comm_hooks) for model in (ddp_model, hooked)] == [1, 1]  # nothing was changed
+    return messages
+
+
+def test_a_switch_that_is_refused_changes_nothing(pool2: Pool) -> None:
+    assert pool2.run(_bad_switch) == [True] * 2
+
+
+def _bad_switch() -> bool:
+    sync = thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), PowerSGD(matrix_rank=2))
+    try:
+        sync.use("exact")  # type: ignore[arg-type]
+    except ConfigError:
+        return sync.algorithm == PowerSGD(matrix_rank=2)
+    return False

@@ -1,0 +1,237 @@
+"""What every algorithm must do, whatever it sends: one suite over the catalog, with simulated workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
+from thinwire import AllReduce, BatchedPowerSGD
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.lowrank.slots import FACTOR
+from thinwire.errors import ConfigError
+from thinwire.simulation import Simulation
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+pytestmark = pytest.mark.usefixtures("one_for_all")
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without Numba and on accelerators; tests of whole processes run the compiled passes."""
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+
+
+def over(entries: Iterable[Entry]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("entry", list(entries), ids=str)
+
+
+every_entry = over(ENTRIES)
+every_lossless = over(entry for entry in ENTRIES if entry.lossless)
+every_with_feedback = over(entry for entry in ENTRIES if entry.feedback)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def simulation(entry: Entry, num_workers: int = 3, dtype: torch.dtype = torch.float32) -> Simulation:
+    return Simulation(entry.algorithm, buckets(dtype), num_workers=num_workers)
+
+
+def run(sim: Simulation, steps: range) -> list[list[torch.Tensor]]:
+    """Results of worker 0, by step and bucket, after checking that every worker has the same."""
+    results = []
+    for step in steps:
+        gradients = random_gradients(sim.buckets, num_workers=len(sim.syncs), seed=step)
+        assert sim.step(gradients)
+        for others in gradients[1:]:
+            for mine, theirs in zip(gradients[0], others, strict=True):
+                assert torch.equal(mine, theirs)
+        results.append(gradients[0])
+    return results
+
+
+def sum_of_means(sim: Simulation, position: int, steps: range) -> torch.Tensor:
+    num_workers = len(sim.syncs)
+    means = [true_means(random_gradients(sim.buckets, num_workers=num_workers, seed=step)) for step in steps]
+    return torch.stack([of_step[position] for of_step in means]).sum(0)
+
+
+@every_entry
+@every_dtype
+def test_all_workers_get_the_same_finite_result_in_the_gradients_own_type(
+    entry: Entry, dtype: torch.dtype
+) -> None:
+    for result in run(simulation(entry, dtype=dtype), range(6)):
+        for flat in result:
+            assert flat.dtype == dtype
+            assert flat.isfinite().all()
+
+
+@every_lossless
+def test_lossless_ones_give_the_exact_mean(entry: Entry) -> None:
+    sim = simulation(entry)
+    for step, result in enumerate(run(sim, range(3))):
+        means = true_means(random_gradients(sim.buckets, num_workers=3, seed=step))
+        for flat, mean in zip(result, means, strict=True):
+            torch.testing.assert_close(flat.double(), mean, rtol=1e-6, atol=1e-6)
+
+
+@every_with_feedback
+@every_dtype
+@pytest.mark.parametrize("num_workers", [1, 2, 5])
+def test_results_plus_final_mean_error_are_the_sum_of_true_means(
+    entry: Entry, dtype: torch.dtype, num_workers: int
+) -> None:
+    sim, steps = simulation(entry, num_workers, dtype), range(12)
+    results = run(sim, steps)
+    state = sim.state_dicts()[0]
+    half = dtype.itemsize == 2
+    for position, bucket in enumerate(sim.buckets):
+        sent = torch.stack([result[position].double() for result in results]).sum(0)
+        true = sum_of_means(sim, position, steps)
+        gap = (true - sent - flat_error(state, bucket)).norm() / true.norm()
+        # What travels whole has no error memory, so half precision rounds it for good.
+        assert gap < max(entry.tolerance, 2e-3 if half else 0.0)
+
+
+@over(entry for entry in ENTRIES if getattr(entry.algorithm, "warmup_steps", 0) < 1_000)
+@pytest.mark.parametrize("num_workers", [2, 64])
+def test_sends_what_the_plan_says_and_compresses(entry: Entry, num_workers: int) -> None:
+    sim = simulation(entry, num_workers)
+    warmup_steps = getattr(entry.algorithm, "warmup_steps", 0)
+    run(sim, range(warmup_steps))
+    before = sim.syncs[-1].stats()
+    run(sim, range(2))
+    after = sim.syncs[-1].stats()
+    plan = sim.syncs[-1].plan
+    assert after.message_bytes - before.message_bytes == 2 * plan.message_bytes
+    assert after.gradient_bytes - before.gradient_bytes == 2 * plan.gradient_bytes
+    assert (plan.compression_ratio > 1.9) == entry.compresses
+
+
+@every_entry
+def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
+    sim = simulation(entry)
+    run(sim, range(5))
+    states = sim.state_dicts()
+    for state in states[1:]:
+        assert_same_state(state, states[0])
+    resumed = simulation(entry)
+    for sync in resumed.syncs:
+        sync.load_state_dict(copy.deepcopy(states[0]))
+    for mine, theirs in zip(run(sim, range(5, 9)), run(resumed, range(5, 9)), strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            assert torch.equal(x, y)
+    assert_same_state(sim.state_dicts()[0], resumed.state_dicts()[0])
+
+
+NON_FINITE = [(value, position) for value in (torch.inf, -torch.inf, torch.nan) for position in (0, 1)]
+
+
+@every_entry
+def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
+    """In the first bucket or the last, time after time: what follows is as if it had not been."""
+    healthy, poisoned = simulation(entry), simulation(entry)
+    run(healthy, range(4))
+    run(poisoned, range(4))
+    remembers = entry.feedback and getattr(entry.algorithm, "warmup_steps", 0) < 4
+    for step, (value, position) in enumerate(NON_FINITE, 4):
+        gradients = random_gradients(poisoned.buckets, num_workers=3, seed=99)
+        gradients[1][position][7] = value
+        committed = poisoned.step(gradients)
+        for of_worker in gradients:
+            assert not torch.cat(of_worker).isfinite().all()
+        (after,) = run(poisoned, range(step, step + 1))
+        if remembers:
+            assert not committed
+            (expected,) = run(healthy, range(step, step + 1))
+            for x, y in zip(expected, after, strict=True):
+                assert torch.equal(x, y)
+        else:
+            assert torch.cat(after).isfinite().all()
+    if remembers:
+        assert [sync.stats().nonfinite_steps for sync in poisoned.syncs] == [len(NON_FINITE)] * 3
+
+
+@every_with_feedback
+def test_switching_to_exact_pays_back_all_that_is_owed(entry: Entry) -> None:
+    sim = simulation(entry)
+    results = run(sim, range(6))
+    for sync in sim.syncs:
+        sync.use(AllReduce())
+    results += run(sim, range(6, 8))
+    assert all(not dict(state["error"]) for state in sim.state_dicts())
+    for position in range(len(sim.buckets)):
+        sent = torch.stack([result[position].double() for result in results]).sum(0)
+        true = sum_of_means(sim, position, range(8))
+        assert (true - sent).norm() / true.norm() < entry.tolerance
+
+
+@every_with_feedback
+def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> None:
+    """Zero gradients, then gradients of rank one, then full ones: no direction is lost for good."""
+    layout = [(spec("weight", 48, 40),)]
+    sim = Simulation(entry.algorithm, layout, num_workers=2)
+    full = torch.randn(48, 40, generator=torch.Generator().manual_seed(0))
+    thin = full[:, :1] @ full[:1]
+    for matrix, steps in ((torch.zeros(48, 40), 6), (thin, 6), (full, 6)):
+        for _ in range(steps):
+            gradients = [[matrix.reshape(-1).clone()] for _ in range(2)]
+            assert sim.step(gradients)
+            assert gradients[0][0].isfinite().all()
+    factor = sim.engines[0].memory[FACTOR]
+    for rows in factor.values():
+        assert (rows.norm(dim=1) > 0).all()
+    if getattr(entry.algorithm, "wire_dtype", None) is None:
+        alive = torch.linalg.matrix_rank(gradients[0][0].view(48, 40), rtol=1e-4)
+        lowest = getattr(entry.algorithm, "matrix_rank", 1)
+        assert alive >= (1 if isinstance(entry.algorithm, BatchedPowerSGD) else lowest)
+
+
+@over(entry for entry in ENTRIES if entry.feedback and getattr(entry.algorithm, "wire_dtype", None) != "fp16")
+def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
+    """Whatever the scale, and however it jumps: a power of two changes no digit."""
+    scales = [1.0, 2.0**16, 2.0**15, 2.0**17, 2.0**-3, 1.0]
+    scale = torch.ones(())
+    plain = simulation(entry)
+    scaled = Simulation(entry.algorithm, buckets(), num_workers=3, loss_scale=lambda device: scale)
+    for step, value in enumerate(scales):
+        scale.fill_(value)
+        expected = run(plain, range(step, step + 1))[0]
+        gradients = random_gradients(scaled.buckets, num_workers=3, seed=step)
+        for flat in (flat for of_worker in gradients for flat in of_worker):
+            flat.mul_(value)
+        assert scaled.step(gradients)
+        for x, y in zip(expected, gradients[0], strict=True):
+            torch.testing.assert_close(y / value, x, rtol=1e-5, atol=1e-5)
+
+
+@every_entry
+def test_unknown_arguments_are_refused(entry: Entry) -> None:
+    with pytest.raises((TypeError, ConfigError), match="matrix_rnak"):
+        type(entry.algorithm)(matrix_rnak=4)  # type: ignore[call-arg]
+
+
+@every_entry
+def test_settings_are_frozen_and_comparable(entry: Entry) -> None:
+    with pytest.raises(AttributeError):
+        entry.algorithm.matrix_rank = 3  # type: ignore[attr-defined]
+    assert replace(entry.algorithm) == entry.algorithm  # type: ignore[type-var]
+    assert hash(replace(entry.algorithm)) == hash(entry.algorithm)  # type: ignore[type-var]
+
+
+def assert_same_state(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert mine.keys() == theirs.keys()
+    slots = [name for name, _ in mine["slots"]]
+    assert {"error", "factor"} <= set(slots)
+    for key in mine.keys() - set(slots):
+        assert mine[key] == theirs[key], key
+    for key in slots:
+        assert [name for name, _ in mine[key]] == [name for name, _ in theirs[key]]
+        for (name, tensor), (_, other) in zip(mine[key], theirs[key], strict=True):
+            assert torch.equal(tensor, other), name

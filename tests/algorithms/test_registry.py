@@ -1,0 +1,41 @@
+"""The registry of algorithms: what is in it is public, tested, and made as it is written."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+import thinwire
+from catalog import ENTRIES
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.registry import REGISTRY, SLOTS, Registered
+
+
+@pytest.mark.parametrize("registered", REGISTRY, ids=lambda registered: registered.name)
+def test_what_is_registered_is_what_it_says(registered: Registered) -> None:
+    made = registered.made()
+    assert type(made) is registered.kind
+    assert registered.kind.__name__ in thinwire.__all__
+    assert any(type(entry.algorithm) is registered.kind for entry in ENTRIES), "the catalog has it"
+    assert any(variant.is_checked for variant in registered.variants)
+    assert [slot for slot in registered.kind.slots if SLOTS[slot.name] != slot] == []
+    if registered.has_memory:
+        assert registered.kind.slots
+    for variant in registered.variants:
+        assert type(variant.algorithm) is registered.kind
+        assert eval(variant.code, vars(thinwire)) == variant.algorithm
+
+
+def test_it_takes_of_what_is_offered_what_it_has() -> None:
+    offered = {"matrix_rank": 3, "seed": 5, "no such setting": True}
+    for registered in REGISTRY:
+        made = registered.made(**offered)
+        names = {each.name for each in fields(made)} & offered.keys()  # type: ignore[arg-type]
+        assert {name: getattr(made, name) for name in names} == {name: offered[name] for name in names}
+
+
+def test_there_is_one_for_each_public_algorithm() -> None:
+    public = {value for name in thinwire.__all__ if isinstance(value := getattr(thinwire, name), type)}
+    assert {kind for kind in public if issubclass(kind, Algorithm)} == {each.kind for each in REGISTRY}
+    assert len({each.name for each in REGISTRY}) == len(REGISTRY)

@@ -1,0 +1,159 @@
+"""An algorithm of a user's own goes everywhere that Thinwire's own go, though nothing of Thinwire knows it.
+
+The conformance suite runs it with the others (catalog.py), and so do the tests of saved state, of steps that
+are not finite and of `host_check`.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import members
+import thinwire
+from catalog import buckets, flat_error, random_gradients, true_means
+from pool import Pool
+from thinwire.algorithms import registry
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import InProcessTransport, run_members
+from thinwire.fronts.tensors import StepFront
+from thinwire.probe.result import Probe, Timing
+from thinwire.report.page import report_page
+from thinwire.simulation import Simulation
+from thinwire.sync import engine_of
+from toy import TREND, AroundTrend
+
+
+def test_what_is_saved_by_three_goes_on_with_five() -> None:
+    """Sum of results + mean residual = sum of true means, over both runs; the slots come along."""
+    true = [torch.zeros(sum(spec.numel for spec in bucket), dtype=torch.float64) for bucket in buckets()]
+    sent = [total.clone() for total in true]
+    state = None
+    for num_workers, steps in ((3, range(6)), (5, range(6, 12))):
+        simulation = Simulation(AroundTrend(), buckets(), num_workers=num_workers)
+        for sync in simulation.syncs:
+            if state is not None:
+                sync.load_state_dict(copy.deepcopy(state))
+        for step in steps:
+            gradients = random_gradients(buckets(), num_workers=num_workers, seed=step)
+            for total, mean in zip(true, true_means(gradients), strict=True):
+                total.add_(mean)
+            assert simulation.step(gradients)
+            for total, flat in zip(sent, gradients[0], strict=True):
+                total.add_(flat.double())
+        assert simulation.syncs[0].stats().compression_ratio > 3.5
+        state = simulation.state_dicts()[0]
+    assert state is not None
+    assert len(state["trend"]) == len(state["error"]) == 7
+    for bucket, total, result in zip(buckets(), true, sent, strict=True):
+        assert (total - result - flat_error(state, bucket)).norm() / total.norm() < 1e-6
+
+
+def test_it_goes_to_a_low_rank_algorithm_and_back() -> None:
+    simulation = Simulation(AroundTrend(), buckets(), num_workers=2)
+    for step, algorithm in enumerate([AroundTrend(), thinwire.PowerSGD(matrix_rank=2), AroundTrend()]):
+        for sync in simulation.syncs:
+            sync.use(algorithm)
+        for _ in range(2):
+            assert simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
+    memory = simulation.engines[0].memory
+    assert memory[TREND].keys() == memory[ERROR].keys()
+
+
+def test_lists_of_tensors_are_averaged_by_members_in_one_process() -> None:
+    transports = InProcessTransport.group(3)
+
+    def body(rank: int) -> tuple[list[torch.Tensor], float]:
+        parameters = [torch.zeros(40, 30), torch.zeros(30)]
+        front = StepFront(parameters, AroundTrend(), transport=transports[rank])
+        draws = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            means, committed = front.average([torch.randn(p.shape, generator=draws) for p in parameters])
+            assert committed
+        return [mean for mean in means if mean is not None], front.sync.stats().compression_ratio
+
+    first, *others = run_members(3, body)
+    assert first[1] > 3.5
+    for means, _ in others:
+        for mine, theirs in zip(first[0], means, strict=True):
+            assert mine.any()
+            assert torch.equal(mine, theirs)
+
+
+def test_models_are_averaged_less_often_with_it() -> None:
+    for agreed, sent_share in members.run(2, _averaged_less_often):
+        assert agreed
+        assert 0 < sent_share < 4 * 0.3  # four averagings in a quarter of the bytes
+
+
+def _averaged_less_often(member: members.Member) -> tuple[bool, float]:
+    with member.local(algorithm=AroundTrend()) as local:
+        member.train(8)
+    return member.agreed(), local.stats().message_bytes / local.sync.plan.gradient_bytes
+
+
+def test_watched_and_reported(tmp_path: Path) -> None:
+    simulation = Simulation(AroundTrend(), buckets(), num_workers=2)
+    with thinwire.Watch(
+        simulation.syncs[0], thinwire.JSONLWriter(tmp_path / "run.jsonl"), norms_every_steps=2
+    ):
+        for step in range(6):
+            assert simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
+    run = thinwire.read_run(tmp_path / "run.jsonl")
+    assert len(run.steps) == 6
+    page = report_page([run])
+    assert "8 bits around a trend" in page
+    assert "AroundTrend()" in page
+
+
+def test_under_ddp_with_uneven_batches_it_is_advised_too(pool2: Pool) -> None:
+    for steps, ratio, same, names in pool2.run(_under_ddp):
+        assert steps == 5
+        assert ratio > 3.5
+        assert same
+        assert "AroundTrend()" in names
+
+
+TIMINGS = [Timing(size, [0.001 + size / 1e6]) for size in (4, 1 << 20, 1 << 24)]
+
+
+def one_step(model: nn.Module) -> None:
+    torch.autograd.backward(model(torch.ones(16, 64)).square().mean())
+
+
+def _under_ddp() -> tuple[int, float, bool, list[str]]:
+    assert dist.get_world_size() == 2
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 64))
+    model = DistributedDataParallel(module, bucket_cap_mb=0.01)
+    sync = thinwire.attach(model, AroundTrend())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with thinwire.join(model):
+        for step in range(5 - 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            torch.autograd.backward(model(torch.randn(16, 64, generator=draws)).square().mean())
+            optimizer.step()
+    assert len(engine_of(sync).plans) > 1
+    checksum = torch.stack([parameter.double().sum() for parameter in module.parameters()])
+    everyone = [torch.empty_like(checksum) for _ in range(2)]
+    dist.all_gather(everyone, checksum)
+    variant = registry.Variant("AroundTrend()", AroundTrend(), is_priced=True, loss_gap_order=9)
+    entry = registry.Registered("toy", AroundTrend, AroundTrend, True, True, (variant,))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(registry, "REGISTRY", (*registry.REGISTRY, entry))
+        predictions = thinwire.advise(
+            copy.deepcopy(module), one_step, Probe(2, "gloo", "cpu", TIMINGS, [], []), budget_seconds=0.3
+        ).predictions
+    return (
+        sync.stats().steps,
+        sync.stats().compression_ratio,
+        bool(torch.equal(*everyone)),
+        [each.name for each in predictions],
+    )

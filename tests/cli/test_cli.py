@@ -1,0 +1,142 @@
+"""The command line as a whole: its surface, its help, its errors, its pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from launcher import run_python
+from thinwire import PowerSGD, Watch
+from thinwire.cli.app import Settings, build_app, main
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
+from thinwire.version import __version__
+
+# What people type. Adding is free; what is here stays.
+SURFACE = {
+    "": ["--debug", "--version", "--install-completion", "--show-completion"],
+    "check": ["--backend", "--processes", "--json"],
+    "probe": ["--budget-seconds", "--backend", "--all-pairs", "--save", "--plot", "--processes", "--json"],
+    "advise": ["--probe", "--model", "--step", "--budget-seconds", "--json"],
+    "lab": ["COMMAND", "--hosts", "--rate", "--hosts-per-node", "--grace-seconds", "--report"],
+    "demo": [
+        "--processes",
+        "--steps",
+        "--algorithm",
+        "--matrix-rank",
+        "--model-size",
+        "--seed",
+        "--output",
+    ],
+    "report": ["RUNS", "--output"],
+}
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_python("thinwire", *arguments, environment=environment)
+
+
+def commands() -> dict[str, Any]:
+    """By name; "" is what they all have in common."""
+    group: Any = typer.main.get_command(build_app(Settings()))
+    return {"": group, **group.commands}
+
+
+def name_of(parameter: Any) -> str:
+    is_option = parameter.param_type_name == "option"
+    return str(parameter.opts[0] if is_option else parameter.name.upper())
+
+
+def test_the_surface() -> None:
+    told = {name: [name_of(each) for each in command.params] for name, command in commands().items()}
+    assert told == SURFACE
+
+
+@pytest.mark.parametrize("name", list(SURFACE))
+def test_every_help_has_an_example(name: str) -> None:
+    told = commands()[name].help
+    assert "Example: `t" in told
+    assert f"thinwire {name}" in told.partition("Example:")[2]
+
+
+def test_help_and_version_in_a_pipe() -> None:
+    told = run("--help", NO_COLOR="", TERM="xterm-256color")
+    assert told.returncode == 0
+    assert "\x1b" not in told.stdout
+    assert all(name in told.stdout for name in SURFACE)
+    assert run("--version").stdout == f"thinwire {__version__}\n"
+
+
+def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nothing.jsonl")
+    told = run("report", missing)
+    assert told.returncode == 2
+    assert told.stderr == f"thinwire: {missing} can't be read: No such file or directory\n"
+    debugged = run("--debug", "report", missing)
+    assert debugged.returncode != 0
+    assert "Traceback (most recent call last)" in debugged.stderr
+    assert "ConfigError" in debugged.stderr
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete(shell: str) -> None:
+    variable = {"bash": {"COMP_WORDS": "thinwire re", "COMP_CWORD": "1"}, "zsh": {}, "fish": {}}[shell]
+    variable |= {"_TYPER_COMPLETE_ARGS": "thinwire re", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    variable |= {"_THINWIRE_COMPLETE": f"complete_{shell}"}
+    told = run_python(os.path.join(sysconfig.get_path("scripts"), "thinwire"), environment=variable)
+    assert "report" in told.stdout, told
+    assert "probe" not in told.stdout
+
+
+COMMANDS_THAT_PRINT = [["--version"], ["--help"], ["report", "{run}", "--output={page}"]]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+@pytest.mark.parametrize("arguments", COMMANDS_THAT_PRINT, ids=lambda arguments: arguments[0])
+def test_output_that_can_not_be_written_is_one_line(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded_run(tmp_path)
+    filled = [each.format(run=run, page=tmp_path / "page.html") for each in arguments]
+    monkeypatch.setattr(sys, "argv", ["thinwire", *filled])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "thinwire: the output can't be written: No space left on device\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes as POSIX has them")
+def test_output_that_nobody_reads_is_nothing_to_talk_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["thinwire", "report", str(recorded_run(tmp_path)), f"--output={tmp_path / 'page.html'}"]
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    assert ended.value.code == 128 + signal.SIGPIPE
+    assert capsys.readouterr().err == ""
+
+
+def recorded_run(folder: Path) -> Path:
+    """The file of a watched run of one step."""
+    spec = ParameterSpec("weight", (64, 32), (32, 1), torch.float32)
+    simulated = Simulation(PowerSGD(matrix_rank=2), [(spec,)], num_workers=1)
+    with Watch(simulated.syncs[0], folder / "run.jsonl"):
+        assert simulated.step([[torch.ones(64 * 32)]])
+    return folder / "run.jsonl"

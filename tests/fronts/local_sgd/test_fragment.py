@@ -1,0 +1,56 @@
+"""Fragments: slices of a model that are averaged apart, each by an engine of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from members import Member, run
+from thinwire.algorithms import AllReduce, PowerSGD
+from thinwire.fronts.local_sgd.fragment import Fragment, are_finite, averaged_tensors
+from thinwire.sync import Engine
+from training import flat, new_model
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+def test_two_fragments_of_a_model_are_averaged_apart() -> None:
+    """Each has memory, a step count and a plan of its own; what they send and wait is counted together."""
+    before = flat(new_model())
+    for parameters, means, steps, error, traffic in run(2, _two_fragments):
+        assert (parameters[0] - means[0]).abs().max() < 1e-6
+        assert (parameters[1] + error - means[1]).norm() < 1e-5 * error.norm() + 1e-6
+        assert error.norm() > 1e-3
+        assert steps == (2, 1)
+        assert traffic[0] == traffic[1] < 3 * before.nbytes
+
+
+def _two_fragments(
+    member: Member,
+) -> tuple[list[Tensor], list[Tensor], tuple[int, int], Tensor, tuple[int, int]]:
+    averaged = averaged_tensors(member.model, ignored=(), buffers=True)
+    slices = averaged[:2], averaged[2:]
+    first = Engine(AllReduce(), member.transport, [each.spec for each in slices[0]])
+    second = Engine(
+        POWER,
+        member.transport,
+        [each.spec for each in slices[1]],
+        traffic=first.traffic,
+        clock=first.clock,
+    )
+    fragments = [Fragment(slices[0], first), Fragment(slices[1], second)]
+    for fragment in fragments:
+        fragment.take()
+    member.train(4)
+    own = [torch.cat([each.value.reshape(-1) for each in part]) for part in slices]
+    means = [member.gathered(each).mean(0) for each in own]
+    for fragment in (*fragments, fragments[0]):  # the first one more often
+        changes = fragment.changes()
+        assert are_finite(changes)
+        fragment.average(changes, fragment.engine)
+        fragment.move(changes, by_outer=True)
+    kept = dict(second.state_dict()["error"])
+    error = torch.cat([kept.get(each.name, torch.zeros_like(each.value)).reshape(-1) for each in slices[1]])
+    after = [torch.cat([each.value.reshape(-1) for each in part]) for part in slices]
+    counted = first.counts().message_bytes, second.counts().message_bytes
+    return after, means, (first.steps, second.steps), error, counted

@@ -1,0 +1,65 @@
+"""The outer optimizer: DiLoCo."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from members import Member, run
+from training import batch_of, flat, new_model, train_step
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_diloco_against_a_plain_reference(size: int) -> None:
+    expected = _diloco_by_itself(size, num_averagings=4, every_steps=5)
+    assert (expected - flat(new_model(dtype=torch.float64))).norm() > 0.5
+    for parameters, agreed in run(size, _diloco):
+        assert (parameters - expected).norm() < 1e-11
+        assert agreed
+
+
+def _diloco(member: Member) -> tuple[Tensor, bool]:
+    member.take(new_model(dtype=torch.float64))
+    member.optimizer = torch.optim.AdamW(member.model.parameters(), lr=1e-2)
+    with member.local(every_steps=5, outer=NESTEROV):
+        member.train(20)
+    return flat(member.model), member.agreed()
+
+
+def _diloco_by_itself(num_workers: int, *, num_averagings: int, every_steps: int) -> Tensor:
+    """Algorithm 1 of the DiLoCo paper on one vector of parameters, in float64."""
+    workers = [new_model(dtype=torch.float64) for _ in range(num_workers)]
+    optimizers = [torch.optim.AdamW(worker.parameters(), lr=1e-2) for worker in workers]
+    theta, velocity = flat(workers[0]), torch.zeros(flat(workers[0]).shape, dtype=torch.float64)
+    for averaging in range(num_averagings):
+        for place, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            nn.utils.vector_to_parameters(theta.clone(), worker.parameters())
+            for step in range(averaging * every_steps, (averaging + 1) * every_steps):
+                train_step(worker, optimizer, batch_of(step, place).double())
+        outer_gradient = theta - torch.stack([flat(worker) for worker in workers]).mean(0)
+        velocity = 0.9 * velocity + outer_gradient
+        theta = theta - 0.7 * (outer_gradient + 0.9 * velocity)
+    return theta
+
+
+def test_an_outer_optimizer_can_be_scheduled() -> None:
+    for frozen, agreed in run(2, _outer_schedule):
+        assert frozen == [False, True]
+        assert agreed
+
+
+def _outer_schedule(member: Member) -> tuple[list[bool], bool]:
+    frozen = []
+    with member.local(outer=partial(torch.optim.SGD, lr=1.0)) as local:
+        for lr in (1.0, 0.0):
+            assert local.outer is not None
+            local.outer.param_groups[0]["lr"] = lr
+            before = flat(member.model)
+            member.train(2)
+            frozen.append(torch.equal(before, flat(member.model)))
+    return frozen, member.agreed()

@@ -1,0 +1,183 @@
+"""What only real processes show: groups of `torch.distributed`, and DDP models that are driven."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from pool import Pool
+from thinwire.algorithms import AllReduce, PowerSGD
+from thinwire.fronts.local_sgd import LocalSGD
+from training import agreed, flat, gathered, halves, new_model, new_optimizer, pairs, train
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(matrix_rank=48, min_compression_ratio=0.01)])
+def test_averaging_every_step_is_what_ddp_does(pool2: Pool, algorithm: AllReduce | PowerSGD) -> None:
+    for world_size, gap, moved, equal in pool2.run(_every_step, algorithm):
+        assert world_size == 2
+        assert moved > 0.1
+        assert gap < (1e-12 if algorithm == AllReduce() else 1e-4) * moved
+        assert equal
+
+
+def _every_step(algorithm: AllReduce | PowerSGD) -> tuple[int, float, float, bool]:
+    dtype = torch.float64 if algorithm == AllReduce() else torch.float32
+    ours, ddp_model = new_model(dtype=dtype), DistributedDataParallel(new_model(dtype=dtype))
+    start = flat(ours)
+    train(ddp_model, new_optimizer(ddp_model), range(10))
+    optimizer = new_optimizer(ours)
+    with LocalSGD(ours, optimizer, every_steps=1, algorithm=algorithm):
+        train(ours, optimizer, range(10))
+    gap, moved = ((flat(ours) - other).norm().item() for other in (flat(ddp_model), start))
+    return dist.get_world_size(), gap, moved, agreed(ours)
+
+
+@pytest.mark.parametrize("in_ddp", [False, True], ids=["plain", "DDP"])
+def test_hierarchical_averaging(pool4: Pool, in_ddp: bool) -> None:
+    """The subgroup every step, all processes in the warm-up and every third step after it."""
+    for world_size, seen, message_bytes, parameter_bytes in pool4.run(_hierarchical, in_ddp):
+        assert world_size == 4
+        everywhere, within = (True, True), (True, False)
+        assert seen == [everywhere] * 2 + [within, within, everywhere] * 2
+        assert message_bytes == (2 + in_ddp + 2) * parameter_bytes
+
+
+def _hierarchical(in_ddp: bool) -> tuple[int, list[tuple[bool, bool]], int, int]:
+    subgroup = pairs()
+    model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005) if in_ddp else new_model()
+    optimizer = new_optimizer(model)
+    seen = []
+    with LocalSGD(model, optimizer, every_steps=3, warmup_steps=2, subgroup=subgroup) as local:
+        for step in range(8):
+            train(model, optimizer, range(step, step + 1))
+            seen.append(halves(model))
+    return dist.get_world_size(), seen, local.stats().message_bytes, 4 * flat(model).numel()
+
+
+def test_a_ddp_model_within_a_subgroup_trains_data_parallel(pool4: Pool) -> None:
+    for gap, moved, seen in pool4.run(_within):
+        assert seen == (True, False)
+        assert gap < 1e-12 * moved
+
+
+def _within() -> tuple[float, float, tuple[bool, bool]]:
+    subgroup = pairs()
+    reference = DistributedDataParallel(new_model(dtype=torch.float64), process_group=subgroup)
+    start = flat(reference)
+    train(reference, new_optimizer(reference), range(6))
+    model = DistributedDataParallel(new_model(dtype=torch.float64))
+    optimizer = new_optimizer(model)
+    with LocalSGD(model, optimizer, every_steps=100, subgroup=subgroup):
+        train(model, optimizer, range(6))
+        gap, moved = ((flat(model) - other).norm().item() for other in (flat(reference), start))
+        return gap, moved, halves(model)
+
+
+def test_a_ddp_model_has_one_counter_for_gradients_and_parameters(pool2: Pool) -> None:
+    """Torch has two, in two objects, and is silently wrong where they differ."""
+    for warm, local_bytes, averaged, parameter_bytes, plain_again in pool2.run(_one_counter):
+        assert warm
+        assert local_bytes == [0, 0, parameter_bytes]
+        assert averaged
+        assert plain_again
+
+
+def _one_counter() -> tuple[bool, list[int], bool, int, bool]:
+    model, reference = (DistributedDataParallel(new_model(), bucket_cap_mb=0.005) for _ in range(2))
+    optimizer, plain = new_optimizer(model), new_optimizer(reference)
+    sent = []
+    with LocalSGD(model, optimizer, every_steps=3, warmup_steps=4) as local:
+        train(reference, plain, range(3))
+        train(model, optimizer, range(3))
+        warm = torch.equal(flat(model), flat(reference))
+        train(model, optimizer, range(3, 4))
+        for step in range(4, 7):
+            before = local.stats().message_bytes
+            train(model, optimizer, range(step, step + 1))
+            sent.append(local.stats().message_bytes - before)
+        averaged = agreed(model)
+    train(model, optimizer, range(7, 8))
+    gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+    everyone = gathered(gradients)
+    return warm, sent, averaged, 4 * flat(model).numel(), torch.equal(everyone[0], everyone[1])
+
+
+def test_a_ddp_model_can_be_used_again(pool2: Pool) -> None:
+    """DDP keeps a hook for good; ours is switched over, and a copied model has none."""
+    for first, second, copied in pool2.run(_again):
+        assert first == second == [False, True]
+        assert copied
+
+
+def _again() -> tuple[list[bool], list[bool], bool]:
+    model = DistributedDataParallel(new_model())
+    optimizer = new_optimizer(model)
+    seen = []
+    for _ in range(2):
+        with LocalSGD(model, optimizer, every_steps=2):
+            for step in range(2):
+                train(model, optimizer, range(step, step + 1))
+                seen.append(agreed(model))
+    copied = copy.deepcopy(model)
+    copied_optimizer = new_optimizer(copied)
+    with LocalSGD(copied, copied_optimizer, every_steps=2):
+        train(copied, copied_optimizer, range(2))
+    return seen[:2], seen[2:], agreed(copied)
+
+
+def test_a_process_group_of_some(pool4: Pool) -> None:
+    results = pool4.run(_of_some)
+    assert [size for size, *_ in results] == [2] * 4
+    assert all(seen == (True, False) for _, seen, _ in results)
+    assert all(ratio == 2 for _, _, ratio in results)
+
+
+def _of_some() -> tuple[int, tuple[bool, bool], float]:
+    group = pairs()
+    model = new_model(seed=dist.get_rank() // 2)
+    optimizer = new_optimizer(model)
+    with LocalSGD(model, optimizer, every_steps=2, process_group=group) as local:
+        train(model, optimizer, range(4))
+    return group.size(), halves(model), local.stats().compression_ratio
+
+
+def test_a_run_resumes_in_other_processes(pool2: Pool, pool4: Pool) -> None:
+    """What two processes have saved, four go on with."""
+    saved = pool2.run(_save_one)[0]
+    for world_size, same_start, equal, steps, errors in pool4.run(_resume_on_more, saved):
+        assert world_size == 4
+        assert same_start
+        assert equal
+        assert steps == 12
+        assert errors
+
+
+def _save_one() -> tuple[dict[str, object], ...]:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    with LocalSGD(model, optimizer, every_steps=4, algorithm=PowerSGD(), outer=NESTEROV) as local:
+        train(model, optimizer, range(6))
+        local.average()
+        return local.state_dict(), model.state_dict(), optimizer.state_dict()
+
+
+def _resume_on_more(saved: tuple[dict[str, Tensor], ...]) -> tuple[int, bool, bool, int, int]:
+    model = new_model(seed=dist.get_rank())
+    optimizer = new_optimizer(model)
+    local = LocalSGD(model, optimizer, every_steps=4, algorithm=PowerSGD(), outer=NESTEROV)
+    local.load_state_dict(saved[0])
+    model.load_state_dict(saved[1])
+    optimizer.load_state_dict(saved[2])
+    with local:
+        same_start = agreed(model)
+        train(model, optimizer, range(6, 12))
+    errors = dict(local.state_dict()["sync"]["error"])
+    return dist.get_world_size(), same_start, agreed(model), local.stats().steps, len(errors)

@@ -1,0 +1,35 @@
+"""The table of what is averaged over whom, as in the docstring of `LocalSGD`."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire.fronts.local_sgd.schedule import Schedule
+
+ROWS = [
+    # has_ddp, has_subgroup, gradients of the eight steps, parameters after each of them
+    (False, False, "--------", "GG--G--G"),
+    (False, True, "--------", "GGSSGSSG"),
+    (True, False, "GG------", "-G--G--G"),
+    (True, True, "GGSSSSSS", "-G--G--G"),
+]
+LETTERS = {None: "-", "group": "G", "subgroup": "S"}
+
+
+@pytest.mark.parametrize(("has_ddp", "has_subgroup", "gradients", "parameters"), ROWS)
+def test_the_table(has_ddp: bool, has_subgroup: bool, gradients: str, parameters: str) -> None:
+    """Two steps of warm-up, then over the group every three."""
+    schedule = Schedule(3, 2, has_ddp, has_subgroup)
+    assert "".join(LETTERS[schedule.gradients_in(step)] for step in range(8)) == gradients
+    assert "".join(LETTERS[schedule.after(step)] for step in range(1, 9)) == parameters
+    assert [schedule.is_warm_up(step) for step in range(1, 9)] == [True] * 2 + [False] * 6
+    assert schedule.meets_in_subgroups == ("S" in parameters)
+
+
+@pytest.mark.parametrize("has_ddp", [False, True])
+@pytest.mark.parametrize("every_steps", [1, 4])
+def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
+    schedule = Schedule(every_steps, 0, has_ddp, has_subgroup=False)
+    assert not any(schedule.gradients_in(step) for step in range(9))
+    assert [step for step in range(1, 9) if schedule.after(step)] == list(range(every_steps, 9, every_steps))
+    assert not any(schedule.is_warm_up(step) for step in range(1, 9))

@@ -1,0 +1,220 @@
+"""Saving and resuming, to the bit; states that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from members import Member, run
+from thinwire.algorithms import PowerSGD
+from training import error_of, flat, new_model
+
+POWER = PowerSGD(matrix_rank=2)
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.mark.parametrize("saved_after", [4, 6])
+@pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "outer"])
+def test_resuming_is_equal_to_the_bit(outer: Any, saved_after: int) -> None:
+    """At an averaging or between two, each member with its own model and optimizer."""
+    for straight, resumed, steps, ratio in run(2, _resume, outer, saved_after):
+        assert torch.equal(straight, resumed)
+        assert steps == [11, 11]
+        assert ratio > 15
+
+
+def _resume(member: Member, outer: Any, saved_after: int) -> tuple[Tensor, Tensor, list[int], float]:
+    settings = {"every_steps": 4, "algorithm": POWER, "outer": outer}
+    saved = io.BytesIO()
+    with member.local(**settings) as local:
+        member.train(saved_after)
+        parts = (local.state_dict(), member.model.state_dict(), member.optimizer.state_dict())
+        torch.save(parts, saved)
+        member.train(saved_after, 11)
+    straight = flat(member.model)
+    saved.seek(0)
+    local_state, model_state, optimizer_state = torch.load(saved, weights_only=True)
+    member.take(new_model(seed=3))
+    resumed = member.local(**settings)
+    member.model.load_state_dict(model_state)
+    member.optimizer.load_state_dict(optimizer_state)
+    resumed.load_state_dict(local_state)
+    with resumed:
+        member.train(saved_after, 11)
+    steps = [local.stats().steps, resumed.stats().steps]
+    return straight, flat(member.model), steps, resumed.stats().compression_ratio
+
+
+def test_what_was_pending_when_saved_is_averaged_after_resuming() -> None:
+    assert run(2, _pending) == [(False, True)] * 2
+
+
+def _pending(member: Member) -> tuple[bool, bool]:
+    with member.local(every_steps=4) as local:
+        member.train(2)
+        state, saved = local.state_dict(), copy.deepcopy(member.model.state_dict())
+    member.model.load_state_dict(saved)
+    resumed = member.local(every_steps=4)
+    resumed.load_state_dict(state)
+    with resumed:
+        before = member.agreed()
+    return before, member.agreed()
+
+
+def test_the_state_is_the_same_on_all_members() -> None:
+    first, second = run(2, _state)
+    assert first.keys() == second.keys()
+    assert first["step"] == second["step"] == 5
+    assert first["pending_steps"] == second["pending_steps"] == 1
+    for part in (first["last_average"], dict(first["sync"]["error"])):
+        assert part
+    for name, tensor in first["last_average"].items():
+        assert torch.equal(tensor, second["last_average"][name])
+    for name, tensor in dict(first["sync"]["error"]).items():
+        assert torch.equal(tensor, dict(second["sync"]["error"])[name])
+
+
+def _state(member: Member) -> dict[str, Any]:
+    with member.local(every_steps=4, algorithm=POWER) as local:
+        member.train(5)
+        return local.state_dict()
+
+
+def test_an_averaged_model_resumes_on_another_number_of_members() -> None:
+    """One model, one optimizer's state and one LocalSGD state for all."""
+    saved = run(2, _save_one)[0]
+    results = run(4, _resume_on_more, saved)
+    assert len(results) == 4
+    for same_start, agreed, steps, error in results:
+        assert same_start
+        assert agreed
+        assert steps == 12
+        assert error
+
+
+def _save_one(member: Member) -> tuple[dict[str, Any], ...]:
+    with member.local(every_steps=4, algorithm=POWER, outer=NESTEROV) as local:
+        member.train(6)
+        local.average()
+        return local.state_dict(), member.model.state_dict(), member.optimizer.state_dict()
+
+
+def _resume_on_more(member: Member, saved: tuple[dict[str, Any], ...]) -> tuple[bool, bool, int, bool]:
+    member.take(new_model(seed=member.rank))
+    local = member.local(every_steps=4, algorithm=POWER, outer=NESTEROV)
+    local.load_state_dict(saved[0])
+    member.model.load_state_dict(saved[1])
+    member.optimizer.load_state_dict(copy.deepcopy(saved[2]))
+    with local:
+        same_start = member.agreed()
+        member.train(6, 12)
+    error = dict(local.state_dict()["sync"]["error"])
+    return same_start, member.agreed(), local.stats().steps, bool(error)
+
+
+def test_a_state_of_before_goes_on_as_it_went() -> None:
+    """Of version 2, with a nested one of version 2; saved at step 10 of DiLoCo over two processes."""
+    saved = torch.load(FIXTURES / "local_sgd_v2.pt", weights_only=True)
+    assert saved["state"]["version"] == saved["state"]["sync"]["version"] == 2
+    for parameters, started, expected in zip(
+        run(2, _go_on, saved), saved["parameters"], saved["after"], strict=True
+    ):
+        for tensor, before, after in zip(parameters, started, expected, strict=True):
+            assert (tensor - after).norm() < 1e-4 * (after - before).norm()
+
+
+def _go_on(member: Member, saved: dict[str, Any]) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 8))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), saved["parameters"][member.rank], strict=True):
+            parameter.copy_(value)
+    member.model, member.optimizer = model, torch.optim.SGD(model.parameters(), lr=0.05)
+    algorithm = PowerSGD(matrix_rank=2, min_compression_ratio=1)
+    local = member.local(every_steps=4, algorithm=algorithm, outer=NESTEROV)
+    local.load_state_dict(saved["state"])
+    with local:
+        for step in range(10, 18):
+            generator = torch.Generator().manual_seed(100 * member.rank + step)
+            member.optimizer.zero_grad()
+            torch.autograd.backward(model(torch.randn(16, 48, generator=generator)).square().mean())
+            member.optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no state": (lambda state: [1], "made by LocalSGD.state_dict()"),
+    "version": (lambda state: state | {"version": 9}, "reads version 2"),
+    "step": (lambda state: state | {"step": -1}, "step must be a whole number"),
+    "names": (lambda state: state | {"last_average": {"x": torch.ones(1)}}, "differ in ['0.bias'"),
+    "kind": (lambda state: state | {"last_average": 3}, "must map names to tensors"),
+    "shape": (
+        lambda state: state | {"last_average": state["last_average"] | {"0.bias": torch.ones(1)}},
+        "not a tensor of shape (48,)",
+    ),
+    "sync": (lambda state: state | {"sync": {}}, "expected a state"),
+    "outer": (lambda state: state | {"outer": {}}, "pass outer="),
+    "not finite": (
+        lambda state: (
+            state | {"last_average": state["last_average"] | {"0.bias": torch.full((48,), torch.nan)}}
+        ),
+        "0.bias is not finite",
+    ),
+    "8 bits": (
+        lambda state: (
+            state
+            | {"last_average": state["last_average"] | {"0.bias": torch.zeros(48).to(torch.float8_e5m2)}}
+        ),
+        "0.bias is of torch.float8_e5m2",
+    ),
+    "expanded": (
+        lambda state: state | {"outer": {"momentum": torch.zeros(1).expand(2**20, 2**20)}},
+        "some are expanded",
+    ),
+    "sparse": (
+        lambda state: state | {"outer": {"momentum": torch.zeros(2, 2).to_sparse()}},
+        "layout torch.sparse_coo",
+    ),
+    "damaged": (lambda state: state | {"checksum": "crc32:00000000"}, "the state is damaged"),
+    "key": (lambda state: state | {"more": 1}, "made by LocalSGD.state_dict()"),
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_state_that_does_not_fit_is_refused(case: str) -> None:
+    results = run(2, _bad_state, case)
+    assert len(results) == 2
+    for message, steps in results:
+        assert message.startswith("StateError")
+        assert STATES[case][1] in message
+        assert steps == 0
+
+
+def _bad_state(member: Member, case: str) -> tuple[str, int]:
+    state: Any = STATES[case][0](_state(member) | {"checksum": None})
+    member.take(new_model())
+    local = member.local(every_steps=1)
+    return error_of(lambda: local.load_state_dict(state)), local.stats().steps
+
+
+def test_the_state_of_another_outer_optimizer_is_refused() -> None:
+    messages = run(2, _other_outer)
+    assert len(messages) == 2
+    assert all(message.startswith("StateError: the state is of another outer") for message in messages)
+
+
+def _other_outer(member: Member) -> str:
+    with member.local(every_steps=1, outer=NESTEROV) as local:
+        state = local.state_dict()
+    state["outer"]["param_groups"], state["checksum"] = [], None
+    other = member.local(every_steps=1, outer=NESTEROV)
+    other.load_state_dict(state)
+    return error_of(other.__enter__)

@@ -1,0 +1,698 @@
+"""The DDP front in real processes: every kind of model and gradient, every option of DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import AllReduce, BatchedPowerSGD, Cast, GradientSync, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.channel import ProcessGroupTransport
+from thinwire.sync.step import Step
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+class Tied(nn.Module):
+    """Embedding and head share one weight, as in a language model; the temperature is a scalar (CLIP)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(60, 32)
+        self.body = nn.Linear(32, 32)
+        self.head = nn.Linear(32, 60, bias=False)
+        self.head.weight = self.embed.weight
+        self.logit_scale = nn.Parameter(torch.ones(()))
+        self.nothing = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.tanh(self.body(self.embed(tokens)))) * self.logit_scale.exp()
+        return logits + self.nothing.sum()
+
+
+class Branching(nn.Module):
+    """Each process uses its own branch; a third is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(24, 32)
+        self.branches = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.branches[dist.get_rank() % 2](self.stem(x))
+        return out
+
+
+class TwoHeads(nn.Module):
+    """A stem and one head a task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(24, 32)
+        self.heads = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        out: Tensor = self.heads[task](self.stem(x))
+        return out
+
+
+def linear_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 40), nn.Tanh(), nn.Linear(40, 8))
+
+
+def frozen_model() -> nn.Module:
+    model = linear_model()
+    next(iter(model.parameters())).requires_grad_(False)
+    return model
+
+
+def conv_model() -> nn.Module:
+    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 24, 3), nn.Flatten(), nn.LazyLinear(8)]
+    model = nn.Sequential(*layers)
+    model(torch.zeros(1, 3, 8, 8))
+    return model
+
+
+def channels_last_model() -> nn.Module:
+    return conv_model().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def transposed_model() -> nn.Module:
+    model = linear_model()
+    model[0].weight = nn.Parameter(torch.randn(24, 48).t())  # type: ignore[index]
+    return model
+
+
+def vectors(generator: torch.Generator) -> Tensor:
+    return torch.randn(16, 24, generator=generator)
+
+
+def images(generator: torch.Generator) -> Tensor:
+    return torch.randn(4, 3, 8, 8, generator=generator)
+
+
+def tokens(generator: torch.Generator) -> Tensor:
+    return torch.randint(60, (4, 12), generator=generator)
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Tensor]]] = {
+    "linear": (linear_model, vectors),
+    "frozen layer": (frozen_model, vectors),
+    "conv": (conv_model, images),
+    "channels-last": (channels_last_model, images),
+    "transposed": (transposed_model, vectors),
+    "tied, scalar, empty": (Tied, tokens),
+    "unused": (Branching, vectors),
+}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32, **ddp_options: Any) -> DistributedDataParallel:
+    torch.manual_seed(7)
+    model = KINDS[kind][0]().to(dtype)
+    return DistributedDataParallel(model, **{"bucket_cap_mb": 0.005, **ddp_options})
+
+
+def batch_of(kind: str, step: int, process_rank: int, dtype: torch.dtype) -> Tensor:
+    batch = KINDS[kind][1](torch.Generator().manual_seed(1_000 * step + process_rank))
+    return batch.to(dtype) if batch.is_floating_point() else batch
+
+
+def train(
+    kind: str,
+    algorithm: Algorithm,
+    *,
+    steps: int = 5,
+    dtype: torch.dtype = torch.float32,
+    model: nn.Module | None = None,
+    **ddp_options: Any,
+) -> dict[str, Any]:
+    """Train; the final parameters, the bytes of the last two steps, and the stats."""
+    ddp_model = build(kind, dtype, **ddp_options)
+    sync = thinwire.attach(ddp_model, algorithm)
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        if step == steps - 2:
+            before = sync.stats()
+        optimizer.zero_grad()
+        ddp_model(batch_of(kind, step, dist.get_rank(), dtype)).square().mean().backward()
+        optimizer.step()
+    after = sync.stats()
+    return {
+        "parameters": {n: p.detach() for n, p in ddp_model.module.named_parameters()},
+        "sent_bytes": (after.message_bytes - before.message_bytes) / 2,
+        "plan": sync.plan,
+        "stats": after,
+        "state": sync.state_dict(),
+        "world_size": dist.get_world_size(),
+        "finds_unused": ddp_model.find_unused_parameters,
+    }
+
+
+def check_equal(results: list[dict[str, Any]]) -> None:
+    for other in results[1:]:
+        for name, parameter in results[0]["parameters"].items():
+            assert torch.equal(parameter, other["parameters"][name]), name
+            assert parameter.isfinite().all(), name
+
+
+def check_compressed(results: list[dict[str, Any]], least: float = 1.5) -> None:
+    for result in results:
+        flags_bytes = 4 * len(result["parameters"]) if result["finds_unused"] else 0
+        assert result["sent_bytes"] == result["plan"].message_bytes + flags_bytes
+        assert result["plan"].compression_ratio > least
+        assert result["stats"].relative_error
+
+
+@pytest.mark.parametrize("algorithm", [POWER, BatchedPowerSGD()], ids=["PowerSGD", "BatchedPowerSGD"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(pool2: Pool, kind: str, algorithm: Algorithm) -> None:
+    options = {"find_unused_parameters": True} if kind == "unused" else {}
+    results = pool2.run(_train_with, kind, algorithm, options)
+    assert [result["world_size"] for result in results] == [2, 2]
+    check_equal(results)
+    check_compressed(results)
+
+
+def _train_with(kind: str, algorithm: Algorithm, options: dict[str, Any]) -> dict[str, Any]:
+    return train(kind, algorithm, **options)
+
+
+def test_four_processes(pool4: Pool) -> None:
+    results = pool4.run(_train_with, "linear", POWER, {})
+    assert [result["world_size"] for result in results] == [4] * 4
+    check_equal(results)
+    check_compressed(results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_every_type_of_gradient(pool2: Pool, dtype: torch.dtype) -> None:
+    results = pool2.run(_train_with, "linear", POWER, {"dtype": dtype})
+    check_equal(results)
+    check_compressed(results)
+    for result in results:
+        assert {p.dtype for p in result["parameters"].values()} == {dtype}
+        kept = torch.float64 if dtype == torch.float64 else torch.float32
+        assert {error.dtype for error in dict(result["state"]["error"]).values()} == {kept}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 25},
+        {"find_unused_parameters": True},
+    ],
+    ids=str,
+)
+def test_every_option_of_ddp(pool2: Pool, options: dict[str, Any]) -> None:
+    results = pool2.run(_train_with, "linear", POWER, options)
+    check_equal(results)
+    check_compressed(results)
+
+
+def test_a_layer_that_only_one_process_uses_gets_its_mean(pool2: Pool) -> None:
+    exact, ours = (
+        pool2.run(_train_with, "unused", algorithm, {"find_unused_parameters": True, "steps": 3})
+        for algorithm in (AllReduce(), PowerSGD(matrix_rank=16, min_compression_ratio=1))
+    )
+    start = pool2.run(_initial_parameters, "unused")[0]
+    moved = {name: (exact[0]["parameters"][name] - start[name]).norm() for name in start}
+    assert moved["branches.2.weight"] == 0
+    assert moved["branches.1.weight"] > 0
+    for name, distance in moved.items():
+        gap = (ours[0]["parameters"][name] - exact[0]["parameters"][name]).norm()
+        assert gap <= 0.2 * distance, name
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**12], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize("algorithm", [POWER, BatchedPowerSGD()], ids=["PowerSGD", "BatchedPowerSGD"])
+def test_a_layer_that_nobody_uses_for_a_while_keeps_what_it_is_owed(
+    pool2: Pool, algorithm: Algorithm, scale: float
+) -> None:
+    """Two tasks in turn: while one trains, DDP applies no gradient to the other's head."""
+    for true, applied, owed, ratio, others in pool2.run(_tasks_in_turn, algorithm, scale):
+        assert others
+        assert ratio > 1.5
+        torch.testing.assert_close(applied + owed, true, rtol=1e-4, atol=1e-5)
+        assert owed.norm() > 0.01 * true.norm()
+
+
+def _tasks_in_turn(algorithm: Algorithm, scale: float) -> tuple[Tensor, Tensor, Tensor, float, bool]:
+    torch.manual_seed(0)
+    plain, ours = (
+        DistributedDataParallel(TwoHeads(), find_unused_parameters=True, bucket_cap_mb=0.005)
+        for _ in range(2)
+    )
+    ours.load_state_dict(plain.state_dict())
+    scaler = GradScaler("cpu", init_scale=scale) if scale != 1 else None
+    sync = thinwire.attach(ours, algorithm, grad_scaler=scaler)
+    totals = torch.zeros(2, 32, 32)
+    untouched = True
+    for step in range(9):
+        batch = batch_of("linear", step, dist.get_rank(), torch.float32)
+        for position, ddp_model in enumerate((plain, ours)):
+            ddp_model.zero_grad()
+            factor = scale if ddp_model is ours else 1.0
+            torch.autograd.backward(ddp_model(batch, step // 3 % 2).square().mean() * factor)
+            gradient = ddp_model.module.heads[0].weight.grad
+            untouched &= (gradient is None) == (step // 3 % 2 == 1)
+            if gradient is not None:
+                totals[position] += gradient / factor
+    owed = dict(sync.state_dict()["error"])["heads.0.weight"]
+    return totals[0], totals[1], owed, sync.stats().compression_ratio, untouched
+
+
+def _initial_parameters(kind: str) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in build(kind).module.named_parameters()}
+
+
+def test_the_same_model_as_plain_ddp(pool2: Pool) -> None:
+    """Exact averaging gives plain DDP's model; full rank gives nearly the same."""
+    plain = pool2.run(_train_plain)
+    exact = pool2.run(_train_with, "linear", AllReduce(), {})
+    full = pool2.run(_train_with, "linear", PowerSGD(matrix_rank=48, min_compression_ratio=0.01), {})
+    for name, parameter in plain[0].items():
+        assert torch.equal(parameter, exact[0]["parameters"][name])
+        torch.testing.assert_close(parameter, full[0]["parameters"][name], rtol=1e-4, atol=1e-5)
+    assert dict(full[0]["state"]["error"])
+
+
+def _train_plain() -> dict[str, Tensor]:
+    ddp_model = build("linear")
+    optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in ddp_model.module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "most_gap", "compressed"),
+    [
+        (AllReduce(), 1e-6, False),
+        (Cast("bf16"), 1e-2, True),
+        (PowerSGD(matrix_rank=96, min_compression_ratio=0.1), 1e-4, False),
+        (POWER, 2.0, True),
+        (BatchedPowerSGD(), 2.0, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_complex_parameters(
+    pool2: Pool, algorithm: Algorithm, most_gap: float, compressed: bool, find_unused: bool
+) -> None:
+    """DDP's buckets hold them as real numbers, twice as many."""
+    results = pool2.run(_complex, algorithm, find_unused)
+    assert len(results) == 2
+    for gap, ratio, gradient in results:
+        assert gap < most_gap
+        assert (ratio > 1.5) == compressed
+        assert gradient.is_complex()
+        assert torch.equal(gradient, results[0][2])
+
+
+class Spectral(nn.Module):
+    """A complex filter, as in a Fourier layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(32, 48, dtype=torch.complex64))
+        self.body = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body((x.to(torch.complex64) @ self.filter).abs())
+        return out
+
+
+def _complex(algorithm: Algorithm, find_unused: bool) -> tuple[float, float, Tensor]:
+    torch.manual_seed(0)
+    plain, ours = (DistributedDataParallel(Spectral(), find_unused_parameters=find_unused) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    sync = thinwire.attach(ours, algorithm)
+    for step in range(4):
+        batch = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for ddp_model in (plain, ours):
+            ddp_model.zero_grad()
+            torch.autograd.backward(ddp_model(batch).square().mean())
+    expected, got = (model.module.filter.grad for model in (plain, ours))
+    sync.load_state_dict(sync.state_dict())
+    return ((expected - got).norm() / expected.norm()).item(), sync.stats().compression_ratio, got
+
+
+def test_no_sync_accumulates_and_sends_once(pool2: Pool) -> None:
+    for messages_alone, messages, equal in pool2.run(_accumulate):
+        assert messages_alone == 0
+        assert messages > 0
+        assert equal
+
+
+def _accumulate() -> tuple[int, int, bool]:
+    ddp_model, reference = build("linear"), build("linear")
+    sync = thinwire.attach(ddp_model, AllReduce())
+    first, second = (batch_of("linear", step, dist.get_rank(), torch.float32) for step in range(2))
+    with ddp_model.no_sync():
+        ddp_model(first).square().mean().backward()
+    messages_alone = sync.stats().messages
+    ddp_model(second).square().mean().backward()
+    with reference.no_sync():
+        reference(first).square().mean().backward()
+    reference(second).square().mean().backward()
+    pairs = zip(ddp_model.parameters(), reference.parameters(), strict=True)
+    equal = all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
+    return messages_alone, sync.stats().messages, equal
+
+
+def gap_to_plain(
+    models: list[nn.Module], syncs: list[GradientSync], plain: list[nn.Module], steps: int = 4
+) -> float:
+    """How far sum of results + mean error is from plain DDP's sum, relative; the models are chained."""
+    totals: list[list[Tensor]] = []
+    for chain in (models, plain):
+        parameters = [p for model in chain for p in model.parameters()]
+        sums = [torch.zeros_like(p) for p in parameters]
+        for step in range(steps):
+            outputs = batch_of("linear", step, dist.get_rank(), torch.float32)
+            for model in chain:
+                model.zero_grad()
+                outputs = model(outputs)
+            torch.autograd.backward(outputs.square().mean())
+            for total, parameter in zip(sums, parameters, strict=True):
+                total.add_(cast(Tensor, parameter.grad))
+        totals.append(sums)
+    owed = [dict(sync.state_dict()["error"]) for sync in syncs]
+    names = [
+        (index, name.removeprefix("module."))
+        for index, model in enumerate(plain)
+        for name, _ in model.named_parameters()
+    ]
+    assert sum(map(len, owed)) > 0
+    got = [total + owed[i].get(name, 0) for total, (i, name) in zip(totals[0], names, strict=True)]
+    expected = torch.cat([total.view(-1) for total in totals[1]])
+    return float((torch.cat([each.view(-1) for each in got]) - expected).norm() / expected.norm())
+
+
+def gradients_in(models: list[nn.Module]) -> list[Tensor]:
+    return [p.grad for model in models for p in model.parameters() if p.grad is not None]
+
+
+def test_two_models_in_one_backward_pass(pool2: Pool) -> None:
+    """A generator and a discriminator: their buckets become ready interleaved."""
+    for ratios, gap, gradients in (results := pool2.run(_two_models)):
+        assert all(ratio > 1.5 for ratio in ratios)
+        assert gap < 1e-5
+        for mine, theirs in zip(gradients, results[0][2], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def _two_models() -> tuple[list[float], float, list[Tensor]]:
+    torch.manual_seed(3)
+    modules = [nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24)) for _ in range(2)]
+    plain, ours = (
+        [DistributedDataParallel(copy.deepcopy(module), bucket_cap_mb=0.001) for module in modules]
+        for _ in range(2)
+    )
+    syncs = [thinwire.attach(model, POWER) for model in ours]
+    gap = gap_to_plain([*ours], syncs, [*plain])
+    return [sync.stats().compression_ratio for sync in syncs], gap, gradients_in([*ours])
+
+
+def test_a_process_group_of_some(pool4: Pool) -> None:
+    results = pool4.run(_sub_groups)
+    assert [size for size, _, _ in results] == [2] * 4
+    assert all(ratio > 1.5 for _, ratio, _ in results)
+    for a, b in ((0, 1), (2, 3)):
+        assert torch.equal(results[a][2], results[b][2])
+    assert not torch.equal(results[0][2], results[2][2])
+
+
+def _sub_groups() -> tuple[int, float, Tensor]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[dist.get_rank() // 2]
+    ddp_model = build("linear", process_group=group)
+    sync = thinwire.attach(ddp_model, POWER)
+    for step in range(3):
+        ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
+    weight = next(iter(ddp_model.parameters()))
+    assert weight.grad is not None
+    return group.size(), sync.stats().compression_ratio, weight.grad
+
+
+def test_a_group_this_process_is_not_in_is_refused(pool2: Pool) -> None:
+    assert pool2.run(_foreign_group)[1] == "this process is not a member of the process group"
+
+
+def _foreign_group() -> str:
+    group = dist.new_group([0])
+    try:
+        ProcessGroupTransport(group)
+    except thinwire.AttachError as error:
+        return str(error).split(";")[0]
+    return "member"
+
+
+def test_switching_at_run_time(pool2: Pool) -> None:
+    for sent, errors in pool2.run(_switch):
+        exact, power, half, exact_again = sent
+        assert power < half / 2
+        assert half == exact / 2
+        assert exact == exact_again
+        assert errors[:2] == [0, 3]
+        assert errors[2:] == [0, 0]
+
+
+def _switch() -> tuple[list[int], list[int]]:
+    ddp_model = build("linear")
+    sync = thinwire.attach(ddp_model, AllReduce())
+    sent, errors = [], []
+    for algorithm in (AllReduce(), POWER, Cast("bf16"), AllReduce()):
+        sync.use(algorithm)
+        for step in range(3):
+            before = sync.stats().message_bytes
+            ddp_model.zero_grad()
+            ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
+        sent.append(sync.stats().message_bytes - before)
+        errors.append(len(dict(sync.state_dict()["error"])))
+    return sent, errors
+
+
+def test_resume_into_a_new_ddp_with_other_buckets(pool2: Pool) -> None:
+    """Bit-equal though DDP's buckets are different at first: state is by parameter."""
+    for straight, resumed, ratio in pool2.run(_resume):
+        assert ratio > 1.5
+        for a, b in zip(straight, resumed, strict=True):
+            assert torch.equal(a, b)
+
+
+def _gradients_of(ddp_model: DistributedDataParallel, steps: range) -> list[Tensor]:
+    for step in steps:
+        ddp_model.zero_grad()
+        ddp_model(batch_of("linear", step, dist.get_rank(), torch.float32)).square().mean().backward()
+    return [p.grad.clone() for p in ddp_model.parameters() if p.grad is not None]
+
+
+def _resume() -> tuple[list[Tensor], list[Tensor], float]:
+    straight = build("linear")
+    sync = thinwire.attach(straight, POWER)
+    _gradients_of(straight, range(4))
+    state = copy.deepcopy(sync.state_dict())
+    resumed = build("linear", bucket_cap_mb=0.02)
+    resumed_sync: GradientSync = thinwire.attach(resumed, POWER)
+    resumed_sync.load_state_dict(state)
+    steps = range(4, 7)
+    return (
+        _gradients_of(straight, steps),
+        _gradients_of(resumed, steps),
+        resumed_sync.stats().compression_ratio,
+    )
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "disabled scaler"])
+def test_a_grad_scaler_whose_scale_jumps_changes_no_result(pool2: Pool, enabled: bool) -> None:
+    for plain, scaled, scales, ratio in pool2.run(_scaled, enabled):
+        assert ratio > 1.5
+        assert len(set(scales)) == (4 if enabled else 1)
+        for a, b in zip(plain, scaled, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+
+
+def _scaled(enabled: bool) -> tuple[list[Tensor], list[Tensor], list[float], float]:
+    plain, scaled = build("linear"), build("linear")
+    thinwire.attach(plain, POWER)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_factor=4.0, growth_interval=2, enabled=enabled)
+    sync = thinwire.attach(scaled, POWER, grad_scaler=scaler)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (plain, scaled)]
+    scales = []
+    for step in range(8):
+        batch = batch_of("linear", step, dist.get_rank(), torch.float32)
+        for model, optimizer in zip((plain, scaled), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            torch.autograd.backward(loss if model is plain else scaler.scale(loss))
+        optimizers[0].step()
+        scales.append(scaler.get_scale())
+        scaler.step(optimizers[1])
+        scaler.update()
+    parameters = [[p.detach() for p in model.parameters()] for model in (plain, scaled)]
+    return parameters[0], parameters[1], scales, sync.stats().compression_ratio
+
+
+def test_parameters_that_ddp_ignores_are_not_planned(pool2: Pool) -> None:
+    for planned, ratio in pool2.run(_ignored):
+        assert "0.weight" not in planned
+        assert "2.weight" in planned
+        assert ratio > 1.5
+
+
+def _ignored() -> tuple[list[str], float]:
+    module = linear_model()
+    ignored = ["0.weight"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
+    ddp_model = DistributedDataParallel(module)
+    sync = thinwire.attach(ddp_model, POWER)
+    for step in range(2):
+        torch.autograd.backward(ddp_model(batch_of("linear", step, 0, torch.float32)).square().mean())
+    return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
+
+
+def test_a_tied_parameter_that_ddp_ignores_under_one_name_only_has_the_other(pool2: Pool) -> None:
+    for planned, ratio in pool2.run(_ignored_once):
+        assert "head.weight" in planned
+        assert "embed.weight" not in planned
+        assert ratio > 1.5
+
+
+def _ignored_once() -> tuple[list[str], float]:
+    module = Tied()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["embed.weight"])  # type: ignore[no-untyped-call]
+    ddp_model = DistributedDataParallel(module)
+    sync = thinwire.attach(ddp_model, POWER)
+    for step in range(2):
+        batch = batch_of("tied, scalar, empty", step, dist.get_rank(), torch.float32)
+        torch.autograd.backward(ddp_model(batch).square().mean())
+    return [name for route in sync.plan.routes for name in route.names], sync.stats().compression_ratio
+
+
+def test_state_has_the_names_of_the_users_own_module(pool2: Pool) -> None:
+    """Tied, frozen after wrapping, compiled before wrapping: never a position, never torch's prefix."""
+    for planned, saved, ratio in pool2.run(_named):
+        assert planned == {"embed.weight", "body.weight", "body.bias", "nothing"}
+        assert set(dict(saved["parameters"])) == {*planned, "logit_scale"}
+        assert set(dict(saved["error"])) == {"embed.weight", "body.weight"}
+        assert ratio > 1.5
+
+
+def _named() -> tuple[set[str], dict[str, Any], float]:
+    module = Tied()
+    compiled = cast(nn.Module, torch.compile(module, backend="eager"))
+    ddp_model = DistributedDataParallel(compiled, find_unused_parameters=True)
+    module.logit_scale.requires_grad_(False)  # DDP's bucket has a place for its gradient all the same
+    sync = thinwire.attach(ddp_model, POWER)
+    planned = {name for route in sync.plan.routes for name in route.names}
+    for step in range(3):
+        batch = batch_of("tied, scalar, empty", step, dist.get_rank(), torch.float32)
+        torch.autograd.backward(ddp_model(batch).square().mean())
+    return planned, sync.state_dict(), sync.stats().compression_ratio
+
+
+def test_an_exception_in_the_backward_pass_leaves_the_state_savable(pool2: Pool) -> None:
+    for before, after, steps in pool2.run(_interrupted):
+        assert steps == 2
+        for name in dict(before["error"]):
+            assert torch.equal(dict(before["error"])[name], dict(after["error"])[name])
+
+
+def _interrupted() -> tuple[dict[str, Any], dict[str, Any], int]:
+    ddp_model = build("linear", bucket_cap_mb=0.001)
+    sync = thinwire.attach(ddp_model, POWER)
+    for step in range(2):
+        torch.autograd.backward(ddp_model(batch_of("linear", step, 0, torch.float32)).square().mean())
+    before = sync.state_dict()
+    calls, start = [], Step.start
+
+    def failing(*arguments: Any) -> None:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise MemoryError("out of memory at the second bucket")
+        start(*arguments)
+
+    with patch.object(Step, "start", failing), pytest.raises(MemoryError):
+        torch.autograd.backward(ddp_model(batch_of("linear", 2, 0, torch.float32)).square().mean())
+    return before, sync.state_dict(), sync.stats().steps
+
+
+def test_torch_compile(pool2: Pool) -> None:
+    for ratio, gap, gradients in (results := pool2.run(_compiled)):
+        assert ratio > 1.5
+        assert gap < 1e-5
+        for mine, theirs in zip(gradients, results[0][2], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def _compiled() -> tuple[float, float, list[Tensor]]:
+    # Dynamo's own bucketing asserts that the first bucket is the smallest: DDP's default size.
+    ddp_model = build("linear", bucket_cap_mb=25)
+    compiled = cast(nn.Module, torch.compile(ddp_model, backend="aot_eager"))
+    sync = thinwire.attach(compiled, POWER)
+    gap = gap_to_plain([compiled], [sync], [build("linear")])
+    return sync.stats().compression_ratio, gap, gradients_in([compiled])
+
+
+@pytest.mark.parametrize(
+    ("saved_after", "warmup_steps"), [(1, 0), (2, 0), (4, 0), (4, 4)], ids=["1", "2", "4", "as it begins"]
+)
+@pytest.mark.parametrize("is_hook", [False, True], ids=["attach", "hook"])
+def test_the_batched_variant_resumes_to_the_bit_though_ddp_rebuilds_its_buckets(
+    pool2: Pool, is_hook: bool, saved_after: int, warmup_steps: int
+) -> None:
+    for straight, resumed, layouts, ratio, world_size in pool2.run(
+        _resume_batched, is_hook, saved_after, warmup_steps
+    ):
+        assert world_size == 2
+        assert ratio > 5
+        assert [len(layout) > 1 for layout in layouts] == [False, True, True, True]
+        for a, b in zip(straight, resumed, strict=True):
+            assert torch.equal(a, b)
+
+
+def _resume_batched(
+    is_hook: bool, saved_after: int, warmup_steps: int
+) -> tuple[list[Tensor], list[Tensor], list[list[int]], float, int]:
+    """Gradients of each step after the load; DDP's buckets before and after it has rebuilt them."""
+
+    def start() -> tuple[DistributedDataParallel, Any]:
+        ddp_model = build("linear", bucket_cap_mb=0.005)
+        if not is_hook:
+            algorithm = BatchedPowerSGD(warmup_steps=warmup_steps)
+            return ddp_model, thinwire.attach(ddp_model, algorithm)
+        state = thinwire.hooks.PowerSGDState(None, start_powerSGD_iter=warmup_steps)
+        ddp_model.register_comm_hook(state, thinwire.hooks.batched_powerSGD_hook)
+        return ddp_model, state
+
+    straight, sync = start()
+    _gradients_of(straight, range(saved_after))
+    state = copy.deepcopy(sync.state_dict())
+    resumed, resumed_sync = start()
+    resumed_sync.load_state_dict(state)
+    after, again, layouts = [], [], []
+    for step in range(saved_after, saved_after + 4):
+        after += _gradients_of(straight, range(step, step + 1))
+        again += _gradients_of(resumed, range(step, step + 1))
+        buckets = resumed.reducer._get_zeros_like_grad_buckets()
+        layouts.append([bucket.buffer().numel() for bucket in buckets])
+        saved_again = resumed_sync.state_dict()["checksum"], sync.state_dict()["checksum"]
+        assert step == saved_after or saved_again[0] == saved_again[1]
+    return after, again, layouts, resumed_sync.stats().compression_ratio, dist.get_world_size()

@@ -1,0 +1,371 @@
+"""Uneven inputs: nothing hangs, nothing owed is lost, all processes end with the same model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
+from thinwire.algorithms import Algorithm
+from thinwire.channel import ProcessGroupTransport
+from thinwire.sync.engine import Engine
+
+WILDLY = [(0, 20), (7, 3), (0, 0), (4, 4)]
+POWER = PowerSGD(matrix_rank=2)
+
+Registration = Callable[[DistributedDataParallel], Any]
+
+STATELESS = {"allreduce_hook": 1e-6, "fp16_compress_hook": 2e-3, "bf16_compress_hook": 2e-2}
+
+
+def new_model(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(7)
+    module = nn.Sequential(nn.Linear(24, 48), nn.Linear(48, 24, bias=False))
+    return DistributedDataParallel(module, **{"bucket_cap_mb": 0.004, **options})
+
+
+def batch_of(step: int, process_rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1_000 * step + process_rank)
+    return torch.randn(8, 24, generator=generator) * (1 + process_rank)
+
+
+def gradients_of(model: nn.Module, step: int, process_rank: int) -> list[Tensor]:
+    model.zero_grad()
+    torch.autograd.backward(model(batch_of(step, process_rank)).square().mean())
+    return [p.grad.double() for p in model.parameters() if p.grad is not None]
+
+
+def true_sum(module: nn.Module, num_batches: tuple[int, ...], divide_by_initial: bool) -> list[Tensor]:
+    """Sum over the run of the sums over processes, divided as asked; computed in one process."""
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in module.parameters()]
+    for step in range(max(num_batches)):
+        contributors = [rank for rank, batches in enumerate(num_batches) if step < batches]
+        divisor = len(num_batches) if divide_by_initial else len(contributors)
+        for process_rank in contributors:
+            for each, gradient in zip(total, gradients_of(module, step, process_rank), strict=True):
+                each.add_(gradient / divisor)
+    return total
+
+
+def gap_of(total: list[Tensor], true: list[Tensor]) -> float:
+    got, expected = (torch.cat([each.view(-1) for each in side]) for side in (total, true))
+    return float((got - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+@pytest.mark.parametrize("num_batches", WILDLY, ids=str)
+@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
+@pytest.mark.parametrize(
+    ("algorithm", "tolerance"),
+    [
+        (AllReduce(), 1e-6),
+        (Cast("bf16"), 2e-2),
+        (POWER, 1e-5),
+        (PowerSGD(matrix_rank=2, alternating=True), 1e-5),
+        (BatchedPowerSGD(), 1e-5),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_results_plus_what_is_still_owed_are_the_true_sum(
+    pool2: Pool,
+    algorithm: Algorithm,
+    tolerance: float,
+    divide_by_initial: bool,
+    num_batches: tuple[int, int],
+) -> None:
+    """The telescoping identity over the whole uneven run: a finished process pays on."""
+    results = pool2.run(_telescoping, algorithm, num_batches, divide_by_initial)
+    assert [steps for _, steps, _, _ in results] == [max(num_batches)] * 2
+    longest = num_batches.index(max(num_batches))
+    gap, steps, ratio, owed = results[longest]
+    assert gap <= tolerance
+    if steps and not isinstance(algorithm, AllReduce):
+        assert ratio > 1.4
+    if isinstance(algorithm, PowerSGD | BatchedPowerSGD) and steps:
+        assert owed > 0
+
+
+def _telescoping(
+    algorithm: Algorithm, num_batches: tuple[int, ...], divide_by_initial: bool
+) -> tuple[float, int, float, float]:
+    model = new_model()
+    plain = copy.deepcopy(model.module)
+    sync = thinwire.attach(model, algorithm)
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    with thinwire.join(sync, divide_by_initial):
+        for step in range(num_batches[dist.get_rank()]):
+            for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
+                each.add_(gradient)
+    error = dict(sync.state_dict()["error"])
+    owed = [error.get(name, torch.zeros(())) for name, _ in plain.named_parameters()]
+    settled = [each + rest for each, rest in zip(total, owed, strict=True)]
+    gap = gap_of(settled, true_sum(plain, num_batches, divide_by_initial))
+    owed_norm = sum(each.norm().item() for each in owed)
+    return gap, sync.stats().steps, sync.stats().compression_ratio, owed_norm
+
+
+@pytest.mark.parametrize("name", [*STATELESS, "powerSGD_hook", "batched_powerSGD_hook", "post_localSGD_hook"])
+@pytest.mark.parametrize("divisor", ["initial size", "contributors", "initial size, model.join"])
+def test_facts_9_every_hook_divides_as_asked(pool2: Pool, name: str, divisor: str) -> None:
+    """FACTS 9: with any hook, torch's join ignores divide_by_initial_world_size=False."""
+    gaps = pool2.run(_hooked, name, (2, 6), divisor)
+    assert gaps[1] < STATELESS.get(name, 1e-5)
+
+
+def _hooked(name: str, num_batches: tuple[int, int], divisor: str) -> float:
+    model = new_model()
+    plain = copy.deepcopy(model.module)
+    state: Any = None if name in STATELESS else hooks.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    if name == "post_localSGD_hook":
+        state = hooks.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=100)
+    model.register_comm_hook(state, getattr(hooks, name))
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in model.parameters()]
+    divide_by_initial = divisor != "contributors"
+    stock = divisor.endswith("model.join")
+    context: AbstractContextManager[Any] = model.join() if stock else thinwire.join(model, divide_by_initial)
+    with context:
+        for step in range(num_batches[dist.get_rank()]):
+            for each, gradient in zip(total, gradients_of(model, step, dist.get_rank()), strict=True):
+                each.add_(gradient)
+    if isinstance(state, hooks.PowerSGDState):
+        assert state.stats().compression_ratio > 1.5
+        error = dict(state.state_dict()["error"])
+        for each, (parameter_name, _) in zip(total, plain.named_parameters(), strict=True):
+            each.add_(error.get(parameter_name, torch.zeros(())))
+    return gap_of(total, true_sum(plain, num_batches, divide_by_initial))
+
+
+@pytest.mark.parametrize("num_batches", [(3, 21), (0, 9)], ids=str)
+@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
+def test_local_sgd(pool2: Pool, num_batches: tuple[int, int], divide_by_initial: bool) -> None:
+    """Learning rate one, gradients that do not depend on the weights: moved and owed are the true sum."""
+    for weight, gap, ratio, steps in (results := pool2.run(_local, num_batches, divide_by_initial)):
+        assert steps == max(num_batches)
+        assert ratio > 4
+        assert gap < 1e-5
+        assert torch.equal(weight, results[0][0])
+
+
+def _local(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[Tensor, float, float, int]:
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 30, bias=False)
+    start = layer.weight.detach().clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    local = thinwire.LocalSGD(layer, optimizer, every_steps=4, algorithm=POWER)
+    with local, thinwire.join(local, divide_by_initial):
+        for step in range(num_batches[dist.get_rank()]):
+            layer.weight.grad = _drawn(step, dist.get_rank())
+            optimizer.step()
+    true = torch.zeros(30, 40, dtype=torch.float64)
+    for first in range(0, max(num_batches), 4):
+        steps = range(first, min(first + 4, max(num_batches)))
+        moved = [
+            sum((_drawn(step, index).double() for step in steps if step < batches), torch.zeros(()))
+            for index, batches in enumerate(num_batches)
+        ]
+        contributors = sum(batches > first for batches in num_batches)
+        true += (moved[0] + moved[1]) / (2 if divide_by_initial else contributors)
+    owed = dict(local.sync.state_dict()["error"])["weight"]
+    assert owed.norm() > 0
+    gap = (start - layer.weight.detach() - true - owed).norm() / true.norm()
+    return layer.weight.detach(), float(gap), local.stats().compression_ratio, local.stats().steps
+
+
+def _drawn(step: int, process_rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + process_rank)
+    return torch.randn(30, 40, generator=generator)
+
+
+@pytest.mark.parametrize("stock", [True, False], ids=["model.join", "thinwire.join"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_four_processes_end_with_the_same_model(pool4: Pool, stock: bool, options: dict[str, Any]) -> None:
+    results = pool4.run(_trained, (0, 13, 5, 9), stock, options)
+    assert len(results) == 4
+    for parameters, ratio, changed, world_size in results:
+        assert world_size == 4
+        assert ratio > 1.5
+        assert changed
+        for mine, theirs in zip(parameters, results[0][0], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def _trained(
+    num_batches: tuple[int, ...], stock: bool, options: dict[str, Any]
+) -> tuple[list[Tensor], float, bool, int]:
+    model = new_model(**options)
+    before = [p.detach().clone() for p in model.parameters()]
+    sync = thinwire.attach(model, POWER)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    context: AbstractContextManager[Any] = model.join() if stock else thinwire.join(model, False)
+    with context:
+        for step in range(num_batches[dist.get_rank()]):
+            gradients_of(model, step, dist.get_rank())
+            optimizer.step()
+    after = [p.detach() for p in model.parameters()]
+    changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return after, sync.stats().compression_ratio, changed, dist.get_world_size()
+
+
+@pytest.mark.parametrize("by_contributors", [True, False], ids=["by contributors", "by initial size"])
+def test_without_a_hook_ddp_divides_as_asked(pool2: Pool, by_contributors: bool) -> None:
+    """Three batches on one process, five on the other; torch's own join goes on to divide by one."""
+    alone = 50.0 if by_contributors else 25.0
+    assert pool2.run(_plain, by_contributors) == [[50.0] * 3 + [50.0], [50.0] * 3 + [alone] * 2 + [50.0]]
+
+
+def _plain(by_contributors: bool) -> list[float]:
+    model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
+    averages = []
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.full((1, 5), 50.0)).sum().backward()
+        averages.append(model.module.weight.grad.mean().item())
+
+    with thinwire.join(model, divide_by_initial_world_size=not by_contributors):
+        for _ in range(5 if dist.get_rank() else 3):
+            step()
+    step()
+    return averages
+
+
+@pytest.mark.parametrize("name", ["allreduce_hook", "built in"])
+def test_another_hook_that_cannot_divide_as_asked_is_refused(pool2: Pool, name: str) -> None:
+    for message, divided, entered in pool2.run(_foreign, name):
+        assert "register one of thinwire.hooks instead" in message
+        assert divided == ([50.0] * 3, [50.0] * 3 + [25.0] * 2)[len(divided) > 3]
+        assert entered
+
+
+def _foreign(name: str) -> tuple[str, list[float], bool]:
+    model = DistributedDataParallel(nn.Linear(5, 5, bias=False))
+    if name == "built in":
+        model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)  # type: ignore[no-untyped-call]
+    else:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    with (
+        pytest.raises(thinwire.ConfigError) as raised,
+        thinwire.join(model, divide_by_initial_world_size=False),
+    ):
+        raise AssertionError("the loop must not be entered")
+    averages = []
+    with thinwire.join(model):
+        for _ in range(5 if dist.get_rank() else 3):
+            model.zero_grad()
+            model(torch.full((1, 5), 50.0)).sum().backward()
+            averages.append(model.module.weight.grad.mean().item())
+    with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
+        entered = True
+    return str(raised.value), averages, entered
+
+
+def test_afterwards_the_model_trains_on_as_before(pool2: Pool) -> None:
+    """Torch leaves its join switched on after the context; ours ends."""
+    for messages, gap in pool2.run(_after):
+        assert messages == 0
+        assert gap < 1e-6
+
+
+def _after() -> tuple[int, float]:
+    model = new_model()
+    plain = copy.deepcopy(model.module)
+    thinwire.attach(model, AllReduce())
+    with thinwire.join(model, divide_by_initial_world_size=False):
+        for step in range(1 + dist.get_rank()):
+            gradients_of(model, step, dist.get_rank())
+    hooks_left = len(model._forward_pre_hooks) + int(model._join_config.enable)
+    got = gradients_of(model, 5, dist.get_rank())
+    both = [gradients_of(plain, 5, process_rank) for process_rank in range(2)]
+    return hooks_left, gap_of(got, [(a + b) / 2 for a, b in zip(*both, strict=True)])
+
+
+def test_accumulation_inside(pool2: Pool) -> None:
+    for steps in pool2.run(_accumulating):
+        assert steps == 3
+
+
+def _accumulating() -> int:
+    model = new_model()
+    sync = thinwire.attach(model, POWER)
+    with thinwire.join(model, divide_by_initial_world_size=False):
+        for step in range(1 if dist.get_rank() == 0 else 3):
+            with model.no_sync():
+                gradients_of(model, 2 * step, dist.get_rank())
+            torch.autograd.backward(model(batch_of(2 * step + 1, dist.get_rank())).square().mean())
+    return sync.stats().steps
+
+
+def test_early_termination_raises_on_all(pool2: Pool) -> None:
+    for divide_by_initial in (True, False):
+        messages = pool2.run(_terminated, divide_by_initial)
+        assert "exhausted all inputs" in messages[0]
+        assert "at least one rank that exhausted inputs" in messages[1]
+
+
+def _terminated(divide_by_initial: bool) -> str:
+    model = new_model()
+    thinwire.attach(model, POWER)
+    try:
+        with thinwire.join(model, divide_by_initial, throw_on_early_termination=True):
+            for step in range(2 if dist.get_rank() == 0 else 9):
+                gradients_of(model, step, dist.get_rank())
+    except RuntimeError as error:
+        assert not model._join_config.enable
+        return str(error)
+    return ""
+
+
+def test_switched_off_it_does_nothing(pool2: Pool) -> None:
+    assert pool2.run(_disabled) == [(3, 0)] * 2
+
+
+def _disabled() -> tuple[int, int]:
+    model = new_model()
+    sync = thinwire.attach(model, POWER)
+    with thinwire.join(model, divide_by_initial_world_size=False, enable=False):
+        hooks_inside = len(model._forward_pre_hooks)
+        for step in range(3):
+            gradients_of(model, step, dist.get_rank())
+    return sync.stats().steps, hooks_inside
+
+
+def test_what_cannot_be_joined_is_refused_at_once(pool2: Pool) -> None:
+    for not_joinable, loose, *batch_norm in pool2.run(_refused):
+        assert "got Linear" in not_joinable
+        assert "not attached" in loose
+        assert ["throw_on_early_termination=True" in message for message in batch_norm] == [True, True]
+
+
+def _refused() -> list[str]:
+    model = new_model()
+    model.module.add_module("norm", nn.SyncBatchNorm(24))  # DDP takes it at construction on GPUs only
+    messages = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = thinwire.LocalSGD(model.module, optimizer, every_steps=2)
+    for joined in (
+        nn.Linear(2, 2),
+        thinwire.GradientSync(Engine(AllReduce(), ProcessGroupTransport())),
+        model,
+        local,
+    ):
+        with pytest.raises(thinwire.ThinwireError) as raised, thinwire.join(joined):
+            raise AssertionError("the loop must not be entered")
+        messages.append(str(raised.value))
+    with thinwire.join(model, throw_on_early_termination=True):
+        pass
+    return messages

@@ -1,0 +1,397 @@
+"""The slow network on one machine: real namespaces, real links, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from launcher import Running, run_python, stand_ins, started_python
+from thinwire import ConfigError
+from thinwire.lab.layout import Layout, bits_per_second
+from thinwire.lab.namespace import check_machine
+
+SOURCE = Path(thinwire.__file__).parents[1]
+
+MEASURE = """
+import os, socket, sys, time
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+sender, total = int(sys.argv[1]), int(float(sys.argv[2]) * 1e6)
+address = os.environ["MASTER_ADDR"], 29500
+if rank == 0:
+    server = socket.create_server(address)
+    peer, _ = server.accept()
+    got, start = 0, time.monotonic()
+    while got < total:
+        got += len(peer.recv(1 << 20))
+    print(f"took {time.monotonic() - start:.4f} s", flush=True)
+elif rank == sender:
+    for _ in range(200):
+        try:
+            peer = socket.create_connection(address)
+            break
+        except OSError:
+            time.sleep(0.05)
+    peer.sendall(bytes(total))
+    peer.close()
+"""
+
+# Five steps exact, five of low rank; and what the kernel has counted as sent on eth0 at both ends.
+TRAIN = """
+import torch, torch.distributed as dist
+from thinwire.powersgd import Config, PowerSGD, optimizer_step
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(1024, 1024, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+powersgd = PowerSGD(model.parameters(), Config(rank=4, start_compressing_after_num_steps=5))
+for _ in range(2):
+    for _ in range(5):
+        model(torch.randn(8, 1024)).square().mean().backward()
+        optimizer_step(optimizer, powersgd)
+    eth0, = (line.split() for line in open("/proc/self/net/dev") if line.strip().startswith("eth0"))
+    told = f"message bytes {powersgd.stats().message_bytes}, sent bytes {eth0[9]}"
+    print(f"world size {dist.get_world_size()}, {told}", flush=True)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def can_unshare() -> bool:
+    flags = [["--net"], ["--user", "--map-root-user", "--net"]]
+    return shutil.which("unshare") is not None and any(
+        subprocess.run(["unshare", *each, "true"], capture_output=True, check=False).returncode == 0
+        for each in flags
+    )
+
+
+real = pytest.mark.skipif(not can_unshare(), reason="NO NETWORK NAMESPACES HERE: the lab was not tested")
+
+
+def lab_command(*options: str, code: str, arguments: tuple[str, ...] = ()) -> list[str]:
+    """A Python without its site on every host, which is there at once."""
+    return ["thinwire", "lab", *options, "--", sys.executable, "-S", "-c", code, *arguments]
+
+
+def run_lab(
+    *options: str,
+    code: str,
+    arguments: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    return run_python(*lab_command(*options, code=code, arguments=arguments), environment=environment)
+
+
+@contextmanager
+def started_lab(*options: str, code: str) -> Iterator[tuple[Running, str]]:
+    """A lab whose hosts have all said something; and how its processes can be told from others."""
+    mark = f"MARK={os.getpid()}-{time.monotonic_ns()}"
+    command = lab_command(*options, code=code)
+    with started_python(*command, environment=dict([mark.split("=")])) as lab:
+        said = {lab.stdout.readline() for _ in range(2)}
+        assert {line.split("]")[0] for line in said} == {"[host 0", "[host 1"}
+        yield lab, mark
+
+
+def alive(mark: str) -> list[int]:
+    """Processes with a mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            is_zombie = entry.name.isdigit() and ") Z " in (entry / "stat").read_text()
+            if entry.name.isdigit() and not is_zombie and mark.encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(mark: str) -> None:
+    deadline = time.monotonic() + 20
+    while alive(mark) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert alive(mark) == []
+
+
+def wait_for_commands(mark: str, wanted: dict[bytes, int]) -> None:
+    """Until so many processes with a mark were started as what begins so.
+
+    For a moment of its start, none shows its mark.
+    """
+    deadline = time.monotonic() + 20
+    while True:
+        commands = [Path(f"/proc/{each}/cmdline").read_bytes() for each in alive(mark)]
+        found = {start: sum(each.startswith(start) for each in commands) for start in wanted}
+        if found == wanted or time.monotonic() > deadline:
+            assert found == wanted
+            return
+        time.sleep(0.02)
+
+
+HOLDER, PYTHON = b"sleep\0infinity\0", sys.executable.encode() + b"\0"
+OF_TWO_HOSTS = {HOLDER: 3, PYTHON: 4}  # one namespace more than hosts; keepers and commands
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+
+
+@real
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("options", "sender", "megabytes", "mbit"),
+    [
+        (["--hosts=2", "--rate=100mbit"], 1, 15, 100),
+        (["--hosts=4", "--rate=100mbit", "--hosts-per-node=2"], 2, 15, 100),
+    ],
+    ids=["100 Mbit/s", "between nodes"],
+)
+def test_a_known_transfer_takes_the_time_it_must(
+    options: list[str], sender: int, megabytes: int, mbit: int
+) -> None:
+    done = run_lab(*options, code=MEASURE, arguments=(str(sender), str(megabytes)))
+    assert done.returncode == 0, done.stderr
+    took = float(re.search(r"\[host 0\] took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert took == pytest.approx(megabytes * 8 / mbit, rel=0.15)
+
+
+@real
+@pytest.mark.parametrize("options", [["--hosts=2"], ["--hosts=4", "--hosts-per-node=2", "--rate=1mbit"]])
+def test_links_without_a_rate_and_within_a_node_are_fast(options: list[str]) -> None:
+    done = run_lab(*options, code=MEASURE, arguments=("1", "15"))
+    assert done.returncode == 0, done.stderr
+    took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert took < 6  # on a busy machine too; over a link of 1 Mbit/s it would be 120
+
+
+@real
+def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    options = ["--hosts=2", "--rate=1gbit", f"--report={report}"]
+    with stand_ins() as stand_in:
+        done = run_python("thinwire", "lab", *options, "--", sys.executable, "-S", *stand_in, str(script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    of_each = [
+        re.findall(rf"\[host {host}\] world size 2, message bytes (\d+), sent bytes (\d+)", done.stdout)
+        for host in range(2)
+    ]
+    found = json.loads(report.read_text())
+    assert found["exit_code"] == 0
+    assert len(found["seconds"]) == 2
+    for told, sent_bytes in zip(of_each, found["sent_bytes"], strict=True):
+        (exact_message_bytes, exact_bytes), (message_bytes, all_bytes) = (map(int, each) for each in told)
+        # Of two hosts, each sends all of a message once.
+        assert exact_message_bytes == pytest.approx(5 * 4 * 1024 * 1024, rel=1e-6)
+        assert exact_bytes == pytest.approx(exact_message_bytes, rel=0.15)
+        assert message_bytes - exact_message_bytes < exact_message_bytes / 50
+        assert all_bytes - exact_bytes < exact_bytes / 50
+        assert sent_bytes == pytest.approx(all_bytes, rel=0.01)
+
+
+@real
+def test_the_first_failure_is_the_labs_and_ends_the_others() -> None:
+    code = "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); sys.exit(7)"
+    start = time.monotonic()
+    done = run_lab("--hosts=3", "--grace-seconds=0.2", code=code)
+    assert done.returncode == 7
+    assert time.monotonic() - start < 20
+
+
+@real
+def test_a_host_that_is_killed_is_told_as_a_shell_does() -> None:
+    code = "import os; os.kill(os.getpid(), 9 if os.environ['RANK'] == '0' else 0)"
+    assert run_lab("--hosts=2", code=code).returncode == 137
+
+
+@real
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_is_passed_on_and_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+    """Ctrl-C on a terminal is a signal to all that the lab has not put elsewhere; what was sent is told."""
+    report = tmp_path / "report.json"
+    with started_lab("--hosts=2", "--grace-seconds=5", f"--report={report}", code=SLEEP) as (lab, mark):
+        wait_for_commands(mark, OF_TWO_HOSTS)
+        (os.killpg if number == signal.SIGINT else os.kill)(lab.pid, number)
+        assert lab.wait() == 128 + number
+        wait_until_gone(mark)
+    assert json.loads(report.read_text())["exit_code"] == 128 + number
+
+
+@real
+def test_a_process_that_does_not_listen_is_killed() -> None:
+    code = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN);" + SLEEP
+    with started_lab("--hosts=2", "--grace-seconds=0.3", code=code) as (lab, mark):
+        os.kill(lab.pid, signal.SIGINT)
+        assert lab.wait() == 130
+        wait_until_gone(mark)
+
+
+@real
+def test_killed_outright_it_leaves_nothing() -> None:
+    """Not even what the hosts' processes have started, in sessions of their own."""
+    code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
+    with started_lab("--hosts=2", code=code) as (lab, mark):
+        wait_for_commands(mark, {**OF_TWO_HOSTS, b"sleep\x0060\0": 2})
+        lab.kill()
+        lab.wait()
+        wait_until_gone(mark)
+
+
+@real
+def test_what_a_command_has_started_ends_with_it() -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '61'], start_new_session=True); print('up')"
+    mark = f"MARK={os.getpid()}-{time.monotonic_ns()}"
+    done = run_lab("--hosts=2", code=code, environment=dict([mark.split("=")]))
+    assert done.returncode == 0
+    assert done.stdout.count("up") == 2
+    assert alive(mark) == []
+
+
+@real
+def test_it_ends_only_what_it_has_started() -> None:
+    """Not what has the same environment, nor another lab."""
+    with started_lab("--hosts=2", code=SLEEP) as (lab, mark):
+        wait_for_commands(mark, OF_TWO_HOSTS)
+        count = len(alive(mark))
+        environment = dict([mark.split("=")])
+        with subprocess.Popen(["sleep", "600"], env=os.environ | environment) as other:
+            try:
+                done = run_lab("--hosts=1", code="print('up')", environment=environment)
+                assert (done.returncode, done.stdout) == (0, "[host 0] up\n"), done.stderr
+                assert len(alive(mark)) == count + 1
+                lab.kill()
+                lab.wait()
+                deadline = time.monotonic() + 20
+                while alive(mark) != [other.pid] and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                assert alive(mark) == [other.pid]
+                assert other.poll() is None
+            finally:
+                other.kill()
+
+
+@real
+def test_nobody_reads_the_output() -> None:
+    """As for any other command, that is an end by SIGPIPE, and nothing to talk about."""
+    with started_python(*lab_command("--hosts=2", code="for i in range(200_000): print(i)")) as lab:
+        assert lab.stdout.read(1) == "["
+        lab.stdout.close()
+        assert lab.stderr.read() == ""
+        assert lab.wait() == 128 + signal.SIGPIPE
+
+
+@real
+def test_output_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = lab_command("--hosts=2", f"--report={report}", code="print('up')")
+    with started_python(*command, stdout="/dev/full") as lab:
+        assert lab.stderr.read() == "thinwire: the hosts' output can't be written: No space left on device\n"
+        assert lab.wait() == 1
+    assert json.loads(report.read_text())["exit_code"] == 1
+
+
+@real
+def test_a_command_that_is_none() -> None:
+    done = run_python("thinwire", "lab", "--hosts=1", "--", "no-such-command")
+    assert done.returncode == 127
+    assert done.stdout == "[host 0] no-such-command can't be started: No such file or directory\n"
+
+
+@real
+@pytest.mark.skipif(os.geteuid() != 0, reason="whoever is not root tests this all the time")
+def test_as_somebody_who_is_not_root() -> None:
+    """In a user namespace. Root's folders are closed to others, so what is needed is mounted elsewhere."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        needed = {"base": sys.base_prefix, "site": sysconfig.get_path("purelib"), "source": str(SOURCE)}
+        for name in needed:
+            Path(folder, name).mkdir()
+        mounts = [f"mount --bind '{path}' '{folder}/{name}'" for name, path in needed.items()]
+        nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
+        python = f"{folder}/base/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+        measure = f'{python} -S -c "$MEASURE" 1 5'
+        lab = f"{python} -m thinwire lab --hosts=2 --rate=100mbit -- {measure}"
+        found = f"env PYTHONHOME={folder}/base PYTHONPATH={folder}/source:{folder}/site"
+        script = " && ".join([*mounts, f"cd {folder}", f"exec {nobody} {found} {lab}"])
+        done = subprocess.run(
+            ["unshare", "--mount", "sh", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=os.environ | {"MEASURE": MEASURE},
+        )
+    assert done.returncode == 0, done.stderr
+    took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert took > 0.85 * 5 * 8 / 100
+
+
+def test_a_machine_that_can_not_is_told_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "platform", "darwin")
+        with pytest.raises(ConfigError, match="needs Linux's network namespaces; this is darwin"):
+            check_machine()
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/bin/{tool}")
+    with pytest.raises(ConfigError, match="the lab needs iproute2; install it"):
+        check_machine()
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"),
+    [("100mbit", 1e8), ("100gbit", 1e11), ("2.5Gbit", 2.5e9), ("500kbit", 5e5), ("200000bit", 2e5)],
+)
+def test_rates(rate: str, bits: float) -> None:
+    assert bits_per_second(rate) == bits
+
+
+NO_RATES = ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit", "101gbit", f"{10**400}gbit"]
+
+
+@pytest.mark.parametrize("rate", NO_RATES, ids=lambda rate: rate[:9])
+def test_what_is_no_rate_is_refused(rate: str) -> None:
+    with pytest.raises(ConfigError, match="a rate is like 100mbit"):
+        Layout(hosts=2, rate=rate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hosts": 0}, "hosts must be a whole number of at least 1"),
+        ({"hosts": 201}, "at most 200"),
+        ({"hosts": 3, "hosts_per_node": 2}, "multiple of hosts_per_node, got 3 and 2"),
+        ({"hosts": 2, "hosts_per_node": 0}, "hosts_per_node must be a whole number"),
+    ],
+)
+def test_layouts_that_are_none(settings: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Layout(**settings)  # type: ignore[arg-type]
+
+
+def test_the_environment_is_torchruns() -> None:
+    grouped = Layout(hosts=6, hosts_per_node=3).environment(4)
+    assert {name: grouped[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "4",
+        "WORLD_SIZE": "6",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+    }
+    assert (grouped["GROUP_RANK"], grouped["MASTER_ADDR"]) == ("1", "10.77.0.1")
+
+
+def test_a_mistake_on_the_command_line_is_one_line() -> None:
+    done = run_lab("--hosts=2", "--rate=fast", code="pass")
+    assert done.returncode == 2
+    assert done.stderr.startswith("thinwire: a rate is like 100mbit")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,85 @@
+"""Members of a group in this process that train with `LocalSGD`: what many processes do, in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.channel import InProcessTransport, run_members
+from thinwire.fronts.local_sgd import LocalSGD
+from training import batch_of, flat, new_model, new_optimizer, train
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Member:
+    """One of a group, with a model and an optimizer of its own.
+
+    Attributes:
+        transport: Its end of the group.
+        pair: Its end of a group of two neighbours; its own alone in a group of odd size.
+    """
+
+    transport: InProcessTransport
+    pair: InProcessTransport
+    _look: InProcessTransport  # what tests look at does not go through what they test
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.transport.rank, self.transport.size
+        self.take(new_model())
+
+    def take(self, model: nn.Module) -> None:
+        """Train another model, with a new optimizer."""
+        self.model, self.optimizer = model, new_optimizer(model)
+
+    def local(self, **settings: Any) -> LocalSGD:
+        """What averages its model over the group."""
+        settings = {"process_group": self.transport, "every_steps": 2, **settings}
+        return LocalSGD(self.model, self.optimizer, **settings)
+
+    def train(self, *steps: int) -> None:
+        """Train for range(*steps), on its own batches."""
+        train(self.model, self.optimizer, range(*steps), self.rank)
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return those of all members, stacked."""
+        rows = tensor.new_empty(self.size, tensor.numel())
+        self._look.all_gather(rows, tensor.detach().reshape(-1), "a look").wait()
+        return rows.view(self.size, *tensor.shape)
+
+    def agreed(self) -> bool:
+        """Return whether all members hold the same parameters to the bit."""
+        everyone = self.gathered(flat(self.model))
+        return bool((everyone == everyone[0]).all())
+
+    def halves(self) -> tuple[bool, bool]:
+        """Of four members: return whether all pairs agree within, and all members agree."""
+        first, second, third, fourth = self.gathered(flat(self.model))
+        return torch.equal(first, second) and torch.equal(third, fourth), self.agreed()
+
+
+def run(size: int, body: Callable[..., Result], *args: Any) -> list[Result]:
+    """Run `body(member, *args)` for each member of a new group; what each returned, by rank."""
+    group, look = InProcessTransport.group(size), InProcessTransport.group(size)
+    pair = 2 if size % 2 == 0 else 1
+    pairs = [end for _ in range(size // pair) for end in InProcessTransport.group(pair)]
+    return run_members(size, lambda rank: body(Member(group[rank], pairs[rank], look[rank]), *args))
+
+
+def data_parallel(num_workers: int, num_steps: int, dtype: torch.dtype, first_worker: int = 0) -> Tensor:
+    """Train one model on the mean gradients of some workers; return its parameters."""
+    model = new_model(dtype=dtype)
+    optimizer = new_optimizer(model)
+    workers = range(first_worker, first_worker + num_workers)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for worker in workers:
+            loss = model(batch_of(step, worker).to(dtype)).square().mean() / num_workers
+            torch.autograd.backward(loss)
+        optimizer.step()
+    return flat(model)

@@ -1,0 +1,252 @@
+"""`thinwire probe`: what it finds in networks of known rates, and what it does with bad input."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from crash import listening_on
+from lab.test_lab import real
+from launcher import run_job, run_on_hosts, run_python
+from pool import Pool
+from thinwire.cli.job import alone
+from thinwire.errors import AgreementError, ConfigError
+from thinwire.lab.layout import Layout
+from thinwire.lab.network import Network
+from thinwire.probe import PairTiming, Probe, Timing, probe, result
+from thinwire.probe.result import nodes_of
+
+
+def probed(layout: Layout, path: Path, budget_seconds: float) -> tuple[Probe, str]:
+    """The probe and what it printed, in the lab."""
+    with Network(layout) as network:
+        options = [f"--budget-seconds={budget_seconds}", f"--save={path}"]
+        ended = run_on_hosts(network, "thinwire", "probe", *options)
+    assert [each.returncode for each in ended] == [0] * layout.hosts, ended
+    return Probe.load(path), ended[0].stdout
+
+
+@real
+@pytest.mark.alone
+@pytest.mark.parametrize(("rate", "bits", "budget_seconds"), [("100mbit", 100e6, 5), ("1gbit", 1e9, 3)])
+def test_the_bandwidth_of_links_of_a_known_rate(
+    rate: str, bits: float, budget_seconds: float, tmp_path: Path
+) -> None:
+    found, printed = probed(Layout(hosts=2, rate=rate), tmp_path / "probe.json", budget_seconds)
+    assert found.world_size == 2
+    assert found.bytes_per_second == pytest.approx(bits / 8, rel=0.15)
+    assert found.nodes == [[0, 1]]
+    assert "bandwidth" in printed
+    assert "structure" not in printed
+
+
+@real
+@pytest.mark.alone
+def test_hosts_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
+    layout = Layout(hosts=4, hosts_per_node=2, rate="100mbit")
+    found, printed = probed(layout, tmp_path / "probe.json", 8)
+    assert found.world_size == 4
+    assert len(found.pairs) == 6
+    assert found.nodes == [[0, 1], [2, 3]]
+    assert found.bytes_per_second == pytest.approx(100e6 / 8, rel=0.15)
+    assert "fast inside, slow between the groups {0, 1}, {2, 3}" in printed
+
+
+def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:
+    first, second = pool2.run(_probed_here)
+    assert first == second
+    assert first.world_size == 2
+    assert first.backend == "gloo"
+    sizes = [timing.message_bytes for timing in first.timings]
+    assert sizes == sorted(sizes)
+    assert len(sizes) >= 5
+    assert first.pairs[0].processes == (0, 1)
+    assert first.latency_seconds > 0
+    assert first.average_seconds(sizes[2]) == first.timings[2].median_seconds
+    assert first.average_seconds(10 * sizes[-1]) > first.average_seconds(sizes[-1])
+
+
+def _probed_here() -> Probe:
+    assert dist.get_world_size() == 2
+    return probe(budget_seconds=1.5)
+
+
+@pytest.mark.parametrize("budget", [0, -1.0, math.nan])
+def test_a_budget_of_nothing_is_refused(budget: float) -> None:
+    with pytest.raises(ConfigError, match="budget_seconds must be above 0"):
+        probe(budget_seconds=budget)
+
+
+def test_a_tiny_budget_still_tells_the_rate(pool2: Pool) -> None:
+    for found in pool2.run(_hardly_probed):
+        assert len(found.timings) >= 2
+        assert found.bytes_per_second > 0
+
+
+def _hardly_probed() -> Probe:
+    return probe(budget_seconds=1e-4)
+
+
+def test_outside_a_job_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    run = run_python("thinwire", "probe")
+    assert run.returncode == 2
+    assert "torchrun --nproc-per-node 2 --no-python thinwire probe" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_json_and_a_plot(tmp_path: Path) -> None:
+    run = run_python("thinwire", "probe", "--plot=found.bmp")
+    assert run.returncode == 2
+    assert run.stderr == "thinwire: --plot must end in one of .png, .svg, .pdf, got found.bmp\n"
+    plot = tmp_path / "probe.svg"
+    run, _ = run_job("thinwire", "probe", "--json", "--budget-seconds=0.3", f"--plot={plot}")
+    assert json.loads(run.stdout)["world_size"] == 2
+    assert "<svg" in plot.read_text()
+
+
+def example() -> Probe:
+    timings = [Timing(4, [0.001]), Timing(1000, [0.002, 0.004]), Timing(3000, [0.005])]
+    return Probe(2, "gloo", "cpu", timings, [PairTiming((0, 1), 1000, 0.01)], [[0, 1]])
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    example().save(tmp_path / "probe.json")
+    assert Probe.load(tmp_path / "probe.json") == example()
+
+
+def test_between_sizes_it_is_linear() -> None:
+    assert example().bytes_per_second == pytest.approx(2000 / 0.002)
+    assert example().average_seconds(1) == 0.001
+    assert example().average_seconds(2000) == pytest.approx(0.004)
+    assert example().average_seconds(5000) == pytest.approx(0.007)
+
+
+def test_of_one_process_there_is_nothing_to_measure() -> None:
+    with alone(), pytest.raises(ConfigError, match="start at least 2, got 1"):
+        probe(budget_seconds=1)
+
+
+def test_a_process_alone_listens_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever address the machine's name has, and whatever interface the environment names."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-network")
+    with alone():
+        dist.destroy_process_group(dist.new_group([0]))
+        if Path("/proc/net/tcp").exists():
+            assert all(address.is_loopback for address in listening_on(os.getpid()))
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "no-such-network"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    with alone():
+        pass
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_processes_with_other_budgets_are_told(pool2: Pool) -> None:
+    for message in pool2.run(_other_budget):
+        assert "budget_seconds" in message
+
+
+def _other_budget() -> str:
+    with pytest.raises(AgreementError) as caught:
+        probe(budget_seconds=1.0 + dist.get_rank())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 1}'])
+def test_what_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "probe.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"probe\.json is not what `thinwire probe --save` writes"):
+        Probe.load(tmp_path / "probe.json")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"world_size": 0}, "world_size must be a whole number from 2 to 1048576, got 0"),
+        ({"world_size": -1}, "world_size must be a whole number from 2 to 1048576, got -1"),
+        ({"world_size": 10**9}, "world_size must be a whole number from 2 to 1048576, got 1000000000"),
+        ({"world_size": 10**400}, "world_size must be a whole number from 2 to 1048576, got 1000"),
+        ({"world_size": "2"}, "world_size must be a whole number from 2 to 1048576, got '2'"),
+        ({"version": True}, "version must be a whole number"),
+        ({"backend": 5}, "backend must be text"),
+        ({"timings": []}, "timings must be a list of 2 to 100"),
+        ({"timings": 200 * [{"message_bytes": 4, "seconds": [1.0]}]}, "timings must be a list of 2 to 100"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [1.0]}]}, "timings must be of ascending"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": []}]}, "seconds must be a list of 1 to 1000"),
+        (
+            {"timings": 2 * [{"message_bytes": 4, "seconds": 2000 * [1]}]},
+            "seconds must be a list of 1 to 1000",
+        ),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [-1.0]}]}, "seconds must be a number from 0 to"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [1.7e308]}]}, "seconds must be a number from 0 to"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [float("nan")]}]}, "it has NaN, expected finite"),
+        ({"timings": 2 * [{"message_bytes": 4, "seconds": [float("inf")]}]}, "it has Infinity, expected"),
+        ({"timings": 2 * [{"message_bytes": 0, "seconds": [1.0]}]}, "message_bytes must be a whole number"),
+        ({"timings": [[], []]}, "there is no seconds"),
+        (
+            {"pairs": [{"processes": [], "message_bytes": 4, "seconds": 1.0}]},
+            "processes of a pair must be two",
+        ),
+        ({"pairs": [{"processes": [1, 1], "message_bytes": 4, "seconds": 1.0}]}, "must be two, got 1"),
+        ({"pairs": [{"processes": [0, 2], "message_bytes": 4, "seconds": 1.0}]}, "from 0 to 1, got 2"),
+        ({"pairs": [{}]}, "there is no processes"),
+        ({"nodes": [[0, "1"]]}, "a node must be a whole number from 0 to 1"),
+        ({"nodes": 7}, "nodes must be a list"),
+    ],
+)
+def test_strange_values_in_a_probe_are_refused(changed: dict[str, object], told: str, tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(json.loads(example().to_json()) | changed))
+    with pytest.raises(
+        ConfigError, match=r"probe\.json is not what `thinwire probe --save` writes"
+    ) as caught:
+        Probe.load(path)
+    assert told in str(caught.value)
+    assert len(str(caught.value).removeprefix(str(path))) < 250
+
+
+def test_a_probe_nested_deeply_or_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(200_000 * "[")
+    with pytest.raises(ConfigError, match="it is nested too deeply"):
+        Probe.load(path)
+    monkeypatch.setattr(result, "MAX_FILE_BYTES", 1000)
+    path.write_text(example().to_json() + 2000 * " ")
+    with pytest.raises(ConfigError, match="it is longer than 1,000 bytes"):
+        Probe.load(path)
+
+
+def test_text_in_a_probe_that_is_none_can_be_printed(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    path.write_text(json.dumps(json.loads(example().to_json()) | {"backend": "gl\ud800oo"}))
+    assert Probe.load(path).backend == "gl?oo"
+
+
+def test_a_later_version_and_half_a_file_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "probe.json"
+    example().save(path)
+    whole = path.read_text()
+    path.write_text(json.dumps(json.loads(whole) | {"version": 2}))
+    with pytest.raises(ConfigError, match="version 2, expected 1"):
+        Probe.load(path)
+    path.write_text(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match="measure again"):
+        Probe.load(path)
+
+
+def test_nodes() -> None:
+    def pairs(**seconds: float) -> list[PairTiming]:
+        return [PairTiming((int(name[1]), int(name[2])), 1, each) for name, each in seconds.items()]
+
+    assert nodes_of(3, pairs(p01=1.0, p02=1.1, p12=0.9)) == [[0, 1, 2]]
+    assert nodes_of(4, pairs(p02=0.1, p13=0.1, p01=1.0, p03=1.0, p12=1.0, p23=1.0)) == [[0, 2], [1, 3]]
+    assert nodes_of(3, pairs(p01=0.1, p12=1.0)) == [[0, 1], [2]]
+    assert nodes_of(2, pairs(p01=0.1)) == [[0, 1]]

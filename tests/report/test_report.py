@@ -1,0 +1,228 @@
+"""`thinwire report`: one page that needs nothing else, whatever the runs are called and have."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from catalog import buckets, random_gradients
+from thinwire import Cast, ConfigError, PowerSGD, Watch, read_run
+from thinwire.algorithms import Algorithm
+from thinwire.cli.report import write_report
+from thinwire.report import figures, page
+from thinwire.report.figures import VARIABLES
+from thinwire.report.page import report_page
+from thinwire.simulation import Simulation
+
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Balance(HTMLParser):
+    """Fails where tags are not closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def watched(path: Path, algorithm: Algorithm, *, name: str | None = None, steps: int = 130) -> Path:
+    simulation = Simulation(algorithm, buckets(), num_workers=2)
+    with Watch(simulation.syncs[0], path, name=name, norms_every_steps=10) as watch:
+        for step in range(steps):
+            simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
+            watch.log(loss=3 / (1 + step))
+        watch.log(heldout_loss=0.5)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("recorded")
+    return [
+        watched(folder / "low.jsonl", PowerSGD(matrix_rank=2)),
+        watched(folder / "half.jsonl", Cast("fp16")),
+    ]
+
+
+@pytest.fixture
+def paths(recorded: list[Path], tmp_path: Path) -> list[Path]:
+    return [Path(shutil.copy(path, tmp_path)) for path in recorded]
+
+
+def checked(page: str) -> str:
+    """Its text, after checks that hold for every page."""
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+    assert "<script" not in page
+    outside = re.findall(r'(?:src|href|url\()=?["\']?([a-z]+:[^"\')]*)', page)
+    assert {each.partition(":")[0] for each in outside} <= {"data"}
+    assert not re.search(r"https?://(?!www\.w3\.org/)", page)
+    assert not [color for color in VARIABLES if color in page]
+    assert not re.search(r"#[0-9a-f]{6}", page.partition("</style>")[2].replace("#ffffff", ""))
+    return " ".join(" ".join(parser.text).split())
+
+
+def test_it_tells_what_was_watched(paths: list[Path], tmp_path: Path) -> None:
+    write_report(paths, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    told = checked(page)
+    for words in (
+        "2 runs",
+        "PowerSGD(matrix_rank=2)",
+        "Cast(dtype='fp16')",
+        "Loss against steps",
+        "Loss against wall-clock",
+        "Where time goes",
+        "Relative error by layer: low",
+        "conv.weight",
+        "40×54, rank 2",
+    ):
+        assert words in told
+    assert "Heldout loss against" not in told
+    assert "0.5" in told
+    assert page.count("<svg") == 5
+    assert len(page) < 1_000_000
+
+
+def test_names_are_text_and_not_code(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
+    path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), name=name, steps=20)
+    assert name in checked(report_page([read_run(path)]))
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    paths = [watched(tmp_path / f"{n}.jsonl", Cast("fp16"), name="mine", steps=3) for n in range(10)]
+    told = checked(report_page([read_run(path) for path in paths]))
+    assert all(f"mine ({path})" in told for path in paths)
+
+
+def test_damage_is_told_on_the_page_and_beside_it(
+    paths: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = paths[0].read_text()
+    paths[0].write_text(text[: len(text) // 2])
+    write_report(paths, tmp_path / "report.html")
+    damage = read_run(paths[0]).damage
+    assert damage is not None
+    assert damage in checked((tmp_path / "report.html").read_text())
+    assert capsys.readouterr().err == f"thinwire: {paths[0]}: {damage}\n"
+
+
+def test_a_run_that_was_resumed_says_so(tmp_path: Path) -> None:
+    path = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=4)
+    watched(path, Cast("fp16"), steps=6)
+    assert "Resumed 1 time; steps made twice are shown once." in checked(report_page([read_run(path)]))
+
+
+def test_a_run_without_losses_or_norms(tmp_path: Path) -> None:
+    simulation = Simulation(Cast("fp16"), buckets(), num_workers=2)
+    with Watch(simulation.syncs[0], tmp_path / "run.jsonl"):
+        simulation.step(random_gradients(buckets(), num_workers=2, seed=0))
+    told = checked(report_page([read_run(tmp_path / "run.jsonl")]))
+    assert "Bytes" in told
+    assert "against" not in told.partition("Bytes")[0]
+
+
+def test_names_that_are_no_text_are_shown_without_it(tmp_path: Path) -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
+    path = tmp_path / "run\udcff.jsonl"
+    with Watch(simulation.syncs[0], path, norms_every_steps=1, name="mine\ud800") as watch:
+        for step in range(3):
+            simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
+            watch.log(**{"loss\udcff": 1.0, "huge": 1e100})
+    path.write_text(path.read_text().replace("body.weight", "body\\ud83d"))
+    output = tmp_path / "page\udcff.html"
+    write_report([path, path], output)
+    told = checked(output.read_text(encoding="utf-8"))
+    for words in ("mine? (", "run?.jsonl)", "loss?", "body?", "1e+100"):
+        assert words in told
+
+
+def test_too_much_for_a_page_is_left_out_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), steps=20)
+    lines = path.read_text().splitlines()
+    plan = next(line for line in lines if '"kind": "plan"' in line)
+    for number in range(4):
+        lines.append(json.dumps(json.loads(plan) | {"algorithm": f"another-{number}", "step": 20}))
+    log = {"kind": "log", "step": 20, "seconds": 9.0} | {f"n{k}": k for k in range(300)}
+    path.write_text("\n".join([*lines, json.dumps(log), json.dumps(log)]) + "\n")
+    monkeypatch.setattr(page, "MAX_NAMES", 3)
+    monkeypatch.setattr(page, "MAX_PLANS", 2)
+    monkeypatch.setattr(figures, "MAX_LABELS", 1)
+    run = read_run(path)
+    num_labels = len(run.norms[0]["relative_error"])
+    assert num_labels > 1
+    write_report([path], tmp_path / "report.html")
+    html = (tmp_path / "report.html").read_text()
+    told = checked(html)
+    left_out = [
+        "of 302 names that were logged, the first 3 are shown",
+        f"of the relative errors of {num_labels} parameters of 'run', the first 1 are shown",
+        "of 5 plans of 'run', the last 2 are shown",
+    ]
+    assert capsys.readouterr().err.splitlines() == [f"thinwire: {each}" for each in left_out]
+    assert all(f"Not all is here: {each}." in told for each in left_out)
+    assert "N0 against steps" in told
+    assert "N1 against" not in told
+    assert "another-3" in told
+    assert "another-1" not in told
+    assert html.count("<svg") == 2 * 2 + 2 + 1
+
+
+def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there are no runs"):
+        report_page([])
+    simulation = Simulation(Cast("fp16"), buckets(), num_workers=2)
+    Watch(simulation.syncs[0], tmp_path / "run.jsonl").close()
+    with pytest.raises(ConfigError, match=r"run.jsonl has no step"):
+        report_page([read_run(tmp_path / "run.jsonl")])
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="NO CHROMIUM HERE: the page was not drawn")
+def test_a_browser_draws_it_without_complaint(paths: list[Path], tmp_path: Path) -> None:
+    """And nothing is wider than a phone."""
+    write_report(paths, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    probe = (
+        "<script>document.title=JSON.stringify([innerWidth,document.documentElement.scrollWidth])</script>"
+    )
+    (tmp_path / "probed.html").write_text(page.replace("</body>", f"{probe}</body>"))
+    with tempfile.TemporaryDirectory() as profile:
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        command += ["--disable-background-networking", "--disable-sync", "--disable-component-update"]
+        command += [f"--user-data-dir={profile}", "--window-size=500,900", "--enable-logging=stderr"]
+        done = subprocess.run(
+            [*command, "--dump-dom", (tmp_path / "probed.html").as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    assert "CONSOLE" not in done.stderr
+    titles = re.findall(r"<title>(\[.*?\])</title>", done.stdout)
+    width, wanted = json.loads(titles[0])
+    assert 0 < wanted <= width

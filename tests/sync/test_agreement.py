@@ -1,0 +1,363 @@
+"""Before the first message all processes compare what they are about to do; who differs is named on all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from catalog import buckets, random_gradients
+from pool import Pool
+from thinwire import AgreementError, AllReduce, Cast, PowerSGD, hooks
+from thinwire import powersgd as epfl
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import InProcessTransport, agree, run_members
+from thinwire.simulation import Simulation
+from thinwire.sync import Engine, fingerprint, lanes
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+def new_model(width: int = 48) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randn(8, 64)).square().mean().backward()
+
+
+def is_odd() -> bool:
+    return dist.get_rank() % 2 == 1
+
+
+def other_algorithm() -> None:
+    model = DistributedDataParallel(new_model())
+    thinwire.attach(model, PowerSGD(matrix_rank=4) if is_odd() else POWER)
+    step(model)
+
+
+def other_kind_of_algorithm() -> None:
+    model = DistributedDataParallel(new_model())
+    thinwire.attach(model, AllReduce() if is_odd() else POWER)
+    step(model)
+
+
+def other_buckets() -> None:
+    cap = 0.005 if is_odd() else 25  # obeyed from the first step on only if there may be unused parameters
+    model = DistributedDataParallel(new_model(), bucket_cap_mb=cap, find_unused_parameters=True)
+    thinwire.attach(model, POWER)
+    step(model)
+
+
+def other_settings_of_ddp() -> None:
+    model = DistributedDataParallel(new_model(), find_unused_parameters=is_odd())
+    thinwire.attach(model, POWER)
+    step(model)
+
+
+def a_scaler_on_one() -> None:
+    model = DistributedDataParallel(new_model())
+    thinwire.attach(model, POWER, grad_scaler=GradScaler("cpu") if is_odd() else None)
+    step(model)
+
+
+def other_shapes() -> None:
+    model = new_model(48 if is_odd() else 32)
+    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
+    step(model)
+    epfl.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1), aggregator)
+
+
+def one_parameter_more() -> None:
+    model = nn.Sequential(new_model(), nn.Linear(64, 3)) if is_odd() else new_model()
+    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
+    step(model)
+    epfl.optimizer_step(torch.optim.SGD(model.parameters(), lr=0.1), aggregator)
+
+
+def switched_to_another() -> None:
+    model = DistributedDataParallel(new_model())
+    sync = thinwire.attach(model, POWER)
+    step(model)
+    step(model)
+    sync.use(Cast("bf16") if is_odd() else Cast("fp16"))
+    step(model)
+
+
+def loaded_on_one() -> None:
+    models = [DistributedDataParallel(new_model()) for _ in range(2)]
+    before, after = (thinwire.attach(model, POWER) for model in models)
+    for _ in range(3):
+        step(models[0])
+    saved = before.state_dict()
+    if is_odd():
+        after.load_state_dict(saved)
+    step(models[1])
+
+
+def loaded_another_state() -> None:
+    models = [DistributedDataParallel(new_model()) for _ in range(2)]
+    before, after = (thinwire.attach(model, POWER) for model in models)
+    step(models[0])
+    first = before.state_dict()
+    step(models[0])
+    other = before.state_dict() | {"step": 1, "checksum": None}  # as if it were of the same step
+    after.load_state_dict(other if is_odd() else first)
+    step(models[1])
+
+
+def other_hook_without_state() -> None:
+    group = dist.new_group()  # in which no hook has been used
+    model = DistributedDataParallel(new_model(), process_group=group)
+    model.register_comm_hook(group, hooks.bf16_compress_hook if is_odd() else hooks.fp16_compress_hook)
+    step(model)
+
+
+def other_settings_of_a_hook() -> None:
+    model = DistributedDataParallel(new_model())
+    state = hooks.PowerSGDState(None, random_seed=int(is_odd()), start_powerSGD_iter=0)
+    model.register_comm_hook(state, hooks.powerSGD_hook)
+    step(model)
+
+
+def saved_at_different_steps() -> None:
+    models = [DistributedDataParallel(new_model()) for _ in range(2)]
+    first, second = (thinwire.attach(model, POWER) for model in models)
+    step(models[0])
+    for _ in range(2):
+        step(models[1])
+    (first if is_odd() else second).state_dict()
+
+
+def another_version() -> None:
+    model = DistributedDataParallel(new_model())
+    thinwire.attach(model, POWER)
+    mine = "9.9.9" if is_odd() else thinwire.__version__
+    with patch.object(fingerprint, "__version__", mine):
+        step(model)
+
+
+def other_settings_of_local_sgd() -> None:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with thinwire.LocalSGD(model, optimizer, every_steps=3 if is_odd() else 2):
+        pass
+
+
+def another_model_in_local_sgd() -> None:
+    model = new_model(48 if is_odd() else 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with thinwire.LocalSGD(model, optimizer, every_steps=2):
+        pass
+
+
+def used_on_one_and_saved() -> None:
+    model = DistributedDataParallel(new_model())
+    sync = thinwire.attach(model, POWER)
+    step(model)
+    if is_odd():
+        sync.use(AllReduce())
+    sync.state_dict()
+
+
+def saved_on_one_at_the_first_step() -> None:
+    model = DistributedDataParallel(new_model())
+    sync = thinwire.attach(model, POWER)
+    if is_odd():
+        step(model)
+    else:
+        sync.state_dict()
+
+
+def another_state_in_local_sgd() -> None:
+    saved = []
+    for seed in (0, 1):
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with thinwire.LocalSGD(model, optimizer, every_steps=1) as local:
+            torch.manual_seed(seed)
+            step(model)
+            optimizer.step()
+        saved.append(local.state_dict())
+    model = new_model()
+    local = thinwire.LocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1), every_steps=1)
+    local.load_state_dict(saved[is_odd()])
+    with local:
+        pass
+
+
+def second_model_with_another_hook() -> None:
+    for other in (False, True):
+        model = DistributedDataParallel(new_model())
+        hook = hooks.allreduce_hook if other and is_odd() else hooks.fp16_compress_hook
+        model.register_comm_hook(None, hook)
+        step(model)
+
+
+def other_settings_of_post_local() -> None:
+    model = DistributedDataParallel(new_model())
+    start = 2 if is_odd() else 1
+    state = hooks.PostLocalSGDState(None, None, start, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    step(model)
+
+
+CASES: list[tuple[Callable[[], None], str]] = [
+    (other_algorithm, "process 0 has matrix_rank 2, process 1 has matrix_rank 4"),
+    (other_kind_of_algorithm, "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce"),
+    (other_buckets, "2.weight, 2.bias, process 1 has bucket 2.bias"),
+    (other_settings_of_ddp, "process 0 has find_unused_parameters False, process 1 has find_unused_p"),
+    (a_scaler_on_one, "process 0 has loss scale not known, process 1 has loss scale known"),
+    (
+        other_shapes,
+        "process 0 has parameter parameter[0] 32×64 float32, strides (64, 1), process 1 has",
+    ),
+    (
+        one_parameter_more,
+        "process 0 has no parameter parameter[4], process 1 has parameter parameter[4]",
+    ),
+    (switched_to_another, "process 0 has dtype 'fp16', process 1 has dtype 'bf16'"),
+    (loaded_on_one, "process 0 has committed steps 0, process 1 has committed steps 3"),
+    (loaded_another_state, "process 1 has loaded state crc32:"),
+    (
+        other_hook_without_state,
+        "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
+    ),
+    (other_settings_of_a_hook, "process 0 has seed 0, process 1 has seed 1"),
+    (used_on_one_and_saved, "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce"),
+    (
+        saved_on_one_at_the_first_step,
+        "process 0 has call state_dict(), process 1 has call a step under way. Make the same calls on every",
+    ),
+    (another_state_in_local_sgd, "process 0 has loaded state crc32:"),
+    (
+        second_model_with_another_hook,
+        "process 0 has algorithm Cast(dtype='fp16'), process 1 has algorithm All",
+    ),
+    (
+        other_settings_of_post_local,
+        "process 0 has start_localSGD_iter 1, process 1 has start_localSGD_iter 2",
+    ),
+    (another_version, "process 1 has thinwire 9.9.9"),
+    (other_settings_of_local_sgd, "process 0 has every_steps 2, process 1 has every_steps 3"),
+    (another_model_in_local_sgd, "process 0 has parameter 0.weight 32×64 float32"),
+    (
+        saved_at_different_steps,
+        "process 0 has committed steps 2, process 1 has committed steps 1",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "words"), CASES, ids=[body.__name__ for body, _ in CASES])
+def test_a_difference_is_told_on_all_processes_within_seconds(
+    pool2: Pool, body: Callable[[], None], words: str
+) -> None:
+    for kind, told, seconds, process_id in pool2.run(_told, body):
+        assert process_id != os.getpid()
+        assert kind is AgreementError, told
+        assert words in told
+        assert seconds < 20  # the group's timeout is 30
+
+
+def _told(body: Callable[[], None]) -> tuple[type, str, float, int]:
+    start = time.monotonic()
+    try:
+        body()
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - start, os.getpid()
+    return type(None), "no error", 0.0, os.getpid()
+
+
+def test_four_processes_are_counted_by_what_they_have(pool4: Pool) -> None:
+    for kind, told, _, _ in pool4.run(_told, other_algorithm):
+        assert kind is AgreementError
+        assert "processes 0, 2 have matrix_rank 2, processes 1, 3 have matrix_rank 4" in told
+
+
+def test_memory_is_as_it_was_and_agreeing_processes_go_on(pool2: Pool) -> None:
+    for before, after, steps in pool2.run(_disagree_and_go_on):
+        assert len(before) == 2
+        for (name, owed), (_, still) in zip(before, after, strict=True):
+            assert owed.any()
+            assert torch.equal(owed, still), name
+        assert steps == 2
+
+
+def _disagree_and_go_on() -> tuple[Any, Any, int]:
+    model = new_model()
+    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model)
+    epfl.optimizer_step(optimizer, aggregator)
+    before = [(name, owed.clone()) for name, owed in aggregator.engine.memory[ERROR].items()]
+    aggregator.sync.use(PowerSGD(matrix_rank=3 + dist.get_rank()))
+    step(model)
+    with pytest.raises(AgreementError):
+        epfl.optimizer_step(optimizer, aggregator)
+    after = [(name, owed.clone()) for name, owed in aggregator.engine.memory[ERROR].items()]
+    aggregator.sync.use(POWER)
+    epfl.optimizer_step(optimizer, aggregator)
+    return before, after, aggregator.stats().steps
+
+
+def test_it_is_compared_once_and_not_again(pool2: Pool) -> None:
+    for compared in pool2.run(_count_comparisons):
+        assert compared == [1, 2, 0, 0, 2]  # one bucket, DDP's rebuilt ones, nothing, nothing, after use()
+
+
+def _count_comparisons() -> list[int]:
+    model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+    sync = thinwire.attach(model, POWER)
+    compared: list[int] = []
+
+    def counting(*arguments: Any) -> None:
+        compared[-1] += 1
+        agree(*arguments)
+
+    with patch.object(lanes, "agree", counting):
+        for number in range(5):
+            if number == 4:
+                sync.use(AllReduce())
+            compared.append(0)
+            step(model)
+    return compared
+
+
+def test_simulated_workers_compare_too() -> None:
+    simulation = Simulation(POWER, buckets(), num_workers=3)
+    simulation.syncs[2].use(PowerSGD(matrix_rank=3))
+    with pytest.raises(AgreementError, match="0, 1 have matrix_rank 2, process 2 has matrix_rank 3"):
+        simulation.step(random_gradients(buckets(), num_workers=3, seed=0))
+
+
+def test_a_bucket_that_is_new_is_compared_where_parameters_become_known_one_by_one() -> None:
+    engines = [Engine(POWER, transport) for transport in InProcessTransport.group(2)]
+    with pytest.raises(AgreementError, match=r"no parameter head\.weight"):
+        run_members(2, lambda rank: engines[rank].open(buckets()[rank], torch.device("cpu")))
+
+
+def test_parameters_used_in_turn_are_not_compared_again_and_again(pool2: Pool) -> None:
+    assert pool2.run(_used_in_turn) == [1, 1]
+
+
+def _used_in_turn() -> int:
+    model = new_model()
+    aggregator = epfl.PowerSGD(model.parameters(), epfl.Config(rank=2, start_compressing_after_num_steps=0))
+    compared = []
+    with patch.object(lanes, "agree", lambda transport, description, purpose: compared.append(purpose)):
+        for number in range(8):
+            shapes = [parameter.shape for parameter in model.parameters()]
+            used = [torch.randn(s) if number >> i & 1 else None for i, s in enumerate(shapes)]
+            aggregator.average(used)
+    return len(compared)

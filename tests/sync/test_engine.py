@@ -1,0 +1,419 @@
+"""Whole steps: the order, number and bytes of collectives, and all or nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from catalog import ENTRIES, Entry, buckets, random_gradients, spec
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import InProcessTransport, Work, run_members
+from thinwire.errors import CommunicationError, StepError
+from thinwire.simulation import Simulation
+from thinwire.sync.engine import Engine
+from thinwire.sync.settings import Settings
+
+
+class Noting(InProcessTransport):
+    """Averages among one, and notes what is sent and when it is waited for."""
+
+    def __init__(self, room: Any, rank: int) -> None:
+        super().__init__(room, rank)
+        self.events: list[str] = []
+        self.fail_at = -1
+        self.sent = 0
+
+    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        number, self.sent = self.sent, self.sent + 1
+        self.events.append(f"send {number}: {tensor.numel()}")
+        return _Noted(self, number)
+
+
+class _Noted:
+    def __init__(self, transport: Noting, number: int) -> None:
+        self.transport, self.number = transport, number
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.number == self.transport.fail_at:
+            raise CommunicationError("the peer has gone")
+        self.transport.events.append(f"wait {self.number}")
+
+
+def noting() -> Noting:
+    (transport,) = Noting.group(1)
+    assert isinstance(transport, Noting)
+    return transport
+
+
+def step(engine: Engine, seed: int = 0) -> list[torch.Tensor]:
+    gradients = random_gradients(buckets(), num_workers=1, seed=seed)[0]
+    assert engine.average(zip(buckets(), gradients, strict=True))
+    return gradients
+
+
+WHOLE = [64 * 32 * 2 + 64 + 1, 40 * 54 + 6]
+LEFT = [2 * (64 + 64) + 64 + 1, 2 * 40 + 6]
+RIGHT = 2 * (32 + 32 + 54)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "events"),
+    [
+        (AllReduce(), [f"send 0: {WHOLE[0]}", f"send 1: {WHOLE[1]}", "wait 0", "wait 1"]),
+        (Cast("bf16"), [f"send 0: {WHOLE[0]}", f"send 1: {WHOLE[1]}", "wait 0", "wait 1"]),
+        (
+            PowerSGD(matrix_rank=2),
+            [f"send 0: {LEFT[0]}", f"send 1: {LEFT[1]}", "wait 0", "wait 1", f"send 2: {RIGHT}", "wait 2"],
+        ),
+        (
+            PowerSGD(matrix_rank=2, power_iterations=2, min_compression_ratio=1),
+            [
+                f"send 0: {LEFT[0]}",
+                f"send 1: {LEFT[1]}",
+                "wait 0",
+                "wait 1",
+                f"send 2: {RIGHT}",
+                "wait 2",
+                f"send 3: {2 * (64 + 64 + 40)}",
+                "wait 3",
+                f"send 4: {RIGHT}",
+                "wait 4",
+            ],
+        ),
+        (
+            PowerSGD(matrix_rank=2, alternating=True),
+            [
+                f"send 0: {2 * (32 + 32) + 64 + 1}",
+                f"send 1: {2 * 54 + 6}",
+                "wait 0",
+                "wait 1",
+            ],
+        ),
+        (BatchedPowerSGD(), ["send 0: 65", "send 1: 47", "wait 0", "wait 1", "send 2: 112", "wait 2"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_number_order_and_size_of_messages(algorithm: Algorithm, events: list[str]) -> None:
+    """First rounds are sent as buckets come; second rounds of all buckets travel as one."""
+    transport = noting()
+    engine = Engine(algorithm, transport, [each for bucket in buckets() for each in bucket])
+    step(engine)
+    assert transport.events == events
+    assert engine.stats().messages == sum("send" in event for event in events)
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2])
+def test_a_failed_collective_leaves_memory_as_it_was(fail_at: int) -> None:
+    transport = noting()
+    healthy, failing = (Engine(PowerSGD(matrix_rank=2), each) for each in (noting(), transport))
+    for engine in (healthy, failing):
+        step(engine)
+    transport.fail_at = transport.sent + fail_at
+    with pytest.raises(CommunicationError, match="the peer has gone"):
+        step(failing, seed=1)
+    assert failing.stats().steps == 1
+    for expected, got in zip(step(healthy, seed=2), step(failing, seed=2), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_steps_over_other_lanes_are_in_flight_side_by_side() -> None:
+    """The second starts before the first ends; both are advanced in turn, and give what they give alone."""
+    engines = [Engine(PowerSGD(matrix_rank=2), transport) for transport in InProcessTransport.group(2)]
+    alone = [Engine(PowerSGD(matrix_rank=2), transport) for transport in InProcessTransport.group(2)]
+
+    def body(rank: int) -> list[torch.Tensor]:
+        engine, flats = engines[rank], random_gradients(buckets(), num_workers=2, seed=0)[rank]
+        steps = []
+        for specs, flat in zip(buckets(), flats, strict=True):
+            steps.append(engine.begin())
+            steps[-1].start(engine.open(specs, flat.device), flat)
+        assert [one.advance() for one in steps] == [True, True]
+        assert [one.advance() for one in steps] == [False, False]
+        assert all(one.is_open for one in steps)
+        assert all(one.finish() for one in steps)
+        return flats
+
+    def one_by_one(rank: int) -> list[torch.Tensor]:
+        flats = random_gradients(buckets(), num_workers=2, seed=0)[rank]
+        for specs, flat in zip(buckets(), flats, strict=True):
+            assert alone[rank].average([(specs, flat)])
+        return flats
+
+    for mine, theirs in zip(run_members(2, body), run_members(2, one_by_one), strict=True):
+        for flat, expected in zip(mine, theirs, strict=True):
+            assert torch.equal(flat, expected)
+    assert engines[0].stats().steps == 2
+    assert engines[0].stats().compression_ratio > 5
+
+
+def test_a_lane_in_flight_is_not_started_in_another_step() -> None:
+    engine = Engine(PowerSGD(matrix_rank=2), noting())
+    flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
+    lane, first, second = engine.open(buckets()[0], flat.device), engine.begin(), engine.begin()
+    first.start(lane, flat.clone())
+    with pytest.raises(StepError, match="in flight in another step"):
+        second.start(lane, flat.clone())
+    second.abandon()
+    assert first.finish()
+    third = engine.begin()
+    third.start(lane, flat.clone())
+    assert third.finish()
+    assert engine.stats().steps == 2
+
+
+def test_finish_without_start_is_refused_and_counts_nothing() -> None:
+    engine = Engine(PowerSGD(matrix_rank=2), noting())
+    with pytest.raises(StepError, match="without start"):
+        engine.begin().finish()
+    assert engine.stats().steps == 0
+
+
+def test_an_interrupted_backward_pass_is_told_at_the_next() -> None:
+    engine = Engine(PowerSGD(matrix_rank=2), noting())
+    step(engine)
+    flat = random_gradients(buckets(), num_workers=1, seed=0)[0][0]
+    lane = engine.open(buckets()[0], flat.device)
+    interrupted = engine.begin()
+    interrupted.start(lane, flat)
+    for action in (lambda: engine.use(AllReduce()), engine.state_dict, lambda: engine.load_state_dict({})):
+        with pytest.raises(StepError, match="between steps"):
+            action()
+    with pytest.raises(StepError, match="did not finish"):
+        interrupted.start(lane, flat)
+    for call in (interrupted.advance, interrupted.finish, lambda: interrupted.start(lane, flat)):
+        with pytest.raises(StepError, match="this step has ended; begin another one"):
+            call()
+    step(engine)
+    assert engine.stats().steps == 2
+
+
+def test_memory_does_not_care_how_parameters_are_bucketed() -> None:
+    """DDP rebuilds its buckets after the first step."""
+    first, second = buckets()
+    regrouped = [tuple(reversed(second)), (*first,)]
+    simulation = Simulation(PowerSGD(matrix_rank=2), [first, second], num_workers=2)
+    moved = Simulation(PowerSGD(matrix_rank=2), [first, second], num_workers=2)
+    for seed in range(6):
+        gradients = random_gradients([first, second], num_workers=2, seed=seed)
+        mirrored = [[_reversed(flats[1]), flats[0].clone()] for flats in gradients]
+        if seed == 0:
+            mirrored = [[flat.clone() for flat in flats] for flats in gradients]
+        else:
+            moved.buckets = regrouped
+        simulation.step(gradients)
+        moved.step(mirrored)
+    assert torch.equal(gradients[0][0], mirrored[0][1])
+    assert torch.equal(_reversed(gradients[0][1]), mirrored[0][0])
+    assert moved.syncs[0].stats().compression_ratio > 5
+
+
+def _reversed(flat: torch.Tensor) -> torch.Tensor:
+    parts = flat.split_with_sizes([each.numel for each in buckets()[1]])
+    return torch.cat(list(reversed(parts)))
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_and_autograd_do_not_reach_the_arithmetic(entry: Entry, autocast_dtype: torch.dtype) -> None:
+    plain, under = (Engine(entry.algorithm, noting()) for _ in range(2))
+    for seed in range(5):
+        expected = step(plain, seed)
+        with torch.autocast("cpu", dtype=autocast_dtype), torch.enable_grad():
+            got = step(under, seed)
+        for a, b in zip(expected, got, strict=True):
+            assert torch.equal(a, b)
+            assert not b.requires_grad
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str) -> None:
+    """Lightning advises torch.set_float32_matmul_precision("high"): TF32 on GPUs."""
+
+    inside: list[str] = []
+
+    class Looking(Noting):
+        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+            inside.append(torch.backends.cuda.matmul.fp32_precision)
+            return super().mean(tensor, purpose)
+
+    torch.set_float32_matmul_precision(precision)
+    try:
+        outside = torch.backends.cuda.matmul.fp32_precision
+        step(Engine(PowerSGD(matrix_rank=2), Looking.group(1)[0]))
+        assert torch.get_float32_matmul_precision() == precision
+        assert torch.backends.cuda.matmul.fp32_precision == outside == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert inside == ["ieee"] * 3
+
+
+LEVELS = [(backend, of) for backend in ("cuda", "mkldnn") for of in ("all", "matmul")]
+
+
+def _own_settings() -> dict[tuple[str, str], str]:
+    """What each level has been set to itself; leaves all of them unset."""
+    own = {}
+    for level in [("generic", "all"), *LEVELS]:  # the getter tells what is in effect: no wider one is left
+        own[level] = torch._C._get_fp32_precision_getter(*level)
+        torch._C._set_fp32_precision_setter(*level, "none")
+    return own
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_set_fp32_precision_setter"), reason="torch has one level only")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {("generic", "all"): "tf32"},
+        {("generic", "all"): "tf32", ("cuda", "matmul"): "tf32"},
+        {("generic", "all"): "tf32", ("cuda", "all"): "tf32", ("mkldnn", "matmul"): "ieee"},
+        {("cuda", "all"): "tf32", ("mkldnn", "all"): "bf16"},
+        {("generic", "all"): "ieee", ("mkldnn", "matmul"): "bf16"},
+    ],
+    ids=str,
+)
+def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, str], str]) -> None:
+    """`torch.backends.fp32_precision = "tf32"` is a wider setting: products follow it, and go on to."""
+    inside: list[tuple[str, str]] = []
+
+    class Looking(Noting):
+        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+            inside.append(
+                (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)  # type: ignore[attr-defined]
+            )
+            return super().mean(tensor, purpose)
+
+    _own_settings()
+    for level, precision in settings.items():
+        torch._C._set_fp32_precision_setter(*level, precision)
+    try:
+        step(Engine(PowerSGD(matrix_rank=2), Looking.group(1)[0]))
+    finally:
+        left = _own_settings()
+    assert left == {level: settings.get(level, "none") for level in left}
+    assert len(inside) == 3
+    assert {precision for both in inside for precision in both} <= {"ieee", "none"}
+
+
+def test_error_norm_and_relative_error_agree_with_the_matrix() -> None:
+    engine = Engine(PowerSGD(matrix_rank=1), noting())
+    shape = spec("weight", 30, 20)
+    matrix = torch.randn(30, 20, generator=torch.Generator().manual_seed(0))
+    for _ in range(40):
+        engine.memory[ERROR].clear()
+        assert engine.average([((shape,), matrix.reshape(-1).clone())])
+    singular = torch.linalg.svdvals(matrix)
+    best = singular[1:].norm().item()
+    assert engine.stats().relative_error["weight"] == pytest.approx(best / matrix.norm().item(), rel=1e-3)
+    assert engine.stats().error_norm["weight"] == pytest.approx(best, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(matrix_rank=2),
+        PowerSGD(matrix_rank=2, power_iterations=3, min_compression_ratio=1),
+        PowerSGD(matrix_rank=2, power_iterations=2, alternating=True),
+        BatchedPowerSGD(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [None, 1024.0], ids=["unscaled", "scaled"])
+def test_the_relative_error_is_the_residual_over_what_was_to_send(
+    algorithm: Algorithm, scale: float | None
+) -> None:
+    """Under any scaling and number of iterations; and saving, which averages the residual, keeps it."""
+    settings = Settings(None if scale is None else (lambda device: torch.tensor(scale)))
+    engines = [Engine(algorithm, each, settings=settings) for each in InProcessTransport.group(2)]
+    layout = (spec("weight", 49, 25),)  # a square number of elements
+    for seed in range(3):
+        residuals = [each.memory[ERROR].get("weight", torch.zeros(49 * 25)).clone() for each in engines]
+        gradients = random_gradients([layout], num_workers=2, seed=seed)
+        steps = [[(layout, flat.clone().mul_(scale or 1.0))] for (flat,) in gradients]
+        average = [partial(engine.average, step) for engine, step in zip(engines, steps, strict=True)]
+        assert all(run_members(2, lambda rank: average[rank]()))  # noqa: B023 - called at once
+    for engine, before, (flat,) in zip(engines, residuals, gradients, strict=True):
+        (told,) = engine.stats().relative_error.values()
+        expected = engine.memory[ERROR]["weight"].norm() / (flat + before).norm()
+        assert 0.1 < told < 1
+        assert told == pytest.approx(expected.item(), rel=1e-4)
+    before_saving = [engine.stats().relative_error for engine in engines]
+    run_members(2, lambda rank: engines[rank].state_dict())
+    assert [engine.stats().relative_error for engine in engines] == before_saving
+
+    def exactly(rank: int) -> bool:
+        engines[rank].use(AllReduce())
+        return engines[rank].average([(layout, gradients[rank][0])])
+
+    assert all(run_members(2, exactly))
+    assert [engine.stats().relative_error for engine in engines] == [{}, {}]
+
+
+def test_the_seed_decides_the_first_factors() -> None:
+    first, again, other = (
+        torch.cat(step(Engine(PowerSGD(matrix_rank=2, seed=seed), noting()))) for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_factors_of_buckets_that_are_gone_are_forgotten() -> None:
+    first, second = buckets()
+    engine = Engine(BatchedPowerSGD(), noting())
+    found = []
+    for layout in ([first, second], [(*first, *second)], [(*first, *second)]):
+        flats = random_gradients(layout, num_workers=1, seed=0)[0]
+        assert engine.average(zip(layout, flats, strict=True))
+        found.append(set(dict(engine.state_dict()["factor"])))
+    assert found == [*[{"head.weight … scale", "conv.weight … empty"}] * 2, {"head.weight … empty"}]
+    engine.use(PowerSGD(matrix_rank=2))
+    assert not dict(engine.state_dict().get("factor", {}))
+
+
+def test_parameters_that_nobody_used_are_found_right_after_a_resume() -> None:
+    """The first bucket has no residual, so that there is one shows only with the second."""
+    layout = [(spec("bias", 30),), (spec("weight", 30, 20), spec("unused", 30, 20))]
+    flats = random_gradients(layout, num_workers=1, seed=0)[0]
+    saved: dict[str, Any] = {}
+    for _ in range(2):
+        engine = Engine(PowerSGD(matrix_rank=1), noting(), settings=Settings(may_be_unused=True))
+        if saved:
+            engine.load_state_dict(saved)
+            flats[1][600:] = 0
+        assert engine.average(zip(layout, flats, strict=True))
+        saved, before = engine.state_dict(), saved
+    assert (flats[1][600:] == 0).all()
+    assert dict(saved["error"])["unused"].norm() > 0
+    torch.testing.assert_close(dict(saved["error"])["unused"], dict(before["error"])["unused"])
+    assert not torch.equal(dict(saved["error"])["weight"], dict(before["error"])["weight"])
+
+
+def test_a_handle_and_its_stats_are_printed_in_some_lines_with_the_ratio() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
+    sync = simulation.syncs[1]
+    first = "PowerSGD(matrix_rank=2) over 2 processes, of which this is 1"
+    assert str(sync).startswith(
+        f"{first}\nplan: 3 of 7 parameters compressed, 25,308 bytes per step become 2,572: "
+    )
+    assert str(sync).endswith("\nso far: no step yet")
+    for step in range(3):
+        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        if step == 1:
+            gradients[0][0][0] = torch.nan
+        simulation.step(gradients)
+    stats = sync.stats()
+    lines = str(stats).splitlines()
+    assert lines[0] == "3 steps, 1 of them not finite"
+    assert lines[1] == (
+        f"sent {stats.message_bytes:,} bytes in 9 messages, in place of 75,924 bytes: compression ratio 9.8"
+    )
+    assert lines[2].startswith("seconds: 0.")
+    assert lines[3].startswith("relative error of the last step: 0.")
+    assert f"so far: {lines[0]}\n{lines[1]}" in str(sync)

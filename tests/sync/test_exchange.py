@@ -1,0 +1,379 @@
+"""The driver of requests: what travels together, in which order, what is computed jointly and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Replanning, Requests
+from thinwire.channel import InProcessTransport, Note, Recording, Transport, Work, run_members
+from thinwire.errors import CommunicationError, ConfigError
+from thinwire.sync.exchange import Exchange, answered
+
+BUCKETS = ("first", "second", "third")
+
+
+def healthy() -> Commit:
+    return Commit(lambda: torch.tensor(True))
+
+
+def alone() -> Recording:
+    return Recording(InProcessTransport.group(1)[0])
+
+
+def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[Requests] = ()) -> Exchange:
+    """An exchange that has come to its gate, and passed it."""
+    exchange = Exchange(transport, "step 0")
+    for name, requests in zip(BUCKETS, buckets, strict=False):
+        exchange.start(requests, name)
+    for requests in closing:
+        exchange.close_with(requests)
+    while exchange.advance():
+        pass
+    assert len(exchange.gates) == len(buckets) + len(closing)
+    assert bool(exchange.is_healthy())
+    for task in exchange.tasks:
+        task.commit()
+    return exchange
+
+
+def sent(notes: Sequence[Note]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [(note.collective, note.dtype, note.shape) for note in notes]
+
+
+def test_first_rounds_are_sent_as_buckets_come_and_later_ones_of_all_buckets_as_one() -> None:
+    members = InProcessTransport.group(3)
+
+    def bucket(rank: int, numel: int, answers: list[list[float]]) -> Requests:
+        first = yield Mean(torch.full((numel,), float(rank)))
+        second = yield Mean(first[:2] + rank)
+        yield healthy()
+        answers.append([*first.tolist(), *second.tolist()])
+
+    def body(rank: int) -> tuple[list[list[float]], list[Note]]:
+        recording, answers = Recording(members[rank]), list[list[float]]()
+        driven([bucket(rank, 3, answers), bucket(rank, 4, answers)], recording)
+        return answers, recording.notes
+
+    for answers, notes in run_members(3, body):
+        assert answers == [[1.0] * 3 + [2.0] * 2, [1.0] * 4 + [2.0] * 2]
+        mean = ("all_reduce", torch.float32)
+        assert sent(notes) == [(*mean, (3,)), (*mean, (4,)), (*mean, (4,))]
+        assert [note.purpose for note in notes] == [
+            "step 0, round 1 of the bucket of first",
+            "step 0, round 1 of the bucket of second",
+            "step 0, round 2 of all buckets",
+        ]
+
+
+def test_messages_travel_together_by_operation_type_and_device() -> None:
+    """Several at once, of several buckets; every answer reaches who has asked, in order."""
+    members = InProcessTransport.group(2)
+
+    def bucket(rank: int, number: int, answers: list[Any]) -> Requests:
+        yield Mean(torch.zeros(1))
+        base = 100.0 * number + 10 * rank
+        answers.append(
+            (
+                yield (
+                    AllGather(torch.tensor([base, base + 1])),
+                    Mean(torch.full((2,), base)),
+                    AllGather(torch.tensor([rank + number], dtype=torch.uint8)),
+                    Mean(torch.full((1,), base, dtype=torch.bfloat16)),
+                    AllToAll(torch.tensor([[base], [base + 1]])),
+                    Mean(torch.full((1,), base + 2)),
+                )
+            )
+        )
+        yield healthy()
+
+    def body(rank: int) -> tuple[list[Any], list[Note]]:
+        recording, answers = Recording(members[rank]), list[Any]()
+        driven([bucket(rank, number, answers) for number in range(2)], recording)
+        return answers, recording.notes[2:]
+
+    results = run_members(2, body)
+    for rank, (answers, notes) in enumerate(results):
+        assert sent(notes) == [
+            ("all_reduce", torch.bfloat16, (2,)),
+            ("all_gather", torch.float32, (4,)),
+            ("all_to_all", torch.float32, (2, 2)),
+            ("all_reduce", torch.float32, (6,)),
+            ("all_gather", torch.uint8, (2,)),
+        ]
+        for number, (rows, means, integers, halves, parts, last) in enumerate(answers):
+            base = 100.0 * number
+            assert rows.tolist() == [[base, base + 1], [base + 10, base + 11]]
+            assert means.tolist() == [base + 5] * 2
+            assert integers.tolist() == [[number], [number + 1]]
+            assert integers.dtype == torch.uint8
+            assert halves.tolist() == [torch.tensor(base + 5).bfloat16().item()]
+            assert parts.tolist() == [[base + rank], [base + 10 + rank]]
+            assert last.tolist() == [base + 7]
+    assert results[0][1] == results[1][1]  # the same messages in the same order
+
+
+def test_a_bucket_that_has_ended_waits_for_the_others() -> None:
+    events: list[str] = []
+
+    def bucket(name: str, rounds: int) -> Requests:
+        for _ in range(rounds):
+            yield Mean(torch.zeros(2))
+        events.append(f"{name} at its gate")
+        yield healthy()
+        events.append(f"{name} writes")
+
+    transport = alone()
+    driven([bucket("first", 0), bucket("second", 3), bucket("third", 1)], transport)
+    assert [note.shape for note in transport.notes] == [(2,)] * 4
+    assert events == [
+        "first at its gate", "third at its gate", "second at its gate",
+        "first writes", "second writes", "third writes",
+    ]  # fmt: skip
+
+
+def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> None:
+    calls: list[list[int]] = []
+
+    def doubled(items: list[int]) -> list[int]:
+        calls.append(list(items))
+        return [2 * item for item in items]
+
+    def negated(items: list[int]) -> list[int]:
+        calls.append(list(items))
+        return [-item for item in items]
+
+    answers: list[list[int]] = []
+
+    def bucket(items: list[int], function: Callable[[list[Any]], Sequence[Any]]) -> Requests:
+        yield Mean(torch.zeros(1))
+        found = yield Jointly(function, items)
+        found = yield Jointly(doubled, found)
+        answers.append(found)
+        yield healthy()
+
+    driven([bucket([1, 2], doubled), bucket([], doubled), bucket([3], negated)], alone())
+    assert answers == [[4, 8], [], [-6]]
+    assert calls == [[1, 2], [2, 4], [3], [-3]]
+
+
+def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
+    """The next one is not there yet."""
+    calls: list[int] = []
+
+    def counted(items: list[int]) -> list[int]:
+        calls.append(len(items))
+        return items
+
+    def bucket() -> Requests:
+        yield Jointly(counted, [1, 2])
+        yield Mean(torch.zeros(1))
+        yield healthy()
+
+    driven([bucket(), bucket()], alone())
+    assert calls == [2, 2]
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_closing_requests_travel_with_the_second_round_and_commit_last(rounds: int) -> None:
+    """In the type of the means that are sent anyway; in their own where none is."""
+    events: list[str] = []
+
+    def bucket() -> Requests:
+        for _ in range(rounds):
+            yield Mean(torch.ones(2, dtype=torch.bfloat16))
+        yield healthy()
+        events.append("bucket")
+
+    def closing() -> Requests:
+        mean = yield Mean(torch.tensor([0.0, 1.0, 1.0]))
+        assert mean.tolist() == [0.0, 1.0, 1.0]
+        yield healthy()
+        events.append("closing")
+
+    transport = alone()
+    driven([bucket()], transport, [closing()])
+    expected = (
+        [("all_reduce", torch.bfloat16, (2,)), ("all_reduce", torch.float32, (3,))]
+        if rounds == 1
+        else [("all_reduce", torch.bfloat16, (2,)), ("all_reduce", torch.bfloat16, (5,))]
+    )
+    assert sent(transport.notes) == expected
+    assert events == ["bucket", "closing"]
+
+
+def test_one_that_is_not_healthy_makes_the_step_so() -> None:
+    def bucket(is_healthy: bool) -> Requests:
+        yield Mean(torch.zeros(1))
+        yield Commit(lambda: torch.tensor(is_healthy))
+        pytest.fail("it has passed the gate")
+
+    exchange = Exchange(alone(), "step 0")
+    exchange.start(bucket(True), "first")
+    exchange.start(bucket(False), "second")
+    assert not exchange.advance()
+    assert not bool(exchange.is_healthy())
+    exchange.close()
+
+
+def test_closing_an_exchange_writes_nothing() -> None:
+    closed: list[str] = []
+
+    def bucket(name: str) -> Requests:
+        try:
+            yield Mean(torch.zeros(1))
+            yield healthy()
+            pytest.fail("it has passed the gate")
+        finally:
+            closed.append(name)
+
+    exchange = Exchange(alone(), "step 0")
+    exchange.start(bucket("started"), "first")
+    exchange.close_with(bucket("closing"))
+    exchange.close()
+    assert closed == ["started", "closing"]
+
+
+def test_it_tells_whether_advancing_would_block() -> None:
+    members, seen = InProcessTransport.group(2), []
+
+    def bucket() -> Requests:
+        yield Mean(torch.zeros(1))
+        yield healthy()
+
+    def body(rank: int) -> None:
+        exchange = Exchange(members[rank], "step 0")
+        exchange.start(bucket(), "first")
+        seen.append(exchange.is_ready)
+        exchange.advance()
+        seen.append(exchange.is_ready)
+
+    run_members(2, body)
+    assert seen == [False, True, True, True]  # member 0 sends, member 1 sends and ends, member 0 ends
+
+
+def misshapen_to_all() -> Requests:
+    yield AllToAll(torch.zeros(3, 4))
+
+
+def mean_of(tensor: torch.Tensor) -> Requests:
+    yield Mean(tensor)
+
+
+def gather_of(tensor: torch.Tensor) -> Requests:
+    yield AllGather(tensor)
+
+
+def unknown() -> Requests:
+    yield "all of it"  # type: ignore[misc]
+
+
+def unknown_beside_known() -> Requests:
+    yield (Mean(torch.zeros(1)), healthy())  # type: ignore[misc]
+
+
+REFUSED: list[tuple[Callable[[], Requests], str]] = [
+    (
+        lambda: mean_of(torch.zeros(2, dtype=torch.int64)),
+        r"mean of torch\.int64, expected a floating type",
+    ),
+    (
+        lambda: mean_of(torch.zeros(2, 3)),
+        r"Mean of shape \(2, 3\), expected a flat tensor; send tensor",
+    ),
+    (lambda: gather_of(torch.zeros(2, 3)), r"AllGather of shape \(2, 3\), expected a flat tensor"),
+    (misshapen_to_all, r"AllToAll of shape \(3, 4\), expected a row for each of the 1 members"),
+    (unknown, r"asked for 'all of it', expected Mean, AllGather, AllToAll, Jointly or Commit"),
+    (unknown_beside_known, r"asked for Commit\(.*several messages as a tuple"),
+]
+
+
+@pytest.mark.parametrize(
+    ("requests", "words"),
+    REFUSED,
+    ids=["integers", "matrix", "matrix to gather", "rows", "unknown", "gate in a tuple"],
+)
+def test_what_can_not_be_served_is_refused_before_anything_is_sent(
+    requests: Callable[[], Requests], words: str
+) -> None:
+    transport = alone()
+    with pytest.raises(ConfigError, match=words):
+        Exchange(transport, "step 0").start(requests(), "first")
+    assert transport.notes == []
+
+
+def test_an_end_without_commit_is_refused() -> None:
+    exchange = Exchange(alone(), "step 0")
+    exchange.start(mean_of(torch.zeros(1)), "first")
+    with pytest.raises(ConfigError, match="has ended without Commit, expected it as the last request"):
+        exchange.advance()
+
+
+def test_a_request_behind_the_gate_is_refused() -> None:
+    def bucket() -> Requests:
+        yield healthy()
+        yield Mean(torch.zeros(1))
+
+    exchange = Exchange(alone(), "step 0")
+    exchange.start(bucket(), "first")
+    assert not exchange.advance()
+    with pytest.raises(ConfigError, match=r"asked for Mean\(.* behind its Commit, expected its end"):
+        exchange.tasks[0].commit()
+
+
+class Failing(InProcessTransport):
+    """Its n-th message is lost."""
+
+    fail_at = 0
+    num_sent = 0
+
+    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        self.num_sent += 1
+        return _Lost() if self.num_sent == self.fail_at else super().mean(tensor, purpose)
+
+
+class _Lost:
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        raise CommunicationError("the peer has gone")
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+def test_a_failed_collective_is_raised_from_the_round_that_waits_for_it(fail_at: int) -> None:
+    def bucket() -> Requests:
+        yield Mean(torch.zeros(1))
+        yield Mean(torch.zeros(1))
+        yield healthy()
+        pytest.fail("it has passed the gate")
+
+    (transport,) = Failing.group(1)
+    assert isinstance(transport, Failing)
+    transport.fail_at = fail_at
+    exchange = Exchange(transport, "step 0")
+    for name in BUCKETS[:2]:
+        exchange.start(bucket(), name)
+    if fail_at == 3:
+        assert exchange.advance()
+    with pytest.raises(CommunicationError, match="the peer has gone"):
+        exchange.advance()
+    exchange.close()
+
+
+def test_requests_that_are_no_buckets_are_answered_to_their_end() -> None:
+    members = InProcessTransport.group(2)
+
+    def replanning(rank: int) -> Replanning:
+        mean = yield Mean(torch.tensor([4.0 * rank]))
+        rows, parts = yield (
+            AllGather(torch.tensor([rank])),
+            AllToAll(torch.tensor([[rank], [rank + 5]], dtype=torch.uint8)),
+        )
+        return {"weight": int(mean) + int(rows.sum()) + int(parts.sum())}
+
+    choices = run_members(2, lambda rank: answered(replanning(rank), members[rank], "step 0"))
+    assert choices == [{"weight": 2 + 1 + 0 + 1}, {"weight": 2 + 1 + 5 + 6}]

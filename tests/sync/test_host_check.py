@@ -1,0 +1,196 @@
+"""`host_check=False`: the device decides whether a step is committed, and the host waits for nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from catalog import ENTRIES, Entry, buckets, random_gradients
+from pool import Pool
+from thinwire import AgreementError, AllReduce, BatchedPowerSGD, Cast, ConfigError, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.matrices import stacked
+from thinwire.channel import InProcessTransport
+from thinwire.simulation import Simulation
+from thinwire.sync import Engine, GradientSync, Settings
+
+NUM_WORKERS = 3
+NUM_STEPS = 6
+LOW_RANK = [PowerSGD(matrix_rank=2), PowerSGD(matrix_rank=2, alternating=True), BatchedPowerSGD()]
+
+
+def run(
+    algorithm: Algorithm, bad_steps: set[int], *, host_check: bool
+) -> tuple[Simulation, list[torch.Tensor]]:
+    """The means of each step, both buckets; in bad steps one worker has an infinite element."""
+    simulation = Simulation(algorithm, buckets(), num_workers=NUM_WORKERS, host_check=host_check)
+    means = []
+    for step in range(NUM_STEPS):
+        gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
+        if step in bad_steps:
+            gradients[step % NUM_WORKERS][1][7] = torch.inf
+        simulation.step(gradients)
+        for others in gradients[1:]:
+            for mine, theirs in zip(gradients[0], others, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        means.append(torch.cat(gradients[0]))
+    return simulation, means
+
+
+@pytest.mark.parametrize("bad_steps", [set(), {0}, {1, 4}], ids=str)
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[int]) -> None:
+    seen, expected = run(entry.algorithm, bad_steps, host_check=True)
+    unseen, got = run(entry.algorithm, bad_steps, host_check=False)
+    assert unseen.syncs[0].stats().nonfinite_steps == seen.syncs[0].stats().nonfinite_steps
+    assert unseen.syncs[0].steps == NUM_STEPS
+    turns = getattr(entry.algorithm, "alternating", False) or getattr(entry.algorithm, "warmup_steps", 0)
+    for step, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if step in bad_steps and seen.syncs[0].stats().nonfinite_steps:
+            assert a.isnan().all()
+        elif not bad_steps or (not turns and getattr(entry.algorithm, "warm_start", True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
+def test_nothing_is_lost(algorithm: Algorithm) -> None:
+    """Whatever turn it was: results plus final mean error are the sum of the true means of the good steps."""
+    simulation, means = run(algorithm, {2, 3}, host_check=False)
+    good = [step for step in range(NUM_STEPS) if step not in {2, 3}]
+    true = torch.zeros_like(means[0], dtype=torch.float64)
+    for step in good:
+        gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
+        true += torch.stack([torch.cat(flats).double() for flats in gradients]).mean(0)
+    error = dict(simulation.state_dicts()[0]["error"])
+    owed = [
+        error[spec.name].reshape(-1) if spec.name in error else torch.zeros(spec.numel)
+        for specs in buckets()
+        for spec in specs
+    ]
+    paid = torch.stack([means[step].double() for step in good]).sum(0)
+    assert (true - paid - torch.cat(owed)).norm() < 1e-6 * true.norm()
+    assert simulation.syncs[0].stats().compression_ratio > 5
+
+
+@pytest.mark.parametrize("bad_step", [False, True])
+@pytest.mark.parametrize(
+    "after", [AllReduce(), Cast("fp16"), PowerSGD(matrix_rank=2, error_feedback=False)], ids=str
+)
+def test_what_is_paid_back_is_forgotten_or_still_owed(after: Algorithm, bad_step: bool) -> None:
+    """Switching pays the debt in one step, or, if that was not finite, in the next."""
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2, host_check=False)
+    for step in range(6):
+        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        if bad_step and step == 3:
+            gradients[1][0][5] = torch.nan
+            gradients[1][1][5] = torch.nan
+        if step == 3:
+            assert simulation.engines[0].memory[ERROR]
+            for sync in simulation.syncs:
+                sync.use(after)
+        before = simulation.syncs[0].stats().message_bytes
+        simulation.step(gradients)
+        sent_bytes = simulation.syncs[0].stats().message_bytes - before
+        if step >= 3:
+            assert bool(simulation.engines[0].memory[ERROR]) == (bad_step and step == 3)
+            assert gradients[0][0].isnan().all() == (bad_step and step == 3)
+    assert simulation.syncs[0].stats().nonfinite_steps == bad_step
+    if isinstance(after, PowerSGD):
+        assert sent_bytes < sum(4 * spec.numel for specs in buckets() for spec in specs) / 5
+
+
+def test_the_errors_of_a_family_stay_one_batch() -> None:
+    simulation, _ = run(PowerSGD(matrix_rank=2), {1}, host_check=False)
+    error = simulation.engines[0].memory[ERROR]
+    assert stacked([error["head.weight"], error["body.weight"]]) is not None
+
+
+def test_processes_that_differ_in_it_are_told(pool2: Pool) -> None:
+    for message in pool2.run(_unlike):
+        assert "process 0 has host_check True, process 1 has host_check False" in message
+
+
+def _unlike() -> str:
+    model = DistributedDataParallel(torch.nn.Linear(48, 40))
+    thinwire.attach(model, PowerSGD(), host_check=torch.distributed.get_rank() == 0)
+    with pytest.raises(AgreementError) as caught:
+        torch.autograd.backward(model(torch.ones(2, 48)).sum())
+    return str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
+def test_the_host_reads_nothing(algorithm: Algorithm, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without values: whatever asks for one fails, as it would wait for an accelerator."""
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+
+    def train(*, host_check: bool) -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            scale = torch.tensor([8.0])
+            loss_scale = (lambda device: scale) if scaled else None
+            (transport,) = InProcessTransport.group(1)
+            engine = Engine(algorithm, transport, settings=Settings(loss_scale, host_check=host_check))
+            for _ in range(3):
+                engine.average((specs, torch.randn(sum(spec.numel for spec in specs))) for specs in buckets())
+            assert engine.memory[ERROR]
+
+    train(host_check=False)
+    with pytest.raises(DataDependentOutputException):
+        train(host_check=True)
+
+
+def test_not_with_unused_parameters(pool2: Pool) -> None:
+    for message in pool2.run(_refused):
+        assert "host_check=False does not go with find_unused_parameters=True" in message
+
+
+def _refused() -> str:
+    model = DistributedDataParallel(torch.nn.Linear(8, 8), find_unused_parameters=True)
+    with pytest.raises(ConfigError) as caught:
+        thinwire.attach(model, PowerSGD(), host_check=False)
+    return str(caught.value)
+
+
+def test_in_ddp_with_a_scaler(pool2: Pool) -> None:
+    """A batch that overflows on one process is as if it had not been."""
+    for with_overflow, without, skipped, ratio in pool2.run(_overflowing):
+        for a, b in zip(with_overflow, without, strict=True):
+            assert torch.equal(a, b)
+        assert skipped == 1
+        assert ratio > 5
+
+
+def _overflowing() -> tuple[list[torch.Tensor], list[torch.Tensor], int, float]:
+    with_overflow, sync = _trained(overflow_at=3)
+    without, _ = _trained(overflow_at=None)
+    return with_overflow, without, sync.stats().nonfinite_steps, sync.stats().compression_ratio
+
+
+def _trained(overflow_at: int | None) -> tuple[list[torch.Tensor], GradientSync]:
+    assert torch.distributed.get_world_size() == 2
+    process_rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(48, 40), torch.nn.Linear(40, 32)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, backoff_factor=1.0 - 1e-12, growth_interval=1000)
+    sync = thinwire.attach(model, PowerSGD(matrix_rank=2), grad_scaler=scaler, host_check=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(8):
+        if step == 3 and overflow_at is None:
+            continue
+        generator = torch.Generator().manual_seed(10 * step + process_rank)
+        loss = model(torch.randn(4, 48, generator=generator)).square().mean()
+        if step == overflow_at and process_rank == 1:
+            loss = loss * torch.inf
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [parameter.detach().clone() for parameter in model.parameters()], sync

@@ -1,0 +1,350 @@
+"""What becomes of a step whose gradients are not finite: NaN for a `GradScaler`, zeros, or an error."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from catalog import ENTRIES, Entry, buckets, random_gradients, spec
+from pool import Pool
+from thinwire import AllReduce, Cast, ConfigError, LocalSGD, NonfiniteError, PowerSGD, hooks
+from thinwire import powersgd as epfl
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.integrations.lightning import ThinwireStrategy
+from thinwire.simulation import Simulation
+from training import error_of
+
+POWER = PowerSGD(matrix_rank=2)
+NUM_WORKERS = 3
+BAD = 2  # the step, or the batch, that is not finite on one worker
+
+
+def run(algorithm: Algorithm, on_nonfinite: Any, *, host_check: bool) -> tuple[Simulation, list[Tensor]]:
+    """The means of each step; step BAD has a NaN on one worker, in the second bucket only."""
+    simulation = Simulation(
+        algorithm, buckets(), num_workers=NUM_WORKERS, host_check=host_check, on_nonfinite=on_nonfinite
+    )
+    means = []
+    for step in range(5):
+        gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
+        if step == BAD:
+            gradients[1][1][7] = torch.nan
+        simulation.step(gradients)
+        for others in gradients[1:]:
+            for mine, theirs in zip(gradients[0], others, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+        means.append(torch.cat(gradients[0]))
+    return simulation, means
+
+
+@pytest.mark.parametrize("host_check", [True, False])
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_zeros_in_place_of_nan_and_else_the_same_run(entry: Entry, host_check: bool) -> None:
+    """Of every algorithm: all gradients of the step, in all buckets, and the step is counted."""
+    simulation, got = run(entry.algorithm, "zero", host_check=host_check)
+    as_nan, expected = run(entry.algorithm, "nan", host_check=host_check)
+    for step, (a, b) in enumerate(zip(got, expected, strict=True)):
+        if step == BAD:
+            assert b.isnan().any()
+            assert not a.any()
+        else:
+            assert torch.equal(a, b)
+    stats = simulation.syncs[0].stats()
+    assert stats.nonfinite_steps == 1
+    assert stats.steps == 5
+    if entry.compresses:
+        assert stats.compression_ratio > 1.1  # with a warm-up of three of the five steps
+    with_memory = as_nan.engines[0].memory
+    for name, owed in simulation.engines[0].memory[ERROR].items():
+        assert torch.equal(owed, with_memory[ERROR][name])
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), POWER, PowerSGD(warmup_steps=9)], ids=str)
+def test_a_raise_leaves_what_was_and_the_run_goes_on(algorithm: Algorithm) -> None:
+    disturbed, healthy = (
+        Simulation(algorithm, buckets(), num_workers=2, on_nonfinite=how) for how in ("raise", "nan")
+    )
+    for step in range(5):
+        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        if step == BAD:
+            bad = [[flat.clone() for flat in of_worker] for of_worker in gradients]
+            bad[1][0][3] = -torch.inf
+            before = disturbed.state_dicts()[0]
+            with pytest.raises(
+                NonfiniteError, match=r"step 2: the mean gradients are not finite.*go on with"
+            ):
+                disturbed.step(bad)
+            after = disturbed.state_dicts()[0]
+            assert (before["step"], before["skipped_steps"]) == (2, 0)
+            assert (after["step"], after["skipped_steps"]) == (2, 1)
+            healthy.state_dicts()
+        theirs = [[flat.clone() for flat in of_worker] for of_worker in gradients]
+        disturbed.step(gradients)
+        healthy.step(theirs)
+        for mine, other in zip(gradients[0], theirs[0], strict=True):
+            assert torch.equal(mine, other)
+    assert disturbed.syncs[1].stats().nonfinite_steps == 1
+
+
+def test_what_a_narrower_type_makes_of_a_finite_mean_counts() -> None:
+    """The mean of fp16 gradients is finite in bf16, where it is rounded up to more than fp16 holds."""
+    layout = [(spec("weight", 8, dtype=torch.float16),)]
+    for on_nonfinite, count in (("nan", 0), ("zero", 1)):
+        simulation = Simulation(Cast("bf16"), layout, num_workers=1, on_nonfinite=on_nonfinite)  # type: ignore[arg-type]
+        gradients = [[torch.full((8,), 65504.0, dtype=torch.float16)]]
+        simulation.step(gradients)
+        assert simulation.syncs[0].stats().nonfinite_steps == count
+        assert bool(gradients[0][0].isinf().all()) == (count == 0)
+
+
+# On real processes, through every front.
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+
+
+def new_ddp_model() -> DistributedDataParallel:
+    return DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+
+
+def loss_of(model: nn.Module, step: int, *, overflows: bool = False) -> Tensor:
+    torch.manual_seed(1000 * step + dist.get_rank())
+    loss: Tensor = model(torch.randn(8, 64)).square().mean()
+    return loss * torch.inf if overflows and dist.get_rank() == 1 else loss
+
+
+def by_attach(on_nonfinite: Any, algorithm: Algorithm = POWER) -> tuple[nn.Module, Callable[[], None]]:
+    model = new_ddp_model()
+    thinwire.attach(model, algorithm, on_nonfinite=on_nonfinite)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05).step
+
+
+def by_attach_exactly(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+    return by_attach(on_nonfinite, AllReduce())
+
+
+def by_attach_in_fp16(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+    return by_attach(on_nonfinite, Cast("fp16"))
+
+
+def by_attach_in_the_warm_up(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+    return by_attach(on_nonfinite, PowerSGD(warmup_steps=100))
+
+
+def by_hook(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+    model = new_ddp_model()
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, on_nonfinite=on_nonfinite)
+    model.register_comm_hook(state, hooks.powerSGD_hook)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05).step
+
+
+def by_post_local_hook(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+    model = new_ddp_model()
+    state = hooks.PostLocalSGDState(None, None, 100, False, on_nonfinite=on_nonfinite)
+    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05).step
+
+
+def by_local_sgd(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None], LocalSGD]:
+    model = new_ddp_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    local = LocalSGD(model, optimizer, every_steps=50, warmup_steps=100, on_nonfinite=on_nonfinite)
+    return model, optimizer.step, local
+
+
+def by_optimizer_step(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
+    aggregator = epfl.PowerSGD(model.parameters(), config, on_nonfinite=on_nonfinite)
+
+    def step() -> None:
+        epfl.optimizer_step(optimizer, aggregator)
+
+    return model, step
+
+
+def by_optimizer_step_exactly(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]]:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    aggregator = epfl.AllReduce(on_nonfinite=on_nonfinite)
+
+    def step() -> None:
+        epfl.optimizer_step(optimizer, aggregator)
+
+    return model, step
+
+
+FRONTS = [
+    by_attach,
+    by_attach_exactly,
+    by_attach_in_fp16,
+    by_attach_in_the_warm_up,
+    by_hook,
+    by_post_local_hook,
+    by_local_sgd,
+    by_optimizer_step,
+    by_optimizer_step_exactly,
+]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["zero", "raise"])
+@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+def test_without_a_scaler_a_batch_that_overflows_is_as_if_it_had_not_been(
+    pool2: Pool, front: Any, on_nonfinite: str
+) -> None:
+    results = pool2.run(_with_and_without, front, on_nonfinite)
+    for raised, disturbed, healthy in results:
+        assert raised == (on_nonfinite == "raise")
+        assert torch.equal(disturbed, healthy)
+        assert torch.equal(disturbed, results[0][1])
+        assert disturbed.isfinite().all()
+
+
+def _with_and_without(front: Any, on_nonfinite: str) -> tuple[bool, Tensor, Tensor]:
+    raised, disturbed = _trained(front, on_nonfinite, overflow=True)
+    _, healthy = _trained(front, on_nonfinite, overflow=False)
+    return raised, disturbed, healthy
+
+
+def _trained(front: Any, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Tensor]:
+    assert dist.get_world_size() == 2
+    model, step, *local = front(on_nonfinite)
+    raised = False
+    with local[0] if local else nullcontext():
+        for number in range(5):
+            if number == BAD and overflow:
+                model.zero_grad()
+                try:
+                    torch.autograd.backward(loss_of(model, 77, overflows=True))
+                    step()
+                except NonfiniteError as error:
+                    raised = "the mean gradients are not finite" in str(error)
+            model.zero_grad()
+            torch.autograd.backward(loss_of(model, number))
+            step()
+        return raised, torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_an_optimizer_with_momentum_moves_on_at_zeros(pool2: Pool) -> None:
+    """As the documentation of "zero" says."""
+    assert pool2.run(_with_momentum) == [True, True]
+
+
+def _with_momentum() -> bool:
+    model = new_ddp_model()
+    thinwire.attach(model, POWER, on_nonfinite="zero")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for overflows in (False, True):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        torch.autograd.backward(loss_of(model, 0, overflows=overflows))
+        optimizer.step()
+    return not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("on_nonfinite", "scaled", "host_check", "said"),
+    [
+        ("nan", False, True, "became NaN"),
+        ("nan", False, False, "became NaN"),
+        ("zero", False, True, "became zeros"),
+        ("nan", True, True, None),
+    ],
+)
+def test_it_is_said_once_where_no_scaler_is_known(
+    pool2: Pool, on_nonfinite: str, scaled: bool, host_check: bool, said: str | None
+) -> None:
+    for lines in pool2.run(_logged, on_nonfinite, scaled, host_check):
+        assert len(lines) == (said is not None)
+        assert said is None or said in lines[0]
+
+
+def _logged(on_nonfinite: Any, scaled: bool, host_check: bool) -> list[str]:
+    model = new_ddp_model()
+    scaler = GradScaler("cpu", init_scale=1.0) if scaled else None
+    sync = thinwire.attach(model, POWER, grad_scaler=scaler, host_check=host_check, on_nonfinite=on_nonfinite)
+    with _Listening() as lines:
+        for step in range(4):
+            model.zero_grad()
+            torch.autograd.backward(loss_of(model, step, overflows=step > 1))
+        assert sync.stats().nonfinite_steps == 2
+    return lines
+
+
+class _Listening(logging.Handler):
+    """Collects warnings of Thinwire."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("thinwire").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *unused: object) -> None:
+        logging.getLogger("thinwire").removeHandler(self)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("bad", ["skip", None, True, 0])
+def test_other_choices_are_refused(bad: Any) -> None:
+    with pytest.raises(ConfigError, match=r'on_nonfinite must be "nan", "zero" or "raise", got'):
+        hooks.PowerSGDState(None, on_nonfinite=bad)
+    with pytest.raises(ConfigError, match=r'on_nonfinite must be "nan", "zero" or "raise", got'):
+        ThinwireStrategy(POWER, on_nonfinite=bad)
+
+
+@pytest.mark.parametrize("choice", ["zero", "raise"])
+def test_a_scaler_must_see_what_is_not_finite(choice: Any) -> None:
+    with pytest.raises(ConfigError, match="must see gradients that are not finite"):
+        hooks.PowerSGDState(None, on_nonfinite=choice, grad_scaler=GradScaler("cpu"))
+    hooks.PowerSGDState(None, on_nonfinite=choice, grad_scaler=GradScaler("cpu", enabled=False))
+    hooks.PowerSGDState(None, on_nonfinite=choice, grad_scaler=lambda: 8.0)
+
+
+def test_what_would_not_reach_all_or_have_no_effect_is_refused(pool2: Pool) -> None:
+    for told in pool2.run(_refused):
+        assert 'host_check=False does not go with on_nonfinite="raise"' in told[0]
+        assert "must see gradients" in told[1]
+        assert "this model is a plain module" in told[2]
+        assert "does not go with a subgroup" in told[3]
+        assert "does not go with averaging within subgroups" in told[4]
+        assert "would have no effect with a ddp_comm_hook" in told[5]
+        assert "process 0 has on_nonfinite zero, process 1 has on_nonfinite nan" in told[6]
+
+
+def _refused() -> list[str]:
+    plain, model, group = new_model(), new_ddp_model(), dist.group.WORLD
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    of_ddp = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = [
+        error_of(lambda: thinwire.attach(model, POWER, host_check=False, on_nonfinite="raise")),
+        error_of(lambda: thinwire.attach(model, POWER, grad_scaler=GradScaler("cpu"), on_nonfinite="zero")),
+        error_of(lambda: LocalSGD(plain, optimizer, every_steps=2, on_nonfinite="zero")),
+        error_of(lambda: LocalSGD(model, of_ddp, every_steps=2, subgroup=group, on_nonfinite="raise")),
+        error_of(lambda: hooks.PostLocalSGDState(None, group, 3, on_nonfinite="raise")),
+        error_of(lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, on_nonfinite="zero")),
+    ]
+    thinwire.attach(model, POWER, on_nonfinite="zero" if dist.get_rank() == 0 else "nan")
+    told.append(error_of(lambda: torch.autograd.backward(loss_of(model, 0))))
+    return told

@@ -1,0 +1,320 @@
+"""Loss scaling: overflows leave no trace, and no change of scale changes a result."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from lightning.pytorch.plugins.precision.amp import MixedPrecision
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import thinwire
+from accelerated import several_processes
+from integrations.test_accelerate import new_handler
+from integrations.test_lightning import Regression, fit
+from pool import Pool, Pools
+from thinwire import ConfigError, GradientSync, PowerSGD, hooks
+from thinwire import powersgd as epfl
+from thinwire.integrations.lightning import ThinwireStrategy
+from thinwire.sync.loss_scale import loss_scale_of
+
+POWER = PowerSGD(matrix_rank=2)
+STEPS = 14
+Result = tuple[list[Tensor], dict[str, Tensor], int, list[float], float]
+
+
+def overflows(processes: int, seed: int = 3) -> dict[int, int]:
+    """Before which steps one more batch comes, that overflows, and on which process."""
+    draw = random.Random(seed)
+    return {step: draw.randrange(processes) for step in sorted(draw.sample(range(STEPS), 5))}
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 64))
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    torch.manual_seed(1000 * step + dist.get_rank())
+    loss: Tensor = model(torch.randn(8, 64)).square().mean()
+    return loss
+
+
+def huge(loss: Tensor) -> Tensor:
+    """What overflows in fp32 once it is scaled."""
+    return loss * 3e38
+
+
+Step = Callable[[Callable[[], Tensor]], None]
+
+
+def by_attach(scaler: GradScaler) -> tuple[nn.Module, Callable[[], Any], Step]:
+    ddp_model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+    sync = thinwire.attach(ddp_model, POWER, grad_scaler=scaler)
+    return ddp_model, lambda: sync, scaled_step(ddp_model, scaler)
+
+
+def by_hook(scaler: GradScaler) -> tuple[nn.Module, Callable[[], Any], Step]:
+    ddp_model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=scaler)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    return ddp_model, lambda: state, scaled_step(ddp_model, scaler)
+
+
+def by_hook_told_the_scale(scaler: GradScaler) -> tuple[nn.Module, Callable[[], Any], Step]:
+    ddp_model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+    state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=0, grad_scaler=scaler.get_scale)
+    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
+    return ddp_model, lambda: state, scaled_step(ddp_model, scaler)
+
+
+def scaled_step(model: nn.Module, scaler: GradScaler) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def step(loss: Callable[[], Tensor]) -> None:
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(loss()))
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def by_optimizer_step(scaler: GradScaler) -> tuple[nn.Module, Callable[[], Any], Step]:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
+    aggregator = epfl.PowerSGD(model.parameters(), config, grad_scaler=scaler)
+
+    def step(loss: Callable[[], Tensor]) -> None:
+        torch.autograd.backward(scaler.scale(loss()))
+        epfl.optimizer_step(optimizer, aggregator)
+        scaler.update()
+
+    return model, lambda: aggregator, step
+
+
+FRONTS = [by_attach, by_hook, by_hook_told_the_scale, by_optimizer_step]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("front", FRONTS, ids=lambda front: front.__name__)
+def test_overflows_leave_no_trace(pools: Pools, front: Any, processes: int) -> None:
+    """Five batches more that overflow on one process; else the same run, to the bit."""
+    for disturbed, healthy in pools.of(processes).run(_with_and_without_overflows, front):
+        assert_the_same(disturbed, healthy)
+        assert (disturbed[2], healthy[2]) == (5, 0)
+        assert min(disturbed[3]) < max(disturbed[3])
+        assert set(healthy[3]) == {1.0}
+        assert disturbed[4] > 3
+
+
+def assert_the_same(disturbed: Result, healthy: Result) -> None:
+    for mine, theirs in zip(disturbed[0], healthy[0], strict=True):
+        assert torch.equal(mine, theirs)
+    assert disturbed[1].keys() == healthy[1].keys()
+    for name, owed in disturbed[1].items():
+        assert owed.any()
+        assert torch.equal(owed, healthy[1][name]), name
+
+
+def _with_and_without_overflows(front: Any) -> tuple[Result, Result]:
+    growing = GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+    unscaled = GradScaler("cpu", init_scale=1.0, growth_interval=10_000)
+    return _run(front, growing, overflows(dist.get_world_size())), _run(front, unscaled, {})
+
+
+def _run(front: Any, scaler: GradScaler, overflowing: dict[int, int]) -> Result:
+    model, handle, step = front(scaler)
+    scales = []
+    for number in range(STEPS):
+        if number in overflowing:
+            here = overflowing[number] == dist.get_rank()
+            before = [p.detach().clone() for p in model.parameters()]
+            step(lambda n=number, h=here: huge(loss_of(model, 77 + n)) if h else loss_of(model, 77 + n))
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        scales.append(scaler.get_scale())
+        step(lambda n=number: loss_of(model, n))
+    stats = handle().stats()
+    parameters = [p.detach().clone() for p in model.parameters()]
+    error = dict(handle().state_dict()["error"])
+    return parameters, error, stats.nonfinite_steps, scales, stats.compression_ratio
+
+
+@pytest.mark.parametrize("factor", [3.0, 0.3, 1000.0, 1e-3])
+def test_a_scale_that_jumps_by_any_factor_changes_no_unscaled_result(pool2: Pool, factor: float) -> None:
+    for jumping, plain in pool2.run(_jumping, factor):
+        for mine, theirs in zip(jumping, plain, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+def _jumping(factor: float) -> tuple[list[Tensor], list[Tensor]]:
+    results = []
+    for scale, jump in ((1.0, 1.0), (512.0, factor)):
+        model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005)
+        told = [scale]
+        thinwire.attach(model, POWER, grad_scaler=lambda told=told: told[0])  # type: ignore[misc]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for step in range(8):
+            told[0] = scale * jump ** (step % 3)
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(model, step) * told[0])
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad /= told[0]
+            optimizer.step()
+        results.append([p.detach().clone() for p in model.parameters()])
+    return results[1], results[0]
+
+
+# Through frameworks.
+
+
+OVERFLOWING = {1: 1, 2: 0, 4: 1}  # batches, and the process on which each overflows
+
+
+class Overflowing(Regression):
+    """Overflows in some batches on one process."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        loss = super().training_step(batch)
+        return huge(loss) if OVERFLOWING.get(batch_idx) == self.global_rank else loss
+
+
+def test_overflows_leave_no_trace_in_lightning(pool2: Pool, tmp_path: Path) -> None:
+    for disturbed, healthy in pool2.run(_in_lightning, tmp_path):
+        assert_the_same(disturbed, healthy)
+        assert (disturbed[2], healthy[2]) == (3, 0)
+        assert (disturbed[3], healthy[3]) == ([2.0**11], [1.0])
+        assert disturbed[4] > 3
+
+
+def _in_lightning(folder: Path) -> tuple[Result, Result]:
+    every = torch.randn(6, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    kept = every[[number for number in range(6) if number not in OVERFLOWING]]
+    return _lightning(folder, 2.0**14, every, Overflowing), _lightning(folder, 1.0, kept, Regression)
+
+
+def _lightning(folder: Path, scale: float, rows: Tensor, model: type[Regression]) -> Result:
+    strategy, scaler = ThinwireStrategy(POWER), GradScaler("cpu", init_scale=scale)
+    _, trained = fit(
+        strategy,
+        folder,
+        epochs=1,
+        plugins=[WithScaler(scaler)],
+        model=model,
+        data=DataLoader(rows.flatten(0, 1), batch_size=8),  # type: ignore[arg-type]
+        use_distributed_sampler=False,
+    )
+    return result_of(trained, strategy.sync, scaler)
+
+
+class WithScaler(MixedPrecision):
+    """Loss scaling without 16-bit arithmetic, so that results can be compared to the bit."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        super().__init__("16-mixed", "cpu", scaler)
+
+    def autocast_context_manager(self) -> Any:
+        return torch.autocast("cpu", enabled=False)
+
+
+def result_of(model: nn.Module, sync: GradientSync, scaler: GradScaler) -> Result:
+    stats = sync.stats()
+    parameters = [p.detach().clone() for p in model.parameters()]
+    error = dict(sync.state_dict()["error"])
+    return parameters, error, stats.nonfinite_steps, [scaler.get_scale()], stats.compression_ratio
+
+
+def test_overflows_leave_no_trace_in_accelerate(pool2: Pool) -> None:
+    for disturbed, healthy in pool2.run(_in_accelerate):
+        assert_the_same(disturbed, healthy)
+        assert (disturbed[2], healthy[2]) == (5, 0)
+        assert disturbed[4] > 3
+
+
+def _in_accelerate() -> tuple[Result, Result]:
+    scalers = [GradScaler("cpu", init_scale=2.0**14), GradScaler("cpu", init_scale=1.0)]
+    return _accelerate(scalers[0], overflows(2)), _accelerate(scalers[1], {})
+
+
+def _accelerate(scaler: GradScaler, overflowing: dict[int, int]) -> Result:
+    with several_processes():
+        handler = new_handler()
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        accelerator.scaler = scaler  # on CPUs Accelerate makes none of its own
+        plain = new_model()
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+
+        def step(loss: Tensor) -> None:
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(STEPS):
+            if number in overflowing:
+                loss = loss_of(model, 77 + number)
+                step(huge(loss) if overflowing[number] == dist.get_rank() else loss)
+            step(loss_of(model, number))
+        return result_of(model, handler.sync, scaler)
+
+
+# What may be given.
+
+
+def test_what_tells_the_scale() -> None:
+    cpu = torch.device("cpu")
+    told = [
+        loss_scale_of(GradScaler("cpu", init_scale=8.0)),
+        loss_scale_of(lambda: 8),
+        loss_scale_of(lambda: torch.tensor([8.0], dtype=torch.float64)),
+    ]
+    for scale in told:
+        assert scale is not None
+        assert torch.equal(scale(cpu), torch.tensor(8.0))
+    assert loss_scale_of(None) is None
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [0, -1.0, torch.inf, torch.nan, 1e-60, 1e300, True, None, "8", torch.ones(2), torch.tensor(0.0)],
+    ids=str,
+)
+def test_a_scale_that_is_none_is_refused(bad: Any) -> None:
+    scale = loss_scale_of(lambda: bad)
+    assert scale is not None
+    with pytest.raises(ConfigError, match="must return a number above 0 within fp32"):
+        scale(torch.device("cpu"))
+
+
+def test_something_else_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"must be a torch\.amp\.GradScaler, a function"):
+        hooks.PowerSGDState(None, grad_scaler=1024.0)  # type: ignore[arg-type]
+
+
+def test_a_copied_state_is_told_the_same_scale(pool2: Pool) -> None:
+    assert pool2.run(_copied) == [True, True]
+
+
+def _copied() -> bool:
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0, grad_scaler=lambda: 4.0)
+    errors = []
+    for given, scale in (
+        (copy.deepcopy(state), 4.0),
+        (hooks.PowerSGDState(None, start_powerSGD_iter=0), 1.0),
+    ):
+        model = DistributedDataParallel(new_model())
+        model.register_comm_hook(given, hooks.powerSGD_hook)
+        torch.autograd.backward(scale * loss_of(model, 0))
+        errors.append(dict(given.state_dict()["error"]))
+    return all(owed.any() and torch.equal(owed, errors[1][name]) for name, owed in errors[0].items())

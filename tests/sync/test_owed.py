@@ -1,0 +1,183 @@
+"""What is owed is paid: by whatever algorithm comes next, within the range of whatever type is on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from catalog import random_gradients, spec
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.simulation import Simulation
+
+POWER = PowerSGD(matrix_rank=1)
+
+
+def layout(dtype: torch.dtype = torch.float32) -> list[tuple]:  # type: ignore[type-arg]
+    return [(spec("weight", 40, 30, dtype=dtype), spec("bias", 40, dtype=dtype))]
+
+
+def owing(dtype: torch.dtype, error: float, scale: float | None = None) -> Simulation:
+    """Two workers after a step of PowerSGD, with `error` added to all that each owes on the weight."""
+    scaled: Callable[[torch.device], torch.Tensor] | None = None
+    if scale is not None:
+        scaled = lambda device: torch.tensor(scale)  # noqa: E731
+    simulation = Simulation(POWER, layout(dtype), num_workers=2, loss_scale=scaled)
+    assert simulation.step(random_gradients(layout(dtype), num_workers=2, seed=0))
+    for engine in simulation.engines:
+        engine.memory[ERROR]["weight"] += error
+    return simulation
+
+
+def owed(simulation: Simulation) -> torch.Tensor:
+    zeros = torch.zeros(1200)
+    errors = [engine.memory[ERROR].get("weight", zeros).double() for engine in simulation.engines]
+    return torch.stack(errors).mean(0)
+
+
+def pay(simulation: Simulation, dtype: torch.dtype, steps: int) -> torch.Tensor:
+    """Steps of zero gradients; the sum of what was applied to the weight."""
+    total = torch.zeros(1200, dtype=torch.float64)
+    for _ in range(steps):
+        gradients = [[torch.zeros(1240, dtype=dtype)] for _ in range(2)]
+        assert simulation.step(gradients)
+        assert gradients[0][0].isfinite().all()
+        total += gradients[0][0][:1200]
+    return total
+
+
+def switch(simulation: Simulation, algorithm: Algorithm) -> None:
+    for sync in simulation.syncs:
+        sync.use(algorithm)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(),
+        PowerSGD(error_feedback=False),
+        BatchedPowerSGD(error_feedback=False),
+        PowerSGD(matrix_rank=2, warmup_steps=1_000),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_algorithm_without_error_pays_all_in_its_first_step(
+    algorithm: Algorithm, dtype: torch.dtype
+) -> None:
+    simulation = owing(dtype, error=3.0)
+    before = owed(simulation)
+    assert before.norm() > 0
+    switch(simulation, algorithm)
+    tolerance = torch.finfo(dtype).eps
+    torch.testing.assert_close(pay(simulation, dtype, steps=1), before, rtol=tolerance, atol=tolerance)
+    assert owed(simulation).norm() == 0
+
+
+@pytest.mark.parametrize("scale", [None, 8.0], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [(AllReduce(), torch.float16), (Cast("fp16"), torch.float32), (Cast("fp16"), torch.bfloat16)],
+    ids=str,
+)
+def test_what_fp16_cannot_hold_is_paid_in_parts(
+    algorithm: Algorithm, dtype: torch.dtype, scale: float | None
+) -> None:
+    simulation = owing(dtype, error=1e6, scale=scale)
+    before = owed(simulation)
+    switch(simulation, algorithm)
+    parts = int(1e6 * (scale or 1.0) / 65504) + 2
+    total = pay(simulation, dtype, parts) / (scale or 1.0)
+    torch.testing.assert_close(total, before, rtol=1e-2 if dtype == torch.bfloat16 else 2e-3, atol=0)
+    assert owed(simulation).norm() == 0
+
+
+def test_an_infinite_gradient_is_still_skipped_where_fp16_pays() -> None:
+    simulation = owing(torch.float16, error=1e6)
+    before = owed(simulation)
+    switch(simulation, AllReduce())
+    gradients = [[torch.zeros(1240, dtype=torch.float16)] for _ in range(2)]
+    gradients[1][0][7] = torch.inf
+    assert not simulation.step(gradients)
+    assert torch.equal(owed(simulation), before)
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+def test_factors_beyond_fp16_are_cut_off_and_stay_owed(alternating: bool) -> None:
+    simulation = Simulation(
+        PowerSGD(matrix_rank=2, wire_dtype="fp16", alternating=alternating), [layout()[0][:1]], num_workers=2
+    )
+    total, true = (torch.zeros(1200, dtype=torch.float64) for _ in range(2))
+    for seed in range(6):
+        gradients = random_gradients([layout()[0][:1]], num_workers=2, seed=seed)
+        for (flat,) in gradients:
+            flat.mul_(1e5)
+        true += torch.stack([flat.double() for (flat,) in gradients]).mean(0)
+        assert simulation.step(gradients)
+        assert gradients[0][0].isfinite().all()
+        total += gradients[0][0]
+    assert total.norm() > 0
+    assert (total + owed(simulation) - true).norm() / true.norm() < 2e-3
+    gradients[0][0][3] = torch.inf
+    assert not simulation.step(gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_no_bucket_is_ever_inflated(dtype: torch.dtype, ratio: float) -> None:
+    """16-bit gradients have factors of 32 bits: what counts is bytes, with all that rides along."""
+    mostly_vectors = (spec("weight", 64, 10, dtype=dtype), spec("vector", 1_000, dtype=dtype))
+    only_vectors = (spec("bias", 100, dtype=dtype),)
+    algorithm = PowerSGD(matrix_rank=4, min_compression_ratio=ratio)
+    for bucket in (mostly_vectors, only_vectors):
+        plan = algorithm.plan(bucket)
+        assert plan.message_bytes <= plan.gradient_bytes
+        simulation = Simulation(algorithm, [bucket], num_workers=2)
+        assert simulation.step(random_gradients([bucket], num_workers=2, seed=0))
+        assert simulation.syncs[0].stats().message_bytes == plan.message_bytes
+
+
+def test_a_non_finite_step_of_the_warm_up_is_skipped_and_does_not_count() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2, warmup_steps=2), layout(), num_workers=2)
+    sent = []
+    for step in range(4):
+        gradients = random_gradients(layout(), num_workers=2, seed=step)
+        if step == 1:
+            gradients[0][0][5] = torch.nan
+        assert simulation.step(gradients) == (step != 1)
+        sent.append(simulation.syncs[0].stats().message_bytes)
+    stats = simulation.syncs[0].stats()
+    assert (stats.steps, stats.nonfinite_steps) == (4, 1)
+    assert sent[2] - sent[1] == sent[0]
+    assert sent[3] - sent[2] < sent[0] / 2
+
+
+def test_fresh_random_factors_are_not_kept() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2, warm_start=False), layout(), num_workers=2)
+    results = []
+    for _ in range(3):
+        gradients = random_gradients(layout(), num_workers=2, seed=0)
+        for engine in simulation.engines:
+            engine.memory[ERROR].clear()
+        assert simulation.step(gradients)
+        results.append(gradients[0][0])
+    assert not torch.equal(results[0], results[1])
+    bases = simulation.engines[0].open(layout()[0], torch.device("cpu")).plan.bases  # type: ignore[attr-defined]
+    assert not bases._first_rows
+
+
+def test_what_is_unpaid_on_one_worker_only_is_remembered_by_all() -> None:
+    """What a worker owes decides the type and length of messages: all must owe the same parameters."""
+    simulation = owing(torch.float16, 0.0)
+    simulation.engines[0].memory[ERROR]["weight"] += 90_000.0  # beyond fp16
+    before = owed(simulation)
+    switch(simulation, AllReduce())
+    paid = pay(simulation, torch.float16, 1)
+    assert [set(engine.memory[ERROR]) for engine in simulation.engines] == [{"weight"}, {"weight"}]
+    assert not simulation.engines[1].memory[ERROR]["weight"].any()
+    paid += pay(simulation, torch.float16, 1)
+    assert [set(engine.memory[ERROR]) for engine in simulation.engines] == [set(), set()]
+    torch.testing.assert_close(paid, before, rtol=1e-3, atol=0.1)

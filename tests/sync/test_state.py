@@ -1,0 +1,360 @@
+"""Saved state: what it holds, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms.test_conformance import assert_same_state
+from catalog import buckets, low_rank_routes, random_gradients, spec
+from thinwire import BatchedPowerSGD, PowerSGD
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import InProcessTransport
+from thinwire.errors import StateError
+from thinwire.simulation import Simulation
+from thinwire.sync.engine import Engine
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+def trained(num_workers: int = 2, steps: int = 3, algorithm: PowerSGD = POWER) -> Simulation:
+    simulation = Simulation(algorithm, buckets(), num_workers=num_workers)
+    for seed in range(steps):
+        simulation.step(random_gradients(buckets(), num_workers=num_workers, seed=seed))
+    return simulation
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    return trained().state_dicts()[0]
+
+
+def test_holds_tensors_by_parameter_name_and_plain_values(state: dict[str, Any]) -> None:
+    compressed = {"head.weight", "body.weight", "conv.weight"}
+    error, factor = dict(state["error"]), dict(state["factor"])
+    assert set(error) == set(factor) == compressed
+    assert error["conv.weight"].shape == (40, 6, 3, 3)
+    assert factor["conv.weight"].shape == (2, 54)
+    assert state["step"] == 3
+    assert state["algorithm"] == repr(POWER)
+
+
+def test_torch_load_takes_it_with_weights_only(state: dict[str, Any]) -> None:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    assert_same_state(torch.load(file, weights_only=True), state)
+
+
+def test_is_a_copy(state: dict[str, Any]) -> None:
+    simulation = trained()
+    saved = simulation.state_dicts()[0]
+    before = copy.deepcopy(saved)
+    simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
+    assert_same_state(saved, before)
+    simulation.syncs[0].load_state_dict(saved)
+    simulation.syncs[1].load_state_dict(saved)
+    simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
+    assert_same_state(saved, before)
+
+
+def test_a_loaded_state_can_be_saved_before_the_next_step(state: dict[str, Any]) -> None:
+    fresh = Simulation(POWER, buckets(), num_workers=2)
+    for sync in fresh.syncs:
+        sync.load_state_dict(state)
+    for saved in fresh.state_dicts():
+        assert_same_state(saved, state)
+
+
+def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: dict[str, Any]) -> None:
+    (transport,) = InProcessTransport.group(1)
+    sync = Engine(POWER, transport)
+    sync.load_state_dict(state)
+    assert_same_state(sync.state_dict(), state)
+    assert sync.state_dict()["parameters"] == state["parameters"]
+
+
+def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
+    weight = torch.empty(8, 6, 3, 3).to(memory_format=torch.channels_last)
+    plain = spec("conv", 8, 6, 3, 3)
+    strided = type(plain).of("conv", weight)
+    assert strided.matrix_shape == plain.matrix_shape == (8, 54)
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(8, 1, 1, 1, generator=generator) * torch.randn(6, 3, 3, generator=generator)
+    gradient = 9 * direction + torch.randn(8, 6, 3, 3, generator=generator)
+    in_memory_order = gradient.to(memory_format=torch.channels_last).permute(0, 2, 3, 1).reshape(-1)
+    algorithm = PowerSGD(matrix_rank=1)
+    errors = []
+    for each, flat in ((plain, gradient.reshape(-1).clone()), (strided, in_memory_order.clone())):
+        simulation = Simulation(algorithm, [(each,)], num_workers=1)
+        for _ in range(30):  # to convergence: the first factor is random in the order of memory
+            simulation.engines[0].memory[ERROR].clear()
+            simulation.step([[flat.clone()]])
+        saved = simulation.state_dicts()[0]
+        errors.append(dict(saved["error"])["conv"])
+        resumed = Simulation(algorithm, [(each,)], num_workers=1)
+        resumed.syncs[0].load_state_dict(saved)
+        results = [[[flat.clone()]] for _ in range(2)]
+        assert simulation.step(results[0])
+        assert resumed.step(results[1])
+        assert torch.equal(results[0][0][0], results[1][0][0])
+    torch.testing.assert_close(errors[0], errors[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("matrix_rank", [1, 5])
+def test_a_state_of_another_matrix_rank_keeps_the_error(state: dict[str, Any], matrix_rank: int) -> None:
+    other = Simulation(PowerSGD(matrix_rank=matrix_rank), buckets(), num_workers=2)
+    for sync in other.syncs:
+        with pytest.warns(match="of body.weight, conv.weight, head.weight are of another matrix rank"):
+            sync.load_state_dict(state)
+    assert other.step(random_gradients(buckets(), num_workers=2, seed=5))
+    saved = other.state_dicts()[0]
+    assert dict(saved["factor"])["conv.weight"].shape == (matrix_rank, 54)
+    assert saved["step"] == 4
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
+    """A mean of equal numbers is not always that number: x/3 + x/3 + x/3."""
+    simulation = trained(num_workers)
+    first, second = simulation.state_dicts()[0], simulation.state_dicts()[-1]
+    assert first["error"]
+    assert first["checksum"] == second["checksum"]
+    resumed = Simulation(POWER, buckets(), num_workers=num_workers)
+    for sync in resumed.syncs:
+        sync.load_state_dict(first)
+    assert {state["checksum"] for state in resumed.state_dicts()} == {first["checksum"]}
+    for each in (simulation, resumed):
+        each.step(random_gradients(buckets(), num_workers=num_workers, seed=7))
+    after = simulation.state_dicts()[0]
+    assert after["checksum"] != first["checksum"]
+    assert after["checksum"] == resumed.state_dicts()[0]["checksum"]
+
+
+def test_what_is_saved_and_what_is_remembered_share_no_memory() -> None:
+    simulation, untouched = trained(), trained()
+    state = simulation.state_dicts()[0]
+    for _, tensor in (*state["error"], *state["factor"]):
+        tensor.zero_()
+    assert_same_state(simulation.state_dicts()[0], untouched.state_dicts()[0])
+
+
+def test_switched_before_the_first_step_after_a_load_factors_of_buckets_are_kept() -> None:
+    batched = BatchedPowerSGD()
+    simulation = Simulation(batched, buckets(), num_workers=2)
+    simulation.step(random_gradients(buckets(), num_workers=2, seed=0))
+    state = simulation.state_dicts()[0]
+    resumed = Simulation(batched, buckets(), num_workers=2)
+    for sync in resumed.syncs:
+        sync.load_state_dict(state)
+        sync.use(BatchedPowerSGD(warmup_steps=1))
+    assert [label for label, _ in resumed.state_dicts()[0]["factor"]] == [
+        label for label, _ in state["factor"]
+    ]
+    assert len(state["factor"]) == 2
+
+
+def test_the_state_of_another_shape_is_refused_where_parameters_become_known_bucket_by_bucket(
+    state: dict[str, Any],
+) -> None:
+    sync = Engine(POWER, InProcessTransport.group(1)[0])
+    sync.load_state_dict(state)
+    with pytest.raises(StateError, match=r"error of head.weight has shape \(64, 32\).*\(32, 64\)"):
+        sync.average([((spec("head.weight", 32, 64),), torch.zeros(64 * 32))])
+
+
+HUGE = (2**20, 2**20)  # four terabytes
+SHARED = torch.zeros(2**20)
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def put(key: str, name: str, value: Any) -> Change:
+    """Put a value among the pairs of a key, and tell the state that it is meant."""
+
+    def apply(state: dict[str, Any]) -> None:
+        state[key] = tuple((dict(state[key]) | {name: value}).items())
+        state["checksum"] = None
+
+    return apply
+
+
+def meant(**values: Any) -> Change:
+    """Replace values, and tell the state that it is meant."""
+    return lambda state: state.update(values, checksum=None)
+
+
+BAD: dict[str, tuple[Change, str]] = {
+    "not a mapping": (lambda s: [1, 2], "made by state_dict.*list"),
+    "another mapping": (lambda s: {"model": 1}, "made by state_dict.*'model'"),
+    "a key too few": (lambda s: s.pop("checksum") and None, "made by state_dict"),
+    "a key too many": (lambda s: s.update(more=1), "made by state_dict.*'more'"),
+    "a later version": (lambda s: s.update(version=4), "version 4"),
+    "a later version with another key": (lambda s: s.update(version=4, more=1), "version 4"),
+    "an earlier version": (lambda s: s.update(version=1), "version 1.*reads version 3"),
+    "a version that is no number": (lambda s: s.update(version=True), "version.*True"),
+    "parameters of another shape": (
+        put("parameters", "head.bias", [3]),
+        r"head.bias has shape \(3,\) in the state and \(64,\) in the model",
+    ),
+    "parameters of another model": (
+        meant(parameters=(("enc.weight", (3, 4)),), error=(), factor=()),
+        "enc.weight where this one trains body.weight, conv.weight, empty, head.bias and 3 more",
+    ),
+    "a parameter more": (put("parameters", "new.bias", (3,)), "new.bias where this one trains nothing"),
+    "a parameter less": (
+        lambda s: s.update(parameters=[p for p in s["parameters"] if p[0] != "scale"], checksum=None),
+        "nothing where this one trains scale;.*strict=False",
+    ),
+    "parameters that are no pairs": (meant(parameters=["a"]), "parameters must hold pairs.*str"),
+    "parameters that are a mapping": (meant(parameters={}), "parameters must be a tuple.*mapping"),
+    "parameters without shapes": (put("parameters", "scale", 3), "parameters must pair.*'scale': int"),
+    "a name twice": (meant(error=(("scale", torch.zeros(())),) * 2), "error has a name twice"),
+    "a negative step": (lambda s: s.update(step=-1), "step.*-1"),
+    "a step of another type": (lambda s: s.update(step="3"), "step.*'3'"),
+    "an algorithm of another type": (lambda s: s.update(algorithm=[1]), "algorithm must be text, got list"),
+    "errors that are no pairs": (meant(error=3), "error must be a tuple.*int"),
+    "an error that is no tensor": (put("error", "head.weight", 3), "head.weight.*int"),
+    "an integer error": (
+        put("error", "head.weight", torch.zeros(64, 32, dtype=torch.int64)),
+        "head.weight.*int64",
+    ),
+    "an error too many": (put("error", "stranger", torch.ones(2)), "stranger"),
+    "another shape": (put("error", "head.weight", torch.ones(32, 64)), r"\(32, 64\).*\(64, 32\)"),
+    "an error that is not finite": (
+        put("error", "head.weight", torch.full((64, 32), torch.nan)),
+        "error of head.weight is not finite",
+    ),
+    "a factor of another model": (put("factor", "enc.weight", torch.ones(2, 64)), "factor of enc.weight"),
+    "a factor of another bucket": (
+        put("factor", "head.weight … tail", torch.ones(2, 64)),
+        "factor of head.weight … tail",
+    ),
+    "a factor of three dimensions": (
+        put("factor", "head.weight", torch.ones(1, 2, 3)),
+        r"factor of head.weight.*\(1, 2, 3\)",
+    ),
+    "an error in 8 bits": (
+        put("error", "head.weight", torch.zeros(64, 32).to(torch.float8_e4m3fn)),
+        "head.weight.*float8_e4m3fn",
+    ),
+    "a sparse error": (
+        put("error", "head.weight", torch.zeros(64, 32).to_sparse()),
+        "layout torch.sparse_coo",
+    ),
+    "an error without values": (put("error", "head.weight", torch.zeros(64, 32, device="meta")), "on meta"),
+    "a huge error that stores one number": (
+        meant(parameters=(("wide", HUGE),), error=(("wide", torch.zeros(1).expand(HUGE)),), factor=()),
+        "expanded",
+    ),
+    "a huge factor that stores one number": (
+        put("factor", "head.weight", torch.zeros(1).expand(HUGE)),
+        "expanded",
+    ),
+    "many errors that share one memory": (
+        meant(
+            parameters=tuple((f"p{i}", (2**20,)) for i in range(10_000)),
+            error=tuple((f"p{i}", SHARED) for i in range(10_000)),
+            factor=(),
+        ),
+        "share memory",
+    ),
+    "an error above the range of the model's memory": (
+        put("error", "head.weight", torch.full((64, 32), 1e39, dtype=torch.float64)),
+        r"error of head.weight has 1e\+39, which is beyond torch.float32",
+    ),
+    "a factor above the range of the model's memory": (
+        put("factor", "head.weight", torch.full((2, 32), -1e300, dtype=torch.float64)),
+        r"factor of head.weight has 1e\+300",
+    ),
+    "a factor that is not finite": (
+        put("factor", "head.weight", torch.full((2, 32), torch.inf)),
+        "factor of head.weight is not finite",
+    ),
+    "a factor without rows": (put("factor", "head.weight", torch.ones(0, 32)), r"shape \(0, 32\)"),
+    "a factor of another width": (put("factor", "head.weight", torch.ones(2, 33)), r"shape \(2, 33\)"),
+    "a bucket's factor that is too narrow": (
+        put("factor", "head.weight … body.weight", torch.ones(1, 5)),
+        r"shape \(1, 5\)",
+    ),
+    "a bucket's factor that is too wide": (
+        put("factor", "head.weight … body.weight", torch.ones(1, 5_000)),
+        r"shape \(1, 5000\)",
+    ),
+    "a negative size": (put("parameters", "scale", (-1,)), "'scale': tuple"),
+    "buckets that are none": (meant(buckets=3), "buckets must be a tuple.*int"),
+    "a bucket of another model": (meant(buckets=(("scale", "tail"),)), "buckets must hold names"),
+    "a parameter in two buckets": (meant(buckets=(("scale",), ("scale",))), "buckets must hold names"),
+    "one flipped bit": (lambda s: dict(s["error"])["head.weight"][3, 4].neg_() and None, "damaged.*checksum"),
+    "another step": (lambda s: s.update(step=4), "damaged"),
+    "half of what was saved": (lambda s: s.update(error=s["error"][:1]), "damaged"),
+}
+
+
+def test_what_is_expanded_is_refused_where_no_parameter_is_known_yet(state: dict[str, Any]) -> None:
+    """As the hooks load it; from a file of a few KB, within a moment."""
+    bad = copy.deepcopy(state)
+    BAD["a huge error that stores one number"][0](bad)
+    file = io.BytesIO()
+    torch.save(bad, file)
+    assert len(file.getvalue()) < 10_000
+    file.seek(0)
+    sync = Engine(POWER, InProcessTransport.group(1)[0])
+    with pytest.raises(StateError, match="expanded"):
+        sync.load_state_dict(torch.load(file, weights_only=True))
+    assert sync.steps == 0
+
+
+def test_an_error_above_the_models_range_is_refused_where_it_becomes_known_bucket_by_bucket(
+    state: dict[str, Any],
+) -> None:
+    bad = copy.deepcopy(state)
+    BAD["an error above the range of the model's memory"][0](bad)
+    sync = Engine(POWER, InProcessTransport.group(1)[0])
+    sync.load_state_dict(bad)
+    with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
+        sync.average([((spec("head.weight", 64, 32),), torch.zeros(64 * 32))])
+
+
+def test_a_state_of_version_2_without_buckets_is_of_an_earlier_release_and_taken(
+    state: dict[str, Any],
+) -> None:
+    for key in ("buckets", "slots", "choices"):
+        del state[key]
+    state |= {"version": 2, "checksum": None}
+    sync = Simulation(POWER, buckets(), num_workers=1).syncs[0]
+    sync.load_state_dict(state)
+    assert sync.steps == 3
+
+
+@pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changed(
+    state: dict[str, Any], change: Change, message: str
+) -> None:
+    bad = copy.deepcopy(state)
+    replaced = change(bad)
+    simulation, untouched = trained(), trained()
+    for sync in simulation.syncs:
+        with pytest.raises(StateError, match=message):
+            sync.load_state_dict(bad if replaced is None else replaced)
+    assert_same_state(simulation.state_dicts()[0], untouched.state_dicts()[0])
+
+
+def test_a_factor_of_a_large_bucket_is_taken() -> None:
+    """Its matrix has whole cache lines as rows, and is not quite square."""
+    layout = [(spec("wide", 1_050, 1_000), spec("bias", 7))]
+    first, second = (Simulation(BatchedPowerSGD(), layout, num_workers=1) for _ in range(2))
+    gradients = [torch.randn(1_050_007, generator=torch.Generator().manual_seed(step)) for step in range(2)]
+    assert first.step([[gradients[0].clone()]])
+    second.syncs[0].load_state_dict(first.state_dicts()[0])
+    here, there = gradients[1].clone(), gradients[1].clone()
+    assert first.step([[here]])
+    assert second.step([[there]])
+    assert torch.equal(here, there)
+    assert low_rank_routes(first.syncs[0].plan)[0].matrix_shape == (1010, 1040)
+    assert first.syncs[0].stats().compression_ratio > 500

@@ -1,0 +1,132 @@
+"""The fault schedule that users test their own scripts with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from algorithms.test_conformance import assert_same_state
+from catalog import buckets, random_gradients
+from pool import Pool
+from test_lost_peers import by_hook, by_optimizer_step
+from thinwire import AllReduce, ConfigError, PowerSGD
+from thinwire.simulation import Simulation
+from thinwire.testing import Fault, InjectedError, fail_at, faults, random_faults
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+@pytest.mark.parametrize("after_messages", [0, 1, 2])
+@pytest.mark.parametrize("worker", [0, 2])
+def test_non_finite_is_one_skipped_step_and_nothing_else(worker: int, after_messages: int) -> None:
+    disturbed, healthy = (Simulation(POWER, buckets(), num_workers=3) for _ in range(2))
+    schedule = [fail_at(worker, 3, "non-finite", after_messages=after_messages)]
+    with faults(disturbed.syncs[worker], schedule) as struck:
+        committed = [
+            disturbed.step(random_gradients(buckets(), num_workers=3, seed=seed))
+            for seed in (0, 1, 2, 9, 3, 4)
+        ]
+    assert struck == schedule
+    assert committed == [True, True, True, False, True, True]
+    for seed in range(5):
+        healthy.step(random_gradients(buckets(), num_workers=3, seed=seed))
+    mine, theirs = disturbed.state_dicts()[worker], healthy.state_dicts()[worker]
+    assert (mine["skipped_steps"], theirs["skipped_steps"]) == (1, 0)
+    assert_same_state(mine | {"skipped_steps": 0, "checksum": None}, theirs | {"checksum": None})
+
+
+def test_whole_gradients_overflow_too() -> None:
+    simulation = Simulation(AllReduce(), buckets(), num_workers=2)
+    gradients = random_gradients(buckets(), num_workers=2, seed=0)
+    with faults(simulation.syncs[0], [fail_at(0, 0, "non-finite")]):
+        simulation.step(gradients)
+    assert [bool(flat.isfinite().all()) for flat in gradients[1]] == [False, True]
+
+
+def test_a_fault_of_another_process_step_or_incarnation_does_not_strike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    simulation = Simulation(POWER, buckets(), num_workers=2)
+    schedule = [fail_at(1, 0, "raise"), fail_at(0, 1, "raise"), fail_at(0, 0, "raise", restart=1)]
+    with faults(simulation.syncs[0], schedule) as struck:
+        simulation.step(random_gradients(buckets(), num_workers=2, seed=0))
+        assert struck == []
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    simulation = Simulation(POWER, buckets(), num_workers=2)
+    gradients = random_gradients(buckets(), num_workers=2, seed=0)
+    with (
+        faults(simulation.syncs[0], schedule) as struck,
+        pytest.raises(InjectedError, match="process 0 raises in step 0"),
+    ):
+        simulation.step(gradients)
+    assert struck == [schedule[2]]
+
+
+def test_closed_it_leaves_the_wire_as_it_was() -> None:
+    simulation = Simulation(POWER, buckets(), num_workers=1)
+    engine, before = simulation.engines[0], simulation.engines[0].wire
+    with faults(simulation.syncs[0], []):
+        assert engine.wire is not before
+        assert (engine.wire.size, engine.wire.rank) == (1, 0)
+    assert engine.wire is before
+
+
+@pytest.mark.parametrize("front", [by_hook, by_optimizer_step], ids=lambda front: front.__name__)
+def test_faults_that_need_no_restart_on_real_processes(pool2: Pool, front: Any) -> None:
+    schedule = [
+        fail_at(0, 1, "slow", seconds=0.05),
+        fail_at(1, 2, "stall", seconds=0.05),
+        fail_at(1, 3, "non-finite"),
+    ]
+    for process, (struck, steps, skipped, ratio) in enumerate(pool2.run(_drive, front, schedule)):
+        assert struck == [fault for fault in schedule if fault.process == process]
+        assert (steps, skipped) == (6, 1)
+        assert ratio > 4
+
+
+def _drive(front: Any, schedule: list[Fault]) -> tuple[list[Fault], int, int, float]:
+    sync, step_with = front(POWER)
+    with faults(sync, schedule) as struck:
+        for step in range(6):
+            step_with(step)
+    stats = sync.stats()
+    return struck, stats.steps, stats.nonfinite_steps, stats.compression_ratio
+
+
+def test_a_random_schedule_is_its_seeds() -> None:
+    drawn = random_faults(7, num_faults=40, processes=4, steps=100)
+    assert drawn == random_faults(7, num_faults=40, processes=4, steps=100)
+    assert drawn != random_faults(8, num_faults=40, processes=4, steps=100)
+    assert len({fault.step for fault in drawn}) == 40
+    assert {fault.kind for fault in drawn} == {"non-finite", "stall", "slow"}
+    assert {fault.process for fault in drawn} == {0, 1, 2, 3}
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "process": (lambda: fail_at(-1, 0, "kill"), "process.*-1"),
+    "step": (lambda: fail_at(0, 1.5, "kill"), "step.*1.5"),  # type: ignore[arg-type]
+    "kind": (lambda: fail_at(0, 0, "explode"), "kind must be one of non-finite, kill, stall.*'explode'"),  # type: ignore[arg-type]
+    "slow without seconds": (lambda: fail_at(0, 0, "slow"), "seconds are for 'slow'.*got None"),
+    "kill with seconds": (lambda: fail_at(0, 0, "kill", seconds=1), "got 1 for 'kill'"),
+    "seconds": (lambda: fail_at(0, 0, "slow", seconds=-1), "seconds.*-1"),
+    "restart": (lambda: fail_at(0, 0, "kill", restart=-1), "restart.*-1"),
+    "too many": (lambda: random_faults(0, num_faults=9, processes=1, steps=8), "at most steps, 8, got 9"),
+    "no processes": (lambda: random_faults(0, num_faults=1, processes=0, steps=8), "processes.*at least 1"),
+    "no kinds": (lambda: random_faults(0, num_faults=1, processes=1, steps=8, kinds=[]), "at least one of"),
+    "nobody": (lambda: open_with([fail_at(1, 0, "raise")]), "there are 1 processes, and none of rank 1"),
+    "no fault": (lambda: open_with(["kill"]), "fail_at.*'kill'"),
+    "a killed simulation": (lambda: open_with([fail_at(0, 0, "kill")]), "share one process: 'kill'"),
+    "a stalled simulation": (lambda: open_with([fail_at(0, 0, "stall")]), "share one process: 'stall'"),
+}
+
+
+def open_with(schedule: list[Any]) -> None:
+    with faults(Simulation(POWER, buckets(), num_workers=1).syncs[0], schedule):
+        pass
+
+
+@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD.keys())
+def test_mistakes_are_refused_at_once(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()

@@ -1,0 +1,82 @@
+"""A small model, batches by step and process, and how to compare: for tests of averaging less often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire.errors import ThinwireError
+
+
+def new_model(seed: int = 7, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(24, 48), nn.Tanh(), nn.Linear(48, 40), nn.Tanh(), nn.Linear(40, 8)).to(
+        dtype
+    )
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batch_of(step: int, process_rank: int | None = None) -> Tensor:
+    place = dist.get_rank() if process_rank is None else process_rank
+    return torch.randn(8, 24, generator=torch.Generator().manual_seed(1_000 * step + place))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    torch.autograd.backward(model(batch).square().mean())
+    optimizer.step()
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, process_rank: int | None = None
+) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in steps:
+        train_step(model, optimizer, batch_of(step, process_rank).to(dtype))
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().reshape(-1).clone() for p in model.parameters()])
+
+
+def error_of(action: Callable[[], object]) -> str:
+    """The Thinwire error an action raises: its type and message; empty if it raises none."""
+    try:
+        action()
+    except ThinwireError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# In real processes.
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The tensors of all processes, stacked: to look, not part of what is tested."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.contiguous())
+    return torch.stack(everyone)
+
+
+def agreed(model: nn.Module) -> bool:
+    """Whether all processes hold the same parameters to the bit."""
+    everyone = gathered(flat(model))
+    return bool((everyone == everyone[0]).all())
+
+
+def halves(model: nn.Module) -> tuple[bool, bool]:
+    """On four processes in two subgroups: whether all subgroups agree within, and all processes agree."""
+    first, second, third, fourth = gathered(flat(model))
+    return torch.equal(first, second) and torch.equal(third, fourth), agreed(model)
+
+
+def pairs() -> dist.ProcessGroup:
+    """This process's group of two."""
+    subgroup: dist.ProcessGroup = dist.new_subgroups(2)[0]  # type: ignore[no-untyped-call]
+    return subgroup
