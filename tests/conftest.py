@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -17,13 +18,14 @@ from thinwire.algorithms.lowrank import alternating, bases, batched, two_rounds
 torch.set_num_threads(1)
 
 # They have no doctests, and to import them costs seconds.
-collect_ignore = ["preloaded.py", "accelerate_own_script.py"]
+collect_ignore = ["preloaded.py", "frozen_heap.py", "accelerate_own_script.py"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let processes start with what the tests of this run need; CUDA must not start before a fork."""
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
     forked.modules += sorted({each.module.__name__ for each in functions} - {"test_gpu"})
+    gc.freeze()  # all that is imported: collections need not look at it again and again
 
 
 @pytest.fixture(scope="session")

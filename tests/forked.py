@@ -22,7 +22,7 @@ modules = ["preloaded"]
 def context() -> Any:
     """Of multiprocessing, with a server that has imported; it starts when it is needed first."""
     found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(modules)
+    found.set_forkserver_preload([*modules, "frozen_heap"])
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(each for each in sys.path if each)
     settings = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
