@@ -98,7 +98,8 @@ class Route:
     Attributes:
         names: The parameters that travel together; several only where a whole bucket is compressed as one.
         gradient_bytes: Bytes a process would send per step without Thinwire.
-        message_bytes: Bytes a process sends per step, all rounds together, once past any warm-up.
+        message_bytes: Bytes of its messages per step, all rounds together, once past any warm-up; counted as
+            of an all-reduce, see `Stats`.
         detail: As what the gradient travels, in a few words.
         is_compressed: Whether it is approximated.
     """

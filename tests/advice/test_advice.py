@@ -195,7 +195,7 @@ def test_a_stopwatch_notes_what_was_sent_and_waited_for_and_the_others_send_the_
     work.wait()
     timeline = stopwatch.timeline()
     mean, forgotten = timeline.sent
-    assert (mean.message_bytes, mean.collective, forgotten.message_bytes) == (8, "all_reduce", 4)
+    assert (mean.handed_bytes, mean.collective, forgotten.handed_bytes) == (8, "all_reduce", 4)
     assert 0 < mean.at_seconds <= forgotten.at_seconds <= mean.waited_seconds <= timeline.seconds
     assert forgotten.waited_seconds == timeline.seconds
     assert tensor.tolist() == [1.0, 2.0]

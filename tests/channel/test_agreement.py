@@ -36,7 +36,7 @@ def told_by(descriptions: list[Description]) -> list[tuple[str, list[str]]]:
             agree(recording, descriptions[rank], "step 3")
         except AgreementError as error:
             return str(error), [note.collective for note in recording.notes]
-        return "", [f"{note.collective} of {note.message_bytes}" for note in recording.notes]
+        return "", [f"{note.collective} of {note.handed_bytes}" for note in recording.notes]
 
     return run_members(len(descriptions), body)
 

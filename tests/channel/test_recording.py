@@ -37,4 +37,4 @@ def test_every_collective_is_noted_and_carried() -> None:
         Note("broadcast", (1,), torch.bool, "a copy"),
     ]
     assert run_members(2, body) == [expected, expected]
-    assert [note.message_bytes for note in expected] == [4, 8, 3, 16, 1]
+    assert [note.handed_bytes for note in expected] == [4, 8, 3, 16, 1]

@@ -286,8 +286,8 @@ REFUSED: list[tuple[Callable[[], Requests], str]] = [
     ),
     (lambda: gather_of(torch.zeros(2, 3)), r"AllGather of shape \(2, 3\), expected a flat tensor"),
     (misshapen_to_all, r"AllToAll of shape \(3, 4\), expected a row for each of the 1 members"),
-    (unknown, r"asked for 'all of it', expected Mean, AllGather, AllToAll, Jointly or Commit"),
-    (unknown_beside_known, r"asked for Commit\(.*several messages as a tuple"),
+    (unknown, r"asked for 'all of it', expected Mean, AllGather or AllToAll.*Jointly or Commit"),
+    (unknown_beside_known, r"asked for Commit\(.*expected Mean, AllGather or AllToAll, of which several"),
 ]
 
 

@@ -26,6 +26,7 @@ from thinwire.channel import (
     ProcessGroupTransport,
     Transport,
     gather_numbers,
+    message_bytes_of,
     own_subgroup,
     wire_bytes,
 )
@@ -109,7 +110,7 @@ def advise(
         bench.run(budget_seconds, transport, progress)
         memory_bytes = {code: front.engine.memory_bytes() for code, front in bench.fronts.items()}
     own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
-    gradient_bytes = sum(each.message_bytes for each in bench.timelines[EXACT][-1].sent)
+    gradient_bytes = sum(each.handed_bytes for each in bench.timelines[EXACT][-1].sent)
 
     def predictions(network: Network) -> list[Prediction]:
         found = [
@@ -231,7 +232,9 @@ def _predicted(
         variant.code,
         f"thinwire.attach(ddp_model, thinwire.{variant.code})",
         *_slowest_of([each.step_seconds(network) for each in timelines], world_size),
-        message_bytes=sum(each.message_bytes for each in timelines[-1].sent),
+        message_bytes=sum(
+            message_bytes_of(each.collective, each.handed_bytes, world_size) for each in timelines[-1].sent
+        ),
         memory_bytes=memory_bytes,
         is_lossy=variant.loss_gap_order > 0,
         loss_gap_order=variant.loss_gap_order,
@@ -270,8 +273,8 @@ def _break_even(predictions: Callable[[Network], list[Prediction]], probe: Probe
     """Return the bits per second below which the fastest compression wins enough over the baseline."""
 
     def gain_seconds(bits_per_second: float) -> float:
-        def network(collective: Collective, message_bytes: int) -> float:
-            bits = 8 * wire_bytes(collective, message_bytes, probe.world_size)
+        def network(collective: Collective, handed_bytes: int) -> float:
+            bits = 8 * wire_bytes(collective, handed_bytes, probe.world_size)
             return probe.latency_seconds + bits / bits_per_second
 
         found = predictions(network)

@@ -18,7 +18,7 @@ class Prediction:
         step_seconds: Predicted.
         low_seconds: A quarter of the steps would be faster.
         high_seconds: A quarter of the steps would be slower.
-        message_bytes: What a process hands over per step.
+        message_bytes: What a process sends per step, counted as of an all-reduce.
         memory_bytes: What it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits, or the models drift apart for some steps.
         loss_gap_order: 0 where no gap to exact averaging's loss was measured; else, the smaller, the smaller

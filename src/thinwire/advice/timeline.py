@@ -19,13 +19,13 @@ class Sent:
 
     Attributes:
         at_seconds: Since the step began.
-        message_bytes: What the process handed over.
+        handed_bytes: What the process handed over.
         waited_seconds: When the process waited for the answer, since the step began.
         collective: What carries it.
     """
 
     at_seconds: float
-    message_bytes: int
+    handed_bytes: int
     waited_seconds: float
     collective: Collective = "all_reduce"
 
@@ -54,7 +54,7 @@ class Timeline:
                 delay = max(delay, arrivals[index] - seconds)
             else:
                 message = self.sent[index]
-                took = message_seconds(message.collective, message.message_bytes)
+                took = message_seconds(message.collective, message.handed_bytes)
                 busy_until = max(busy_until, seconds + delay) + took
                 arrivals.append(busy_until)
         return self.seconds + delay
@@ -85,7 +85,7 @@ class Stopwatch:
         sent = [
             Sent(
                 note.sent_seconds - self._start,
-                note.message_bytes,
+                note.handed_bytes,
                 seconds if note.awaited_seconds is None else note.awaited_seconds - self._start,
                 note.collective,
             )

@@ -8,7 +8,7 @@ milliseconds. `Metered` and `Recording` wrap either.
 from thinwire.channel.agreement import CALL, Description, agree
 from thinwire.channel.collectives import copy_from, gather_numbers, gather_stacked
 from thinwire.channel.in_process import InProcessTransport, run_members
-from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, wire_bytes
+from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, message_bytes_of, wire_bytes
 from thinwire.channel.process_group import ProcessGroupTransport, checked_group, own_subgroup
 from thinwire.channel.recording import Note, Recording
 from thinwire.channel.transport import Collective, Operation, Transport, Work
@@ -32,6 +32,7 @@ __all__ = [
     "copy_from",
     "gather_numbers",
     "gather_stacked",
+    "message_bytes_of",
     "own_subgroup",
     "run_members",
     "wire_bytes",

@@ -12,15 +12,15 @@ import torch
 from thinwire.channel.transport import Collective, Transport, Work
 from thinwire.channel.wrapped import Wrapped
 
-__all__ = ["CollectiveTraffic", "Metered", "Traffic", "wire_bytes"]
+__all__ = ["CollectiveTraffic", "Metered", "Traffic", "message_bytes_of", "wire_bytes"]
 
 
-def wire_bytes(collective: Collective, message_bytes: int, members: int) -> int:
+def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
     """Return the bytes that leave, and reach, each member on the wire; of an all-reduce, those of a ring.
 
     Args:
         collective: What carries the message.
-        message_bytes: Bytes that each member hands over.
+        handed_bytes: Bytes that each member hands over.
         members: Of the group.
 
     Examples:
@@ -29,10 +29,32 @@ def wire_bytes(collective: Collective, message_bytes: int, members: int) -> int:
     """
     others = members - 1
     return {
-        "all_reduce": 2 * message_bytes * others // members,
-        "all_gather": message_bytes * others,
-        "all_to_all": message_bytes * others // members,
-        "broadcast": message_bytes if others else 0,
+        "all_reduce": 2 * handed_bytes * others // members,
+        "all_gather": handed_bytes * others,
+        "all_to_all": handed_bytes * others // members,
+        "broadcast": handed_bytes if others else 0,
+    }[collective]
+
+
+def message_bytes_of(collective: Collective, handed_bytes: int, members: int) -> int:
+    """Return the bytes of a message, counted as of an all-reduce, so that collectives compare.
+
+    A message of n bytes stands for 2 n (members − 1) / members bytes that leave each member, as on a ring.
+
+    Args:
+        collective: What carries the message.
+        handed_bytes: Bytes that each member hands over.
+        members: Of the group.
+
+    Examples:
+        >>> [message_bytes_of(kind, 300, 4) for kind in ("all_reduce", "all_gather", "all_to_all")]
+        [300, 600, 150]
+    """
+    return {
+        "all_reduce": handed_bytes,
+        "all_gather": handed_bytes * members // 2,
+        "all_to_all": handed_bytes // 2,
+        "broadcast": handed_bytes,
     }[collective]
 
 
@@ -42,9 +64,7 @@ class CollectiveTraffic:
 
     Attributes:
         messages: Calls.
-        message_bytes: Bytes of the messages, counted as of an all-reduce: a message of n bytes stands for
-            2 n (members − 1) / members bytes that leave a member, as on a ring. So collectives compare,
-            whatever the number of members.
+        message_bytes: Bytes of the messages, counted as of an all-reduce; see `message_bytes_of`.
         sent_bytes: Bytes that have left this member on the wire; of an all-reduce, those of a ring.
         received_bytes: Bytes that have reached it.
     """
@@ -99,16 +119,10 @@ class Traffic:
             handed_bytes: Bytes of the tensor that this member hands over.
             members: Of the group.
         """
-        message_bytes = {
-            "all_reduce": handed_bytes,
-            "all_gather": handed_bytes * members // 2,
-            "all_to_all": handed_bytes // 2,
-            "broadcast": handed_bytes,
-        }[collective]
         on_the_wire = wire_bytes(collective, handed_bytes, members)
         counted = self._by_collective.setdefault(collective, CollectiveTraffic())
         counted.messages += 1
-        counted.message_bytes += message_bytes
+        counted.message_bytes += message_bytes_of(collective, handed_bytes, members)
         counted.sent_bytes += on_the_wire
         counted.received_bytes += on_the_wire
 

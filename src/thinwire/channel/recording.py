@@ -35,7 +35,7 @@ class Note:
     awaited_seconds: float | None = field(default=None, compare=False)
 
     @property
-    def message_bytes(self) -> int:
+    def handed_bytes(self) -> int:
         """Bytes that this member handed over."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 

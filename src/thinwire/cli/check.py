@@ -11,7 +11,7 @@ import torch.distributed as dist
 import typer
 
 from thinwire.channel import gather_numbers
-from thinwire.cli.job import joined_job
+from thinwire.cli.job import Processes, joined_job
 from thinwire.local_job import run_here
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
 
@@ -27,13 +27,7 @@ def check(
         str | None,
         typer.Option(metavar="NAME", help="Of torch.distributed.", show_default="nccl with a GPU, else gloo"),
     ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            help="Start so many on this machine, joined over its loopback interface only.",
-            show_default="this is one of a job",
-        ),
-    ] = None,
+    processes: Processes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.

@@ -7,15 +7,26 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Annotated, TypeAlias
 
 import torch
 import torch.distributed as dist
+import typer
 from torch._C._distributed_c10d import HashStore
 
 from thinwire.errors import ConfigError
 from thinwire.local_job import is_in_local_job, join_local_job, loopback_interface
 
-__all__ = ["alone", "joined_job"]
+__all__ = ["Processes", "alone", "joined_job"]
+
+Processes: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Start so many on this machine, joined over its loopback interface only.",
+        show_default="this is one of a job",
+    ),
+]
+"""The option `--processes` of commands that run on the processes of a job."""
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.job import joined_job
+from thinwire.cli.job import Processes, joined_job
 from thinwire.errors import ConfigError
 from thinwire.local_job import run_here
 from thinwire.probe.measure import probe as measure
@@ -41,13 +41,7 @@ def probe(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw time against message size: .png, .svg, .pdf.")
     ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(
-            help="Start so many on this machine, joined over its loopback interface only.",
-            show_default="this is one of a job",
-        ),
-    ] = None,
+    processes: Processes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure how fast the processes of a job can average, over message sizes, and which are near each other.

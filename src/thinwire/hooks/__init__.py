@@ -9,14 +9,7 @@ docs/powersgd.md says what behaves differently.
 """
 
 from thinwire.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
-from thinwire.hooks.powersgd import (
-    Hook,
-    PowerSGDState,
-    batched_powerSGD_hook,
-    bf16_compress_wrapper,
-    fp16_compress_wrapper,
-    powerSGD_hook,
-)
+from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from thinwire.hooks.stateless import (
     allreduce_hook,
     bf16_compress_hook,
@@ -25,6 +18,7 @@ from thinwire.hooks.stateless import (
     quantization_perchannel_hook,
     quantization_pertensor_hook,
 )
+from thinwire.hooks.wrappers import Hook, bf16_compress_wrapper, fp16_compress_wrapper
 
 __all__ = [
     "Hook",

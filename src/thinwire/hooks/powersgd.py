@@ -1,4 +1,4 @@
-"""PowerSGD's hooks with their state, and the wrappers that make messages small."""
+"""PowerSGD's hooks with their state."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import copy
@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeAlias
-from weakref import WeakSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,15 +24,6 @@ from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.fronts.ddp import BucketFront, front_of
 from thinwire.fronts.ddp_model import dense_buffer, models_where, refuse_training_of_copies
-from thinwire.hooks.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
-from thinwire.hooks.stateless import (
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-    noop_hook,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
-)
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.loss_scale import loss_scale_of
@@ -41,17 +31,9 @@ from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.state import checked_state, packed_state
 from thinwire.sync.stats import Stats
 
-__all__ = [
-    "PowerSGDState",
-    "batched_powerSGD_hook",
-    "bf16_compress_wrapper",
-    "fp16_compress_wrapper",
-    "powerSGD_hook",
-]
+__all__ = ["PowerSGDState", "batched_powerSGD_hook", "checked_state_of", "powerSGD_hook"]
 
 logger = logging.getLogger(__name__)
-
-Hook: TypeAlias = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 # torch's attributes that can't be set, and what to do instead.
 READ_ONLY = {
@@ -462,7 +444,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         ConfigError: The state is of another kind, or was used with another hook or model.
         ThinwireError: As of `BucketFront.run`.
     """
-    return _checked(state).run(PowerSGD, None, bucket)
+    return checked_state_of(state).run(PowerSGD, None, bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -476,70 +458,18 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
         ConfigError: The state is of another kind, or was used with another hook or model.
         ThinwireError: As of `BucketFront.run`.
     """
-    return _checked(state).run(BatchedPowerSGD, None, bucket)
+    return checked_state_of(state).run(BatchedPowerSGD, None, bucket)
 
 
-def _checked(state: object) -> PowerSGDState:
+def checked_state_of(state: object) -> PowerSGDState:
+    """Return the state that a hook was registered with, if it is one for PowerSGD.
+
+    Raises:
+        ConfigError: It is not.
+    """
     if not isinstance(state, PowerSGDState):
         raise ConfigError(
             "PowerSGD's hooks need a thinwire.hooks.PowerSGDState, got "
             f"{type(state).__module__}.{type(state).__name__}"
         )
     return state
-
-
-def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook with its messages in fp16: the factors of PowerSGD, not its memory, which stays fp32.
-
-    Hooks whose messages have 16 or 8 bits already (those wrapped before, too), or that send none, are given
-    back as they are.
-
-    Raises:
-        ConfigError: Not one of this module's hooks: the messages of another can't be reached.
-    """
-    return _wrapped(hook, "fp16")
-
-
-def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Return a hook with its messages in bf16; see `fp16_compress_wrapper`.
-
-    Raises:
-        ConfigError: Not one of this module's hooks.
-    """
-    return _wrapped(hook, "bf16")
-
-
-SMALL_ALREADY: tuple[Hook, ...] = (
-    fp16_compress_hook,
-    bf16_compress_hook,
-    quantization_pertensor_hook,
-    quantization_perchannel_hook,
-    noop_hook,
-)
-_made_small = WeakSet[Hook]()
-
-
-def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
-    if hook is powerSGD_hook or hook is batched_powerSGD_hook:
-        kind = PowerSGD if hook is powerSGD_hook else BatchedPowerSGD
-
-        def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-            return _checked(state).run(kind, wire_dtype, bucket)
-
-        _made_small.add(low_rank_in_16_bits)
-        return low_rank_in_16_bits
-    if hook is post_localSGD_hook:
-
-        def post_local_in_16_bits(state: PostLocalSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-            return averaged(state, bucket, wire_dtype)
-
-        _made_small.add(post_local_in_16_bits)
-        return post_local_in_16_bits
-    if hook is allreduce_hook:
-        return fp16_compress_hook if wire_dtype == "fp16" else bf16_compress_hook
-    if any(hook is each for each in (*SMALL_ALREADY, *_made_small)):
-        return hook
-    raise ConfigError(
-        f"expected one of thinwire.hooks, got {hook!r}; the messages of another hook can't be reached from "
-        "outside: use torch's own wrapper for it"
-    )

@@ -120,16 +120,16 @@ class Probe:
         beyond = ring_share(self.world_size) * (message_bytes - last.message_bytes)
         return last.median_seconds + beyond / self.bytes_per_second
 
-    def collective_seconds(self, collective: Collective, message_bytes: int) -> float:
+    def collective_seconds(self, collective: Collective, handed_bytes: int) -> float:
         """Return how long a collective takes: as an averaging that puts as many bytes on the wire.
 
         Args:
             collective: What carries the message.
-            message_bytes: What each process hands over.
+            handed_bytes: What each process hands over.
         """
         if collective == "all_reduce":
-            return self.average_seconds(message_bytes)
-        on_the_wire = wire_bytes(collective, message_bytes, self.world_size)
+            return self.average_seconds(handed_bytes)
+        on_the_wire = wire_bytes(collective, handed_bytes, self.world_size)
         return self.average_seconds(on_the_wire / ring_share(self.world_size))
 
     def to_json(self) -> str:

@@ -198,6 +198,7 @@ def answered(requests: Replanning, transport: Transport, purpose: str) -> Choice
 
     Raises:
         CommunicationError: A collective failed.
+        ConfigError: They ask for something that can't be sent.
     """
     answer = None
     while True:
@@ -208,6 +209,7 @@ def answered(requests: Replanning, transport: Transport, purpose: str) -> Choice
         messages = request if isinstance(request, tuple) else (request,)
         answers: list[torch.Tensor] = []
         for message in messages:
+            _check_message(message)
             sent = _MESSAGES[type(message)]([message], transport, purpose)
             sent.work.wait()
             answers += sent.parts()
@@ -250,11 +252,7 @@ def _send(tasks: Sequence[Task], transport: Transport, purpose: str) -> _Round:
         for place, message in enumerate(messages):
             if isinstance(message, Commit) and not isinstance(task.request, tuple):
                 continue
-            if type(message) not in _MESSAGES:
-                raise ConfigError(
-                    f"an exchange has asked for {message!r}, expected Mean, AllGather, AllToAll, Jointly or "
-                    "Commit (several messages as a tuple)"
-                )
+            _check_message(message)
             key = (str(message.tensor.device), str(message.tensor.dtype), type(message))
             kinds.setdefault(key, []).append((number, place, message))
     # Backends match collectives by their order alone, and wait for ever where it differs. Sorted, it follows
@@ -319,6 +317,14 @@ def _sent_exchanges(messages: Sequence[AllToAll], transport: Transport, purpose:
     work = transport.all_to_all(received, rows, purpose)
     sizes = [tensor.shape[1] for tensor in tensors]
     return _Sent(work, rows, lambda: received.split_with_sizes(sizes, dim=1))
+
+
+def _check_message(message: object) -> None:
+    if type(message) not in _MESSAGES:
+        raise ConfigError(
+            f"an algorithm has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
+            "may stand in a tuple; or, of an exchange and alone, Jointly or Commit"
+        )
 
 
 def _check_flat(operation: str, tensor: torch.Tensor) -> None:

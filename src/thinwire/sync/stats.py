@@ -17,8 +17,9 @@ class Stats:
         nonfinite_steps: Steps whose mean gradients were not finite, and which left memory as it was. Whether
             the optimizer skipped them is a `GradScaler`'s to know. With `on_nonfinite="nan"`, algorithms
             without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
-        messages: Averaging collectives of gradients; saving a state adds none.
-        message_bytes: Bytes contributed to them.
+        messages: Collectives of steps; saving a state adds none.
+        message_bytes: Their bytes, counted as of an all-reduce (of which a process hands over as many): what
+            an all-gather or an all-to-all sends is converted to what would be as much on a ring.
         gradient_bytes: Bytes that would have been contributed without compression.
         waiting_seconds: Time the host was blocked: until means had come back, processes had agreed, or an
             accelerator had made known whether all is finite.

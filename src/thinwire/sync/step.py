@@ -73,8 +73,8 @@ class Step:
             flat: Its gradients, shape (sum of elements,), averaged in place by `finish`.
 
         Raises:
-            StepError: The step has ended, or the bucket is in it already: the last backward pass was
-                interrupted.
+            StepError: The step has ended; or the bucket is in it already: the last backward pass was
+                interrupted; or it is in flight in another step.
             CommunicationError: The message could not be sent.
         """
         self._check_open()
@@ -83,6 +83,12 @@ class Step:
             raise StepError(
                 f"the bucket of {lane.specs[0].name} was started twice: the last backward pass did not "
                 "finish on this process; restart all processes from a checkpoint"
+            )
+        if lane.is_in_flight:
+            # It would begin with the memory that the other step is about to write, and one of both be lost.
+            raise StepError(
+                f"the bucket of {lane.specs[0].name} is in flight in another step; finish or abandon that "
+                "first"
             )
         with self._clock.inside(self._traffic), full_precision(flat.device):
             self._came.append(lane.specs)
@@ -114,12 +120,6 @@ class Step:
         if self._finds_unused:
             # Before the exchange starts, which may write to the gradients.
             self._used.append(used_flags(bucket))
-        if lane.is_in_flight:
-            # It would begin with the memory that the other step is about to write, and one of both be lost.
-            raise StepError(
-                f"the bucket of {lane.specs[0].name} is in flight in another step; finish or abandon that "
-                "first"
-            )
         self._exchange.start(lane.plan.exchange(bucket, lanes.memory), lane.specs[0].name)
         lane.is_in_flight = True
         self.lanes.append(lane)
