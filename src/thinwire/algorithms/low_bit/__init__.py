@@ -1,0 +1,1 @@
+"""Few bits a number: packing, codes with scales, and the averaging of what is sent so."""

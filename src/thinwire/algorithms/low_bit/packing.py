@@ -1,0 +1,109 @@
+"""Integers of a few bits, without gaps: eight codes of b bits in b bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from thinwire.errors import ConfigError
+
+__all__ = ["pack", "packed_bytes", "unpack"]
+
+MAX_BITS = 16
+GROUP = 8  # codes: the fewest that fill whole bytes, whatever the bits
+
+
+def packed_bytes(count: int, bits: int) -> int:
+    """Return the bytes that codes take.
+
+    Args:
+        count: Of the codes.
+        bits: Of each, 1 to 16.
+
+    Examples:
+        >>> packed_bytes(100, 3), packed_bytes(64, 12)
+        (38, 96)
+    """
+    return -(-count * bits // 8)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Write codes one behind the other, the lowest bit first, as one stream of bits.
+
+    Args:
+        codes: Whole numbers from 0 to 2**bits − 1, of any integer type, shape (…, count). That they are in
+            range is not checked: it would make the host wait for an accelerator.
+        bits: Of each, 1 to 16.
+
+    Returns:
+        The bytes, uint8, shape (…, `packed_bytes(count, bits)`); the last one is filled up with zeros.
+
+    Raises:
+        ConfigError: Other bits.
+
+    Examples:
+        >>> pack(torch.tensor([1, 2, 3, 4, 5]), bits=3).tolist()
+        [209, 88]
+    """
+    _check_bits(bits)
+    count = codes.shape[-1]
+    if bits == 8:
+        return codes.to(torch.uint8)
+    wide = codes.to(torch.uint8 if bits < 8 else torch.int32)
+    groups = -(-count // GROUP)
+    if count % GROUP:
+        wide = torch.nn.functional.pad(wide, (0, groups * GROUP - count))
+    columns = wide.unflatten(-1, (groups, GROUP)).unbind(-1)
+    packed = torch.zeros((*codes.shape[:-1], groups, bits), dtype=torch.uint8, device=codes.device)
+    for code, byte, shift in _overlaps(bits):
+        part = columns[code] << shift if shift >= 0 else columns[code] >> -shift
+        packed[..., byte] |= (part & 0xFF).to(torch.uint8)
+    return packed.flatten(-2)[..., : packed_bytes(count, bits)]
+
+
+def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Read codes back.
+
+    Args:
+        packed: As `pack` returned them, uint8, shape (…, `packed_bytes(count, bits)`).
+        bits: Of each code, 1 to 16.
+        count: Of the codes.
+
+    Returns:
+        The codes, shape (…, count), uint8 up to 8 bits and int32 above.
+
+    Raises:
+        ConfigError: Other bits, or another number of bytes than `count` codes take.
+    """
+    _check_bits(bits)
+    if packed.shape[-1] != packed_bytes(count, bits):
+        raise ConfigError(
+            f"got {packed.shape[-1]} bytes, expected the {packed_bytes(count, bits)} that {count} codes of "
+            f"{bits} bits take"
+        )
+    if bits == 8:
+        return packed
+    groups = -(-count // GROUP)
+    if packed.shape[-1] != groups * bits:
+        packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))
+    columns = packed.to(torch.uint8 if bits < 8 else torch.int32).unflatten(-1, (groups, bits)).unbind(-1)
+    dtype = torch.uint8 if bits < 8 else torch.int32
+    codes = torch.zeros((*packed.shape[:-1], groups, GROUP), dtype=dtype, device=packed.device)
+    mask = (1 << bits) - 1
+    for code, byte, shift in _overlaps(bits):
+        codes[..., code] |= (columns[byte] >> shift if shift >= 0 else columns[byte] << -shift) & mask
+    return codes.flatten(-2)[..., :count]
+
+
+def _overlaps(bits: int) -> Iterator[tuple[int, int, int]]:
+    """Yield each code and byte of a group that share bits, and how far to shift the code to the left."""
+    for code in range(GROUP):
+        first = code * bits
+        for byte in range(first // 8, (first + bits - 1) // 8 + 1):
+            yield code, byte, first - 8 * byte
+
+
+def _check_bits(bits: int) -> None:
+    if not 1 <= bits <= MAX_BITS:
+        raise ConfigError(f"bits must be 1 to {MAX_BITS}, got {bits!r}")
