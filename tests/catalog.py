@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows
 from thinwire.algorithms.lowrank.config import LowRankRoute
@@ -56,6 +56,8 @@ ENTRIES = [
     Entry(PowerSGD(matrix_rank=2, alternating=True, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
     Entry(BatchedPowerSGD(), feedback=True),
     Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False)),
+    Entry(TopK(merge="senders")),
+    Entry(TopK(1 / 100, bits=4, chunk=1000, error_decay=1), feedback=True),
     Entry(AroundTrend(), feedback=True),  # not Thinwire's: nothing of Thinwire knows it
 ]
 

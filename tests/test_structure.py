@@ -140,7 +140,7 @@ def test_the_public_names() -> None:
         "ConfigError",
         "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "NonfiniteError",
         "Plan", "PowerSGD", "StateError",
-        "Stats", "StepError", "ThinwireError", "__version__", "attach", "hooks", "join",
+        "Stats", "StepError", "ThinwireError", "TopK", "__version__", "attach", "hooks", "join",
         "JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Watch", "read_run",
     }  # fmt: skip
 

@@ -6,7 +6,7 @@ and gives back the same model. Start with `attach`.
 
 from thinwire import hooks
 from thinwire.advice import Advice, advise
-from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD, TopK
 from thinwire.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.errors import (
     AgreementError,
@@ -55,6 +55,7 @@ __all__ = [
     "StepError",
     "TensorBoardWriter",
     "ThinwireError",
+    "TopK",
     "Watch",
     "__version__",
     "advise",

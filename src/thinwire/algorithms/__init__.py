@@ -25,6 +25,7 @@ from thinwire.algorithms.requests import (
     Requests,
     all_finite,
 )
+from thinwire.algorithms.sparse.topk import TopK
 
 __all__ = [
     "Algorithm",
@@ -47,5 +48,6 @@ __all__ = [
     "Request",
     "Requests",
     "Slot",
+    "TopK",
     "all_finite",
 ]

@@ -11,6 +11,7 @@ from thinwire.algorithms.cast import Cast
 from thinwire.algorithms.exact import AllReduce
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
+from thinwire.algorithms.sparse.topk import TopK
 
 __all__ = ["REGISTRY", "SLOTS", "Registered", "Variant"]
 
@@ -139,6 +140,15 @@ REGISTRY: tuple[Registered, ...] = (
         is_lossy=True,
         has_memory=True,
         variants=(Variant("BatchedPowerSGD(matrix_rank=1)", BatchedPowerSGD(), is_checked=True),),
+    ),
+    Registered(
+        "topk",
+        TopK,
+        TopK,
+        is_lossy=True,
+        has_memory=True,
+        # Only with this decay nothing is forgotten.
+        variants=(Variant("TopK(error_decay=1)", TopK(error_decay=1), is_checked=True),),
     ),
 )
 

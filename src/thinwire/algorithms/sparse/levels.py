@@ -1,0 +1,101 @@
+"""Numbers of like magnitude in few bits: a sign, and one of some levels that each chunk has of its own.
+
+Sent are the lowest and the highest level of a chunk, in bf16; the others lie evenly between them. Two levels
+are the best there are: those that leave the least squared error. More of them reach from the smallest
+magnitude of the chunk to the largest. All entries that are sent are large, so levels need not begin at zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["SCALE_DTYPE", "codes_of", "end_levels", "on_the_wire", "values_of"]
+
+SCALE_DTYPE = torch.bfloat16  # fp32's range; what its rounding loses stays in the residual
+
+
+def on_the_wire(values: torch.Tensor) -> torch.Tensor:
+    """Return values in bf16, where finite ones stay so."""
+    limit = torch.finfo(SCALE_DTYPE).max
+    return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(SCALE_DTYPE)
+
+
+def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the lowest and the highest level of each row.
+
+    Args:
+        rows: The entries that are sent of each chunk, (rows, kept).
+        bits: Of a code.
+
+    Returns:
+        bf16, (rows, 2); not finite where something of a row is not.
+
+    Examples:
+        >>> end_levels(torch.tensor([[1.0, -1.5, 7.0, -9.0]]), bits=2).tolist()
+        [[1.25, 8.0]]
+    """
+    magnitudes = rows.abs()
+    peaks = magnitudes.amax(1, keepdim=True)
+    if bits == 2 and rows.shape[1] > 1:
+        ends = _two_means(magnitudes, peaks)
+    else:
+        ends = torch.cat([magnitudes.amin(1, keepdim=True), peaks], dim=1)
+    # A row with a number that is not finite must show it, whatever became of its levels.
+    return on_the_wire(torch.where(peaks.isfinite(), ends, peaks))
+
+
+def codes_of(values: torch.Tensor, ends: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the number of each value's nearest level, and its sign in the bit above.
+
+    Args:
+        values: (entries,).
+        ends: The lowest and highest level of each one's chunk, bf16, (entries, 2).
+        bits: Of a code.
+
+    Returns:
+        uint8, (entries,).
+    """
+    lowest, step, highest_code = _steps(ends, bits, values.dtype)
+    codes = ((values.abs() - lowest) / step.where(step > 0, 1)).round_().clamp_(0, highest_code)
+    return codes.nan_to_num_(0).to(torch.uint8) | ((values < 0).to(torch.uint8) << bits - 1)
+
+
+def values_of(codes: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return what codes stand for.
+
+    Args:
+        codes: As from `codes_of`, (…, entries).
+        ends: The lowest and highest level of each one's chunk, bf16, (…, entries, 2).
+        bits: Of a code.
+        dtype: Of the values.
+    """
+    lowest, step, highest_code = _steps(ends, bits, dtype)
+    magnitudes = lowest + step * (codes & highest_code)
+    return torch.where(codes > highest_code, -magnitudes, magnitudes)
+
+
+def _steps(ends: torch.Tensor, bits: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return the lowest level, how far levels lie apart, and the number of the highest."""
+    lowest, highest = ends.to(dtype).unbind(-1)
+    highest_code = (1 << bits - 1) - 1
+    return lowest, (highest - lowest) / highest_code, highest_code
+
+
+def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+    """Return the two levels of each row, (rows, 2), from which its magnitudes lie least far, squared.
+
+    They are the means of those below some border and of those above it, and all borders are tried.
+
+    Args:
+        magnitudes: (rows, kept), at least two.
+        peaks: The largest of each row, (rows, 1).
+    """
+    units = peaks.where(peaks > 0, 1)  # so that no square overflows
+    sums = (magnitudes / units).sort(1).values.cumsum(1)
+    below, total = sums[:, :-1], sums[:, -1:]
+    num_below = torch.arange(1, magnitudes.shape[1], dtype=sums.dtype, device=sums.device).expand_as(below)
+    num_above = magnitudes.shape[1] - num_below
+    above = total - below
+    border = (below.square() / num_below + above.square() / num_above).argmax(1, keepdim=True)
+    means = [(side / number).gather(1, border) for side, number in ((below, num_below), (above, num_above))]
+    return torch.cat(means, dim=1) * units

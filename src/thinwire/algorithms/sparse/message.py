@@ -1,0 +1,197 @@
+"""A bucket's message: the largest entries of all its chunks, where they stand and what they are.
+
+Where they stand: of each chunk in ascending order, the low bits of each position as they are, and the high
+ones as marks: a bit that is set for each entry, and one that is not for each time that the high bits grow by
+one. 64 positions of 4,096 take 8 bits each, where the number of a position takes 12; and always as many.
+(Elias, "Efficient Storage and Retrieval by Content and Address of Static Files", JACM 1974.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from thinwire.algorithms.low_bit.packing import pack, packed_bytes, unpack
+from thinwire.algorithms.sparse.chunks import Chunks, largest
+from thinwire.algorithms.sparse.levels import SCALE_DTYPE, codes_of, end_levels, on_the_wire, values_of
+
+__all__ = ["Entries", "Message"]
+
+MAX_LOW_BITS = 16
+
+
+class Entries(NamedTuple):
+    """What all members have sent of a bucket.
+
+    Attributes:
+        places: In the bucket, int64, (members, entries); of each member no place twice.
+        values: (members, entries).
+        scales: What values were made of: not finite where something of a member was not.
+    """
+
+    places: torch.Tensor
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Message:
+    """How the entries of a bucket are packed.
+
+    Attributes:
+        parts: The chunks, by length.
+        density: Share of their entries that is sent.
+        bits: Of an entry's value; 16 for bf16.
+
+    Examples:
+        >>> from thinwire.algorithms.sparse.chunks import Run
+        >>> message = Message((Chunks(4096, 64, (Run(0, 0, 1),)),), density=1 / 64, bits=2)
+        >>> gradient = torch.zeros(4096).index_fill_(0, torch.arange(0, 128, 2), 3.0)
+        >>> packed = message.packed(gradient)
+        >>> entries = message.unpacked(packed.view(1, -1), torch.float32)
+        >>> len(packed), entries.places[0, -3:], entries.values[0, -3:]
+        (84, tensor([122, 124, 126]), tensor([3., 3., 3.]))
+    """
+
+    parts: tuple[Chunks, ...]
+    density: float
+    bits: int
+
+    @cached_property
+    def low_bits(self) -> int:
+        """Of each position, those that are sent as they are: so many that about half of the marks are set."""
+        return min(MAX_LOW_BITS, int(math.log2(1 / self.density)))
+
+    def marks_of(self, chunks: Chunks) -> int:
+        """Return the bits that stand for the high bits of a chunk's positions."""
+        return chunks.kept + (chunks.length - 1 >> self.low_bits)
+
+    def bits_of(self, chunks: Chunks) -> int:
+        """Return the bits that the entries of a chunk take."""
+        return chunks.kept * (self.low_bits + self.bits) + self.marks_of(chunks) + self._scale_bits
+
+    @property
+    def _scale_bits(self) -> int:
+        return 0 if self.bits == 16 else 2 * 8 * SCALE_DTYPE.itemsize
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks."""
+        return sum(chunks.count for chunks in self.parts)
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that are sent."""
+        return sum(chunks.count * chunks.kept for chunks in self.parts)
+
+    @property
+    def num_marks(self) -> int:
+        """Bits for the high bits of all positions."""
+        return sum(chunks.count * self.marks_of(chunks) for chunks in self.parts)
+
+    @cached_property
+    def stream_bytes(self) -> tuple[int, int, int, int]:
+        """Bytes of marks, low bits, values and scales, in the order in which they are sent."""
+        return (
+            packed_bytes(self.num_marks, 1),
+            packed_bytes(self.num_entries, self.low_bits),
+            packed_bytes(self.num_entries, self.bits),
+            self.num_chunks * self._scale_bits // 8,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a member sends: even, so that half of it, times the members, is a whole number."""
+        total = sum(self.stream_bytes)
+        return total + total % 2
+
+    @cached_property
+    def _chunks(self) -> torch.Tensor:
+        """Of each chunk: where it begins in the bucket, marks less entries before it, and its entries.
+
+        int64, (3, chunks).
+        """
+        columns, marks, entries = [], 0, 0
+        for chunks in self.parts:
+            for run in chunks.runs:
+                for index in range(run.num_chunks):
+                    columns.append((run.first + index * chunks.length, marks - entries, chunks.kept))
+                    marks += self.marks_of(chunks)
+                    entries += chunks.kept
+        return torch.tensor(columns, dtype=torch.int64).T.contiguous()
+
+    def _of_entries(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return of each entry its chunk, where that begins, and its mark if the high bits were zero."""
+        starts, shifts, kept = self._chunks.to(device, non_blocking=True)
+        chunk = torch.arange(self.num_chunks, device=device)
+        chunk = chunk.repeat_interleave(kept, output_size=self.num_entries)
+        return chunk, starts[chunk], shifts[chunk] + torch.arange(self.num_entries, device=device)
+
+    def packed(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return the largest entries of a bucket as bytes.
+
+        Args:
+            flat: Its gradients, fp32 or fp64.
+
+        Returns:
+            uint8, (`num_bytes`,).
+        """
+        found, picked, ends = [], [], []
+        for chunks in self.parts:
+            rows = chunks.rows(flat)
+            positions = largest(rows, chunks.kept)
+            values = rows.gather(1, positions)
+            found.append(positions.view(-1))
+            picked.append(values.view(-1))
+            ends.append(end_levels(values, self.bits))
+        chunk, _, first_marks = self._of_entries(flat.device)
+        positions, values, scales = torch.cat(found), torch.cat(picked), torch.cat(ends)
+        marks = torch.zeros(self.num_marks, dtype=torch.uint8, device=flat.device)
+        streams = [pack(marks.index_fill_(0, first_marks + (positions >> self.low_bits), 1), 1)]
+        if self.low_bits:
+            streams.append(pack(positions & (1 << self.low_bits) - 1, self.low_bits))
+        if self.bits == 16:
+            streams.append(on_the_wire(values).view(torch.uint8))
+        else:
+            streams.append(pack(codes_of(values, scales[chunk], self.bits), self.bits))
+            streams.append(scales.view(-1).view(torch.uint8))
+        packed = torch.cat(streams)
+        return torch.nn.functional.pad(packed, (0, self.num_bytes - len(packed)))
+
+    def unpacked(self, gathered: torch.Tensor, dtype: torch.dtype) -> Entries:
+        """Return what all members have packed, without waiting for an accelerator.
+
+        Args:
+            gathered: uint8, (members, `num_bytes`).
+            dtype: Of the values.
+        """
+        marks, low, codes, scale_bytes = self._streams(gathered)
+        chunk, starts, first_marks = self._of_entries(gathered.device)
+        set_marks = unpack(marks, 1, self.num_marks)
+        # The n-th mark that is set is the n-th entry's. All that are not go behind the last, and are cut off.
+        number = torch.where(set_marks > 0, set_marks.cumsum(-1) - 1, self.num_entries)
+        places = torch.arange(self.num_marks, device=gathered.device).expand_as(number)
+        behind = places.new_empty(len(gathered), self.num_entries + 1)
+        high = behind.scatter_(1, number, places)[:, :-1] - first_marks
+        places = starts + (high << self.low_bits)
+        if self.low_bits:
+            places += unpack(low, self.low_bits, self.num_entries)
+        # Copied: bytes that begin anywhere can't be viewed as a type of several bytes.
+        if self.bits == 16:
+            scales = codes.clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
+            return Entries(places, scales.to(dtype), scales)
+        scales = (
+            scale_bytes.clone(memory_format=torch.contiguous_format)
+            .view(SCALE_DTYPE)
+            .view(len(gathered), self.num_chunks, 2)
+        )
+        codes = unpack(codes, self.bits, self.num_entries)
+        return Entries(places, values_of(codes, scales[:, chunk], self.bits, dtype), scales)
+
+    def _streams(self, gathered: torch.Tensor) -> Sequence[torch.Tensor]:
+        return gathered[:, : sum(self.stream_bytes)].split_with_sizes(self.stream_bytes, dim=1)

@@ -1,0 +1,218 @@
+"""Top-k with error feedback: against NumPy, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from catalog import buckets, flat_error, random_gradients, spec, true_means
+from reference_topk import Reference
+from thinwire import AllReduce, ConfigError, PowerSGD, TopK
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.sparse.chunks import Chunks, Run, largest
+from thinwire.algorithms.sparse.message import Message
+from thinwire.simulation import Simulation
+
+pytestmark = pytest.mark.usefixtures("one_for_all")
+
+LAYOUT = [(spec("weight", 30, 50, dtype=torch.float64), spec("bias", 30, dtype=torch.float64))]
+
+
+@pytest.mark.parametrize("merge", ["members", "senders"])
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+def test_against_numpy(bits: int, merge: Any) -> None:
+    algorithm = TopK(1 / 16, bits=bits, chunk=400, error_decay=0.9, merge=merge)
+    simulation = Simulation(algorithm, LAYOUT, num_workers=3)
+    reference = Reference([1500, 30], 3, 1 / 16, bits, 400, 0.9, merge)
+    for step in range(4):
+        gradients = random_gradients(LAYOUT, num_workers=3, seed=step)
+        expected = reference.average(np.stack([flat.numpy() for (flat,) in gradients]))
+        assert simulation.step(gradients)
+        np.testing.assert_allclose(gradients[0][0].numpy(), expected, rtol=1e-12, atol=1e-12)
+    for engine, residual in zip(simulation.engines, reference.residuals, strict=True):
+        kept = torch.cat([engine.memory[ERROR][each.name] for each in LAYOUT[0]])
+        np.testing.assert_allclose(kept.numpy(), residual, rtol=1e-12, atol=1e-12)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_with_a_decay_of_one_nothing_is_lost_and_buckets_do_not_matter(data: st.DataObject) -> None:
+    """Sum of results + mean residual = sum of true means; the same bits whatever shares a bucket."""
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]))
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=4))
+    specs = [spec(str(index), *shape, dtype=dtype) for index, shape in enumerate(shapes)]
+    algorithm = TopK(
+        data.draw(st.floats(1e-3, 1)),
+        bits=data.draw(st.sampled_from([2, 4, 8, 16])),
+        chunk=data.draw(st.integers(1, 100)),
+        error_decay=1,
+    )
+    num_workers, magnitude = data.draw(st.integers(1, 3)), 2.0 ** data.draw(st.integers(-8, 8))
+    apart = Simulation(algorithm, [(each,) for each in specs], num_workers=num_workers)
+    together = Simulation(algorithm, [tuple(specs)], num_workers=num_workers)
+    true, sent, size = torch.zeros(1), torch.zeros(1), 0.0
+    for step in range(3):
+        gradients = random_gradients(apart.buckets, num_workers=num_workers, seed=step)
+        for flat in (flat for of_worker in gradients for flat in of_worker):
+            flat.mul_(magnitude)
+        mean = torch.cat(true_means(gradients))
+        true, size = true + mean, size + mean.norm()
+        as_one = [[torch.cat(flats)] for flats in gradients]
+        assert apart.step(gradients)
+        assert together.step(as_one)
+        for flats, (flat,) in zip(gradients, as_one, strict=True):
+            assert torch.equal(torch.cat(flats), flat)
+            assert torch.equal(flat, as_one[0][0])
+        sent = sent + as_one[0][0].double()
+    gap = (true - sent - flat_error(together.state_dicts()[0], tuple(specs))).norm()
+    assert gap <= 1e-5 * size
+
+
+def test_what_is_saved_by_three_goes_on_with_five() -> None:
+    state, total = None, torch.zeros(1, dtype=torch.float64)
+    for num_workers, steps in ((3, range(4)), (5, range(4, 8))):
+        simulation = Simulation(TopK(error_decay=1), LAYOUT, num_workers=num_workers)
+        for sync in simulation.syncs:
+            if state is not None:
+                sync.load_state_dict(copy.deepcopy(state))
+        for step in steps:
+            gradients = random_gradients(LAYOUT, num_workers=num_workers, seed=step)
+            total = total + true_means(gradients)[0]
+            assert simulation.step(gradients)
+            total = total - gradients[0][0]
+        state = simulation.state_dicts()[0]
+    assert state is not None
+    assert (total - flat_error(state, LAYOUT[0])).norm() < 1e-9
+
+
+def test_from_another_algorithm_and_back_nothing_is_lost() -> None:
+    first = PowerSGD(matrix_rank=1)
+    simulation = Simulation(first, buckets(), num_workers=2)
+    total = [torch.zeros(1, dtype=torch.float64) for _ in simulation.buckets]
+    for step, algorithm in enumerate([first, TopK(error_decay=1), first, TopK(error_decay=1), AllReduce()]):
+        for sync in simulation.syncs:
+            sync.use(algorithm)
+        for seed in (2 * step, 2 * step + 1):
+            gradients = random_gradients(simulation.buckets, num_workers=2, seed=seed)
+            total = [before + mean for before, mean in zip(total, true_means(gradients), strict=True)]
+            assert simulation.step(gradients)
+            total = [before - flat.double() for before, flat in zip(total, gradients[0], strict=True)]
+    for rest in total:
+        assert rest.norm() < 1e-3
+
+
+def test_what_fp16_can_not_hold_stays_in_the_residual() -> None:
+    layout = [(spec("weight", 8, dtype=torch.float16),)]
+    simulation = Simulation(TopK(1 / 8, error_decay=1, bits=16), layout, num_workers=2)
+    for engine in simulation.engines:
+        engine.put_error("weight", torch.tensor([1e5, 0, 0, 0, 0, 0, 0, 0]))
+    for expected, remaining in ((65_504, 1e5 - 65_504), (1e5 - 65_504, 0)):
+        gradients = [[torch.zeros(8, dtype=torch.float16)] for _ in range(2)]
+        assert simulation.step(gradients)
+        assert gradients[0][0][0].item() == pytest.approx(expected, rel=1e-2)
+        assert simulation.engines[0].memory[ERROR]["weight"][0].item() == pytest.approx(remaining, abs=300)
+
+
+def test_an_entry_that_is_zero_was_not_sent() -> None:
+    """A member whose chunk is all zeros must send some of them: they do not halve what the other has sent."""
+    layout = [(spec("weight", 64),)]
+    simulation = Simulation(TopK(1, merge="senders", bits=16), layout, num_workers=2)
+    gradients = [[torch.zeros(64)], [torch.full((64,), 3.0)]]
+    assert simulation.step(gradients)
+    assert torch.equal(gradients[0][0], torch.full((64,), 3.0))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_one_number_that_is_not_finite_skips_the_step_on_all(bits: int, value: float) -> None:
+    simulation = Simulation(TopK(bits=bits), LAYOUT, num_workers=2)
+    assert simulation.step(random_gradients(LAYOUT, num_workers=2, seed=0))
+    before = [copy.deepcopy(engine.memory[ERROR]) for engine in simulation.engines]
+    gradients = random_gradients(LAYOUT, num_workers=2, seed=1)
+    gradients[1][0][700] = value
+    assert not simulation.step(gradients)
+    for engine, errors in zip(simulation.engines, before, strict=True):
+        assert all(torch.equal(engine.memory[ERROR][name], errors[name]) for name in errors)
+
+
+def test_numbers_at_the_end_of_the_range_are_sent() -> None:
+    """bf16 would round the largest fp32 to infinity, and each later step would be skipped."""
+    largest_number = torch.finfo(torch.float32).max
+    simulation = Simulation(TopK(bits=16, error_decay=1), [(spec("weight", 4),)], num_workers=2)
+    gradients = [[torch.tensor([0.0, -largest_number, 0.0, 0.0])] for _ in range(2)]
+    assert simulation.step(gradients)
+    assert gradients[0][0][1].item() == pytest.approx(-largest_number, rel=1e-2)
+
+
+def test_bytes_grow_with_the_members_and_the_plan_says_so() -> None:
+    specs = [spec("weight", 1024, 1024, dtype=torch.bfloat16)]
+    plans = {members: TopK().prepare(specs, num_members=members).routes[0] for members in (2, 8)}
+    assert plans[2].gradient_bytes / plans[2].message_bytes > 95
+    assert plans[8].message_bytes == 4 * plans[2].message_bytes
+    assert plans[8].detail == "16,384 of 1,048,576 entries, 2 bits, from each of 8 members"
+
+
+def test_stats_tell_how_much_was_not_sent() -> None:
+    simulation = Simulation(TopK(1 / 64, bits=16, chunk=64), [(spec("weight", 64, 2),)], num_workers=2)
+    gradient = torch.ones(128)
+    gradient[[0, 64]] = 8.0  # of 127 + 64 in each chunk, squared
+    assert simulation.step([[gradient.clone()] for _ in range(2)])
+    stats = simulation.syncs[0].stats()
+    assert stats.relative_error["weight"] == pytest.approx((63 / 127) ** 0.5)
+    assert stats.error_norm["weight"] == pytest.approx(126**0.5)
+
+
+@pytest.mark.parametrize(("length", "kept"), [(1, 1), (7, 7), (100, 1), (4096, 64), (4096, 128), (1000, 33)])
+def test_the_largest_are_found_and_their_places_packed(length: int, kept: int) -> None:
+    rows = torch.randn(5, length, generator=torch.Generator().manual_seed(0))
+    found = largest(rows, kept)
+    assert torch.equal(found, rows.abs().topk(kept).indices.sort(1).values)
+    message = Message((Chunks(length, kept, (Run(0, 0, 5),)),), kept / length, bits=16)
+    last = torch.zeros(5, length).index_fill_(1, torch.arange(length - kept, length), 1.0)
+    for flat, positions in ((rows, found), (last, largest(last, kept))):
+        packed = message.packed(flat.view(-1))
+        assert len(packed) == message.num_bytes
+        entries = message.unpacked(packed.expand(3, -1), torch.float32)
+        expected = (positions + length * torch.arange(5).view(5, 1)).view(-1)
+        assert torch.equal(entries.places, expected.expand(3, -1))
+        assert torch.equal(entries.values[2], flat.view(-1)[expected].bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("density", 0),
+        ("density", -0.5),
+        ("density", 1.5),
+        ("density", "1/64"),
+        ("density", float("nan")),
+        ("bits", 1),
+        ("bits", 3),
+        ("bits", 32),
+        ("bits", 2.0),
+        ("chunk", 0),
+        ("chunk", 65_537),
+        ("chunk", 64.5),
+        ("error_decay", 0),
+        ("error_decay", 1.01),
+        ("error_decay", None),
+        ("merge", "mean"),
+        ("merge", None),
+    ],
+)
+def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TopK(**{setting: value})
+    assert setting in str(caught.value)
+    assert repr(value) in str(caught.value)
+
+
+def test_settings_are_kept_as_pythons_own_types() -> None:
+    algorithm = TopK(np.float32(0.25), bits=np.int64(4), chunk=np.int32(64), error_decay=1)
+    assert repr(algorithm) == repr(TopK(0.25, bits=4, chunk=64, error_decay=1.0))
