@@ -12,11 +12,12 @@ from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Work, run_members
+from thinwire.channel import InProcessTransport, Recording, Work, run_members
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync.engine import Engine
 from thinwire.sync.settings import Settings
+from toy import AroundTrend
 
 
 class Noting(InProcessTransport):
@@ -152,6 +153,47 @@ def test_steps_over_other_lanes_are_in_flight_side_by_side() -> None:
             assert torch.equal(flat, expected)
     assert engines[0].stats().steps == 2
     assert engines[0].stats().compression_ratio > 5
+
+
+class Pipelined(AroundTrend):
+    """Two rounds, the second as large as the first."""
+
+    pipelines_buckets = True
+
+
+def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_come() -> None:
+    """When a bucket starts, the second round of the one before it is sent; results are the same."""
+    specs = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
+
+    def run(algorithm: Algorithm, *, pipelined: bool) -> list[tuple[list[torch.Tensor], list[str]]]:
+        recordings = [Recording(transport) for transport in InProcessTransport.group(2)]
+
+        def body(rank: int) -> tuple[list[torch.Tensor], list[str]]:
+            recording = recordings[rank]
+            engine = Engine(algorithm, recording, [each for bucket in specs for each in bucket])
+            for seed in range(2):
+                flats = random_gradients(specs, num_workers=2, seed=seed)[rank]
+                lanes = [engine.open(bucket, flats[0].device) for bucket in specs]
+                recording.notes.clear()
+                one = engine.begin(pipelined=pipelined)
+                for lane, flat in zip(lanes, flats, strict=True):
+                    one.start(lane, flat)
+                assert one.finish()
+            assert engine.stats().compression_ratio > 3
+            return flats, [
+                f"{note.collective} {note.shape[-1]}" for note in recording.notes if note.dtype == torch.int8
+            ]
+
+        return run_members(2, body)
+
+    there, back = "all_to_all 100", "all_gather 100"
+    for (mine, order), (theirs, plain) in zip(
+        run(Pipelined(), pipelined=True), run(Pipelined(), pipelined=False), strict=True
+    ):
+        assert order == [there, there, back, there, back, back]
+        assert plain == [there, there, there, "all_gather 300"]
+        assert all(map(torch.equal, mine, theirs))
+    assert run(AroundTrend(), pipelined=True)[0][1] == plain
 
 
 def test_a_lane_in_flight_is_not_started_in_another_step() -> None:

@@ -231,6 +231,10 @@ class Algorithm(ABC):
     # Whether results depend on which parameters share a bucket.
     sees_buckets: ClassVar[bool] = False
 
+    # Whether a bucket's later messages are so large that they had better travel by themselves while gradients
+    # of other buckets are computed, than in one with those of all buckets when all are there.
+    pipelines_buckets: ClassVar[bool] = False
+
     def __str__(self) -> str:
         """Return how it is written in code, mostly without what has its default."""
         shown = [

@@ -230,7 +230,7 @@ class BucketFront:
             with self.engine.clock.inside(self.engine.traffic):
                 lane = self._lane_of(bucket, flat.device)
                 if self._step is None or not self._step.is_open:
-                    self._step, self._num_taken = self.engine.begin(), 0
+                    self._step, self._num_taken = self.engine.begin(pipelined=True), 0
                 self._step.start(lane, flat)
             future = new_future(flat.device)
             self._waiting.append((future, flat))

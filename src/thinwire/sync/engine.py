@@ -169,12 +169,20 @@ class Engine:
         """
         self._lanes.agree()
 
-    def begin(self) -> Step:
-        """Return a new step. Several may be open side by side, over lanes of their own."""
+    def begin(self, *, pipelined: bool = False) -> Step:
+        """Return a new step. Several may be open side by side, over lanes of their own.
+
+        Args:
+            pipelined: Whether starting a bucket may wait for messages of those before it, to send what comes
+                next of them in time; for algorithms that want it. For callers that have something to compute
+                between their buckets.
+        """
         self._steps = [step for step in self._steps if step.is_open]
         # Those under way count, so that errors of steps side by side name different ones.
         number = self.steps + len(self._steps)
-        step = Step(self._lanes, self.wire, self.traffic, self.clock, number, self._ended)
+        step = Step(
+            self._lanes, self.wire, self.traffic, self.clock, number, self._ended, pipelined=pipelined
+        )
         self._steps.append(step)
         return step
 
@@ -194,7 +202,7 @@ class Engine:
             NonfiniteError: It was not, and `on_nonfinite` is "raise".
             ThinwireError: As of `open`, `Step.start` and `Step.finish`; memory is as it was.
         """
-        step = self.begin()
+        step = self.begin(pipelined=True)
         try:
             with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
                 for specs, flat in buckets:

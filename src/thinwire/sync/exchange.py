@@ -124,6 +124,31 @@ class Exchange:
             )
         self.tasks.append(task)
 
+    def advance_earlier(self) -> None:
+        """Wait for what was sent before the newest bucket's first message, and send what comes next of it.
+
+        To be called after `start`, at the same buckets on all members.
+
+        Raises:
+            CommunicationError: A collective failed.
+            ConfigError: The algorithm asks for something that there is not.
+        """
+        earlier, newest = self._rounds[:-1], self._rounds[-1:]
+        if not earlier:
+            return
+        with shown("thinwire: wait for earlier buckets"):
+            for each in earlier:
+                for _, sent in each.sent:
+                    sent.work.wait()
+        with shown("thinwire: earlier buckets"):
+            tasks = [task for each in earlier for task in each.tasks]
+            for each in earlier:
+                _answer(each)
+            _compute_jointly(tasks)
+            waiting = [task for task in tasks if not isinstance(task.request, Commit)]
+            purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
+            self._rounds = [*newest, *([_send(waiting, self._transport, purpose)] if waiting else [])]
+
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
         self._joining.append(Task(requests))

@@ -33,6 +33,7 @@ class Step:
         clock: Takes up where time goes.
         number: Of the step, for errors.
         ended: Called at the end of `finish`, with whether the step was committed.
+        pipelined: Whether starting a bucket may wait for messages of those before it.
 
     Attributes:
         is_open: Whether it is neither finished nor abandoned.
@@ -48,6 +49,8 @@ class Step:
         clock: StepClock,
         number: int,
         ended: Callable[[Step, bool], None],
+        *,
+        pipelined: bool = False,
     ) -> None:
         self.is_open = True
         self.num_parameters = self.gradient_bytes = 0
@@ -56,6 +59,7 @@ class Step:
         self._wire, self._traffic, self._clock = wire, traffic, clock
         self._number = number
         self._ended = ended
+        self._pipelined = pipelined and lanes.algorithm.pipelines_buckets
         self._exchange = Exchange(wire, f"step {number}")
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []
@@ -124,6 +128,9 @@ class Step:
         lane.is_in_flight = True
         self.lanes.append(lane)
         self._buckets.append(bucket)
+        # Not on an accelerator: there its stream would wait, and with it the backward pass that is on it.
+        if self._pipelined and flat.device.type == "cpu":
+            self._exchange.advance_earlier()
 
     def advance(self) -> bool:
         """Wait for the round under way and send the next one, without waiting for that.
