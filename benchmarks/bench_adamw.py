@@ -1,0 +1,451 @@
+"""Held-out loss with AdamW (or Muon) after equally many tokens: ways to send less, each at its best rate.
+
+Members of one process train byte GPTs with Thinwire's own algorithms and fronts; several seeds run side by
+side, as lanes. Each run adds a line to a file: one that is stopped loses nothing, and `page` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from pages import RESULTS_FOLDER, markdown_table, page, save
+from stacked import StackedGPT
+from thinwire import AllReduce, Cast, LocalSGD, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.channel import InProcessTransport, run_members
+from thinwire.demo.model import GPT, GPTConfig, heldout_loss
+from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+from thinwire.simulation import Simulation
+
+RECORDS = RESULTS_FOLDER / "adamw.jsonl"
+MODELS = {
+    "0.14 M": GPTConfig(layers=2, heads=2, width=64, context_length=64),
+    "0.7 M": GPTConfig(layers=3, heads=4, width=128, context_length=64),
+}
+# Of all members together: so exact averaging is the same run however many share them.
+WINDOWS = 8
+MAX_GRADIENT_NORM = 1.0
+WARMUP_SHARE = 0.05
+HELDOUT_BATCHES = 64
+EXACT = "exact"
+FIRST_TUNING_SEED = 1_000
+# By degrees of freedom: of a two-sided 95 % interval.
+STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What runs have in common that are compared.
+
+    Attributes:
+        members: How many share a step's windows.
+        inner: What trains each model: "AdamW", or "Muon" for the blocks' matrices and AdamW for the rest.
+        model: Its name in `MODELS`.
+        steps: Of the inner optimizer.
+    """
+
+    members: int = 4
+    inner: str = "AdamW"
+    model: str = "0.14 M"
+    steps: int = 2_000
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One training.
+
+    Attributes:
+        rate: The inner optimizer's peak learning rate.
+        seed: Of the start and the batches.
+    """
+
+    rate: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a training.
+
+    Attributes:
+        loss: On held-out text, in nats a byte.
+        times_fewer: Bytes of a bf16 ring over those that were sent (and received).
+        seconds: Of this processor, the lane's share.
+    """
+
+    loss: float
+    times_fewer: float
+    seconds: float
+
+
+class Averaging:
+    """Gradients averaged at every step: a bucket for each lane."""
+
+    def __init__(self, stacked: StackedGPT, setting: Setting, rates: Sequence[float], algorithm: Algorithm):
+        self._stacked = stacked
+        self._simulation = Simulation(algorithm, stacked.buckets, num_workers=setting.members)
+        self.optimizers = new_optimizers(stacked.models[0], setting.inner, rates)
+
+    def step(self) -> None:
+        """Step the first member's models, which stand for all members'."""
+        gradients = self._stacked.gradients
+        assert self._simulation.step([list(of_member) for of_member in gradients]), "a mean was not finite"
+        clip(gradients[0])
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._stacked.parameters[1:] = self._stacked.parameters[0]
+
+    def finish(self) -> float:
+        """Return how many times fewer bytes than in fp32 were sent."""
+        return self._simulation.syncs[0].stats().compression_ratio
+
+
+class LocalTraining:
+    """Models of their own that are averaged now and then, by a front such as `LocalSGD`."""
+
+    def __init__(
+        self,
+        stacked: StackedGPT,
+        setting: Setting,
+        rates: Sequence[float],
+        front: Callable[..., LocalSGD],
+    ) -> None:
+        self._gradients = stacked.gradients
+        self._own = [new_optimizers(models, setting.inner, rates) for models in stacked.models]
+        self.optimizers = [each for optimizers in self._own for each in optimizers]
+        groups = InProcessTransport.group(setting.members)
+        self._fronts = [
+            front(models, optimizers[-1], process_group=group)
+            for models, optimizers, group in zip(stacked.models, self._own, groups, strict=True)
+        ]
+        self._inside = [ExitStack() for _ in groups]
+        run_members(setting.members, lambda rank: self._inside[rank].enter_context(self._fronts[rank]))
+
+    def step(self) -> None:
+        """Step every member's models by themselves; the front averages them when it is time."""
+        clip(self._gradients)
+        run_members(len(self._own), self._step)
+
+    def _step(self, rank: int) -> None:
+        for optimizer in self._own[rank]:
+            optimizer.step()
+
+    def finish(self) -> float:
+        """Average what is left; return how many times fewer bytes than in fp32 were sent."""
+        run_members(len(self._inside), lambda rank: self._inside[rank].close())
+        return self._fronts[0].stats().compression_ratio
+
+
+Method = Callable[[StackedGPT, Setting, Sequence[float]], Averaging | LocalTraining]
+
+
+def averaging(algorithm: Algorithm) -> Method:
+    return partial(Averaging, algorithm=algorithm)
+
+
+def local(
+    every_steps: int, algorithm: Algorithm | None = None, outer: tuple[float, float] | None = None
+) -> Method:
+    """LocalSGD; `outer` is rate and momentum of a Nesterov optimizer."""
+    front = partial(LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce())
+    if outer is None:
+        return partial(LocalTraining, front=front)
+    make_outer = partial(SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
+    return partial(LocalTraining, front=partial(front, outer=make_outer))
+
+
+METHODS: dict[str, Method] = {
+    EXACT: averaging(AllReduce()),
+    "bf16": averaging(Cast("bf16")),
+    "PowerSGD, matrix rank 16": averaging(PowerSGD(matrix_rank=16)),
+    "PowerSGD, matrix rank 4": averaging(PowerSGD(matrix_rank=4)),
+    "LocalSGD every 4": local(4),
+    "LocalSGD every 10": local(10),
+    "LocalSGD every 30": local(30),
+}
+
+
+def new_optimizers(models: nn.Module, inner: str, rates: Sequence[float]) -> list[Optimizer]:
+    """Return what trains a member's models, with a group for each lane that remembers its peak rate."""
+
+    def groups(of_model: Callable[[nn.Module], list[nn.Parameter]]) -> list[dict[str, object]]:
+        return [
+            {"params": of_model(model), "peak": rate}
+            for model, rate in zip(models.children(), rates, strict=True)
+        ]
+
+    if inner == "AdamW":
+        return [AdamW(groups(lambda model: list(model.parameters())), fused=True)]
+    assert inner == "Muon"
+    muon = Muon(groups(lambda model: by_muon(model)[0]), adjust_lr_fn="match_rms_adamw")
+    return [muon, AdamW(groups(lambda model: by_muon(model)[1]), fused=True)]
+
+
+def by_muon(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return the blocks' matrices, and the rest."""
+    matrices = [
+        each for name, each in model.named_parameters() if name.startswith("blocks.") and each.ndim == 2
+    ]
+    chosen = set(matrices)
+    return matrices, [each for each in model.parameters() if each not in chosen]
+
+
+def clip(gradients: Tensor) -> None:
+    """Scale each row to the greatest norm that is allowed, as `clip_grad_norm_` does."""
+    norms = gradients.norm(dim=-1, keepdim=True)
+    gradients.mul_((MAX_GRADIENT_NORM / (norms + 1e-6)).clamp_(max=1.0))
+
+
+@cache
+def text() -> Text:
+    return load_text()
+
+
+def train(setting: Setting, lanes: Sequence[Lane], method: Method) -> list[Outcome]:
+    """Train lanes side by side; on the same windows whatever the method and however many share them."""
+    start_seconds = time.process_time()
+    config = MODELS[setting.model]
+    seeds, rates = [lane.seed for lane in lanes], [lane.rate for lane in lanes]
+    stacked = StackedGPT(config, seeds, setting.members)
+    training = method(stacked, setting, rates)
+    for step in range(setting.steps):
+        inputs, targets = batches(seeds, step, setting, config.context_length)
+        if step == 0:
+            stacked.check(inputs, targets)
+        stacked.backward(inputs, targets)
+        for optimizer in training.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["peak"] * schedule(step, setting.steps)
+        training.step()
+    times_fewer = training.finish() / 2
+    losses = [
+        heldout_loss(model, text().heldout, batches=HELDOUT_BATCHES)
+        for model in stacked.models[0].children()
+        if isinstance(model, GPT)
+    ]
+    seconds = (time.process_time() - start_seconds) / len(lanes)
+    return [Outcome(loss, times_fewer, seconds) for loss in losses]
+
+
+def batches(seeds: Sequence[int], step: int, setting: Setting, length: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, `(members, lanes, batch, length)`."""
+    drawn = [
+        sample_batch(
+            text().train,
+            batch_size=WINDOWS,
+            context_length=length,
+            generator=batch_generator(seed=seed, step=step, process_rank=0),
+        )
+        for seed in seeds
+    ]
+    inputs, targets = (
+        torch.stack(each).view(len(seeds), setting.members, -1, length).transpose(0, 1)
+        for each in zip(*drawn, strict=True)
+    )
+    return inputs, targets
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the peak learning rate at `step`: a linear rise, then half a cosine to nothing."""
+    rise = min(1.0, (step + 1) / (WARMUP_SHARE * steps))
+    return rise * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+Part = TypeVar("Part", Setting, Lane, Outcome)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the file: what was trained, and what came of it."""
+
+    method: str
+    setting: Setting
+    lane: Lane
+    outcome: Outcome
+
+    def line(self) -> str:
+        """Return what `of_line` reads."""
+        return json.dumps(
+            {"method": self.method, **asdict(self.setting), **asdict(self.lane), **asdict(self.outcome)}
+        )
+
+    @classmethod
+    def of_line(cls, line: str) -> Record:
+        """Return what `line` wrote."""
+        values = json.loads(line)
+
+        def part(kind: type[Part]) -> Part:
+            return kind(**{field.name: values[field.name] for field in fields(kind)})
+
+        return cls(values["method"], part(Setting), part(Lane), part(Outcome))
+
+
+def records(path: Path) -> list[Record]:
+    return [Record.of_line(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_runs(arguments: argparse.Namespace) -> None:
+    """Train what the file lacks: every rate with every seed, of each method as many side by side as asked."""
+    setting = Setting(arguments.members, arguments.inner, arguments.model, arguments.steps)
+    lanes = [Lane(rate, seed) for rate in arguments.rates for seed in arguments.seeds]
+    for name in arguments.methods:
+        done = {
+            each.lane for each in records(arguments.file) if (each.method, each.setting) == (name, setting)
+        }
+        missing = [lane for lane in lanes if lane not in done]
+        for start in range(0, len(missing), arguments.side_by_side):
+            now = missing[start : start + arguments.side_by_side]
+            for lane, outcome in zip(now, train(setting, now, METHODS[name]), strict=True):
+                record = Record(name, setting, lane, outcome)
+                with arguments.file.open("a") as file:
+                    file.write(record.line() + "\n")
+                print(record.line(), file=sys.stderr)
+
+
+def add_page(arguments: argparse.Namespace) -> None:
+    """Make the page of all that the file holds."""
+    by_setting: dict[Setting, list[Record]] = {}
+    for record in records(arguments.file):
+        by_setting.setdefault(record.setting, []).append(record)
+    sections = [
+        f"## {section_title(setting)}\n\n{table(setting, by_setting)}"
+        for setting in by_setting
+        if compared(by_setting[setting])
+    ]
+    result = page("AdamW with less to send, after equally many tokens", EXPLANATION, *sections)
+    print(result)
+    if arguments.save:
+        print(f"saved as {save(result, 'adamw')}")
+
+
+EXPLANATION = (
+    "A byte GPT (2 layers, width 64: 0.14 M parameters; 3 layers, width 128: 0.7 M; context 64) on the "
+    f"standard library of this Python. A step takes {WINDOWS} windows of all members together, so exact "
+    "averaging is the same training however many share them. AdamW as torch has it (weight decay 0.01, "
+    f"betas 0.9 and 0.999); the gradient norm is clipped to {MAX_GRADIENT_NORM:g}; the learning rate "
+    f"rises for {WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Loss in nats a "
+    f"byte on {16 * HELDOUT_BATCHES:,} fixed windows of files not trained on, ± standard deviation over "
+    "seeds. Gaps are taken seed by seed: mean, and the 95 % interval of the mean (Student's t). Each "
+    "method runs at the peak rate that was best of those tried, on seeds from 1,000 on, which the "
+    "comparison does not use; where only one was tried, it is the rate of exact averaging. Bytes are "
+    "those of a bf16 ring over the method's, scales, indices and whole tensors counted, of what a "
+    "member sends and receives."
+)
+
+
+def section_title(setting: Setting) -> str:
+    return f"{setting.model}, {setting.members} members, {setting.inner}, {setting.steps:,} steps"
+
+
+def compared(of_setting: Sequence[Record]) -> dict[str, list[Record]]:
+    """Return by method the runs of seeds below 1,000, at the rate that is best on the others."""
+    chosen: dict[str, list[Record]] = {}
+    for name in dict.fromkeys(record.method for record in of_setting):
+        of_method = [record for record in of_setting if record.method == name]
+        rates = {record.lane.rate for record in of_method if record.lane.seed < FIRST_TUNING_SEED}
+        by_rate = {rate: tuning_loss(of_method, rate) for rate in rates}
+        if by_rate:
+            best = min(by_rate, key=lambda rate: by_rate[rate])
+            runs = [each for each in of_method if each.lane.rate == best]
+            chosen[name] = [each for each in runs if each.lane.seed < FIRST_TUNING_SEED]
+    return chosen
+
+
+def tuning_loss(of_method: Sequence[Record], rate: float) -> float:
+    losses = [
+        each.outcome.loss
+        for each in of_method
+        if each.lane.rate == rate and each.lane.seed >= FIRST_TUNING_SEED
+    ]
+    return fmean(losses) if losses else math.inf
+
+
+def table(setting: Setting, by_setting: dict[Setting, list[Record]]) -> str:
+    """One row a method; gaps to exact averaging with the same inner optimizer, and with AdamW."""
+    by_method = compared(by_setting[setting])
+    with_adamw = compared(by_setting.get(replace(setting, inner="AdamW"), []))
+    header = [
+        "method",
+        "peak rate",
+        "of",
+        "times fewer bytes than bf16",
+        "seeds",
+        "held-out loss",
+        "gap to exact",
+    ]
+    if setting.inner != "AdamW":
+        header.append("gap to exact AdamW")
+    rows = []
+    for name, runs in by_method.items():
+        tried = sorted({each.lane.rate for each in by_setting[setting] if each.method == name})
+        losses = [each.outcome.loss for each in runs]
+        row = [
+            name,
+            f"{runs[0].lane.rate:g}",
+            " ".join(f"{rate:g}" for rate in tried),
+            f"{runs[0].outcome.times_fewer:.1f}",
+            str(len(runs)),
+            f"{fmean(losses):.4f}" + (f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""),
+            "" if name == EXACT else gap(runs, by_method.get(EXACT, [])),
+        ]
+        if setting.inner != "AdamW":
+            row.append(gap(runs, with_adamw.get(EXACT, [])))
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def gap(runs: Sequence[Record], exact: Sequence[Record]) -> str:
+    """Return by how much more loss, of seeds that both have: the mean, and its 95 % interval."""
+    losses = {each.lane.seed: each.outcome.loss for each in exact}
+    gaps = [
+        100 * (each.outcome.loss / losses[each.lane.seed] - 1) for each in runs if each.lane.seed in losses
+    ]
+    if not gaps:
+        return "not measured"
+    if len(gaps) == 1:
+        return f"{gaps[0]:+.2f} %"
+    half = STUDENT_T[len(gaps) - 1] * stdev(gaps) / math.sqrt(len(gaps))
+    return f"{fmean(gaps):+.2f} % ({fmean(gaps) - half:+.2f} to {fmean(gaps) + half:+.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--file", type=Path, default=RECORDS, help="one line a training")
+    commands = parser.add_subparsers(required=True)
+    training = commands.add_parser("train", help="what the file lacks")
+    training.set_defaults(command=add_runs)
+    training.add_argument("methods", nargs="+", choices=tuple(METHODS))
+    training.add_argument("--members", type=int, default=4)
+    training.add_argument("--inner", choices=("AdamW", "Muon"), default="AdamW")
+    training.add_argument("--model", choices=tuple(MODELS), default="0.14 M")
+    training.add_argument("--steps", type=int, default=2_000)
+    training.add_argument("--rates", type=float, nargs="+", default=[2e-3], help="peak learning rates")
+    training.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="for tuning: from 1000 on"
+    )
+    training.add_argument("--side-by-side", type=int, default=5, help="trainings in one pass")
+    making = commands.add_parser("page", help="of all that the file holds")
+    making.set_defaults(command=add_page)
+    making.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    arguments.command(arguments)
+
+
+if __name__ == "__main__":
+    main()
