@@ -235,6 +235,9 @@ class Algorithm(ABC):
     # of other buckets are computed, than in one with those of all buckets when all are there.
     pipelines_buckets: ClassVar[bool] = False
 
+    # Whether a step tells of most entries nothing, and of each only now and then.
+    sends_few_entries: ClassVar[bool] = False
+
     def __str__(self) -> str:
         """Return how it is written in code, mostly without what has its default."""
         shown = [

@@ -90,6 +90,7 @@ class TopK(Algorithm):
 
     slots = (ERROR, REDUCTION)
     always_shown = ("density",)
+    sends_few_entries = True
 
     density: float = 1 / 64
     _: KW_ONLY

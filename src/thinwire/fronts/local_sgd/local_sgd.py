@@ -243,7 +243,7 @@ class LocalSGD(Joinable):
         fragment = Fragment(self._averaged_now(), self._engine)
         if self._make_outer is not None:
             saved = None if loaded is None else loaded["outer"]
-            fragment.outer = new_outer(self._make_outer, fragment.parameters, saved)
+            fragment.outer = new_outer(self._make_outer, fragment.parameters, saved, self._engine.algorithm)
         if loaded is None:
             copy_from(group.rank == 0, chain(self.module.parameters(), self.module.buffers()), group)
             fragment.take()

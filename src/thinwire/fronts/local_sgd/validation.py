@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, StateError
@@ -130,14 +132,15 @@ def _held(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def new_outer(
-    make: Outer, parameters: list[torch.Tensor], saved: Mapping[str, Any] | None
+    make: Outer, parameters: list[torch.Tensor], saved: Mapping[str, Any] | None, algorithm: Algorithm
 ) -> torch.optim.Optimizer:
-    """Return the outer optimizer of `parameters`.
+    """Return the outer optimizer of `parameters`; warn of a momentum that does not go with `algorithm`.
 
     Args:
         make: What the user gave.
         parameters: All that it must hold.
         saved: Its state, None to start anew.
+        algorithm: How the changes that it is given are averaged.
 
     Raises:
         ConfigError: `make` does not make an optimizer of exactly these.
@@ -149,6 +152,16 @@ def new_outer(
     if _held(outer) != set(map(id, parameters)):
         raise ConfigError(
             f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
+        )
+    has_momentum = any(
+        group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups
+    )
+    if has_momentum and algorithm.sends_few_entries:
+        warnings.warn(
+            f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
+            "moves it on in all the steps in which nothing was sent of it; "
+            "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
+            stacklevel=3,
         )
     if saved is not None:
         try:
