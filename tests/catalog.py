@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, TopK
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows
 from thinwire.algorithms.lowrank.config import LowRankRoute
@@ -58,6 +58,12 @@ ENTRIES = [
     Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False)),
     Entry(TopK(merge="senders")),
     Entry(TopK(1 / 100, bits=4, chunk=1000, error_decay=1), feedback=True),
+    Entry(Quantize(bits=8, block=32)),
+    Entry(Quantize(bits=4)),
+    Entry(Quantize(bits=3, block=128, rounding="stochastic")),
+    Entry(Quantize(bits=1, block=16)),
+    Entry(Quantize(bits=8, block=32, error_feedback=True), feedback=True),
+    Entry(Quantize(bits=2, rounding="stochastic", error_feedback=True), feedback=True),
     Entry(AroundTrend(), feedback=True),  # not Thinwire's: nothing of Thinwire knows it
 ]
 

@@ -139,7 +139,7 @@ def test_the_public_names() -> None:
         "CommunicationError",
         "ConfigError",
         "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "NonfiniteError",
-        "Plan", "PowerSGD", "StateError",
+        "Plan", "PowerSGD", "Quantize", "StateError",
         "Stats", "StepError", "ThinwireError", "TopK", "__version__", "attach", "hooks", "join",
         "JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Watch", "read_run",
     }  # fmt: skip

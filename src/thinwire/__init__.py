@@ -1,12 +1,12 @@
 """Thinwire trains PyTorch models data-parallel over slow networks.
 
-It sends small messages (low-rank PowerSGD factors, 16-bit gradients) instead of uncompressed gradients,
-and gives back the same model. Start with `attach`.
+It sends small messages (low-rank PowerSGD factors, gradients in 16 to 1 bits) instead of uncompressed
+gradients, and gives back the same model. Start with `attach`.
 """
 
 from thinwire import hooks
 from thinwire.advice import Advice, advise
-from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD, TopK
+from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.errors import (
     AgreementError,
@@ -50,6 +50,7 @@ __all__ = [
     "NonfiniteError",
     "Plan",
     "PowerSGD",
+    "Quantize",
     "StateError",
     "Stats",
     "StepError",

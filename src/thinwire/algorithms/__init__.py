@@ -12,6 +12,7 @@ from thinwire.algorithms.base import (
 )
 from thinwire.algorithms.cast import Cast
 from thinwire.algorithms.exact import AllReduce
+from thinwire.algorithms.low_bit.quantize import Quantize
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.requests import (
@@ -44,6 +45,7 @@ __all__ = [
     "Memory",
     "Message",
     "PowerSGD",
+    "Quantize",
     "Replanning",
     "Request",
     "Requests",

@@ -228,9 +228,6 @@ class Algorithm(ABC):
     # Settings that are shown even where they have their default.
     always_shown: ClassVar[tuple[str, ...]] = ()
 
-    # Whether results depend on which parameters share a bucket.
-    sees_buckets: ClassVar[bool] = False
-
     # Whether a bucket's later messages are so large that they had better travel by themselves while gradients
     # of other buckets are computed, than in one with those of all buckets when all are there.
     pipelines_buckets: ClassVar[bool] = False
@@ -246,6 +243,11 @@ class Algorithm(ABC):
             if name in self.always_shown or value != getattr(type(self), name, None)
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def sees_buckets(self) -> bool:
+        """Whether results depend on which parameters share a bucket."""
+        return False
 
     @abstractmethod
     def prepare(

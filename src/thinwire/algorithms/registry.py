@@ -9,6 +9,7 @@ from types import MappingProxyType
 from thinwire.algorithms.base import Algorithm, Slot
 from thinwire.algorithms.cast import Cast
 from thinwire.algorithms.exact import AllReduce
+from thinwire.algorithms.low_bit.quantize import Quantize
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.sparse.topk import TopK
@@ -96,6 +97,18 @@ REGISTRY: tuple[Registered, ...] = (
         is_lossy=True,
         has_memory=False,
         variants=(Variant('Cast("bf16")', Cast("bf16"), tolerance=2e-2, is_checked=True, is_priced=True),),
+    ),
+    Registered(
+        "quantize",
+        Quantize,
+        Quantize,
+        is_lossy=True,
+        has_memory=False,
+        variants=(
+            Variant("Quantize(bits=8)", Quantize(bits=8), tolerance=3e-2, is_checked=True),
+            Variant("Quantize(bits=4)", Quantize(bits=4), tolerance=0.3, is_checked=True),
+            Variant("Quantize(bits=2)", Quantize(bits=2), tolerance=0.7, is_checked=True),
+        ),
     ),
     Registered(
         "powersgd",

@@ -54,7 +54,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     groups = -(-count // GROUP)
     if count % GROUP:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - count))
-    columns = wide.unflatten(-1, (groups, GROUP)).unbind(-1)
+    columns = wide.reshape(*wide.shape[:-1], groups, GROUP).unbind(-1)
     packed = torch.zeros((*codes.shape[:-1], groups, bits), dtype=torch.uint8, device=codes.device)
     for code, byte, shift in _overlaps(bits):
         part = columns[code] << shift if shift >= 0 else columns[code] >> -shift
@@ -87,8 +87,8 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     groups = -(-count // GROUP)
     if packed.shape[-1] != groups * bits:
         packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))
-    columns = packed.to(torch.uint8 if bits < 8 else torch.int32).unflatten(-1, (groups, bits)).unbind(-1)
     dtype = torch.uint8 if bits < 8 else torch.int32
+    columns = packed.to(dtype).reshape(*packed.shape[:-1], groups, bits).unbind(-1)
     codes = torch.zeros((*packed.shape[:-1], groups, GROUP), dtype=dtype, device=packed.device)
     mask = (1 << bits) - 1
     for code, byte, shift in _overlaps(bits):

@@ -49,9 +49,12 @@ class BatchedPowerSGD(LowRank):
         (46, 46)
     """
 
-    sees_buckets = True
-
     matrix_rank: int = 1
+
+    @property
+    def sees_buckets(self) -> bool:
+        """As `Algorithm.sees_buckets`: the factors are of a bucket."""
+        return True
 
     def prepare(
         self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1

@@ -1,0 +1,90 @@
+"""Blocks: the pieces of a bucket that have a scale of their own, and which member averages which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+
+__all__ = ["Blocks"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How flat tensors, one after the other, are divided into blocks.
+
+    Each begins a new one, so that what becomes of it does not depend on its neighbours; its last block may be
+    shorter.
+
+    Attributes:
+        numels: Elements of each tensor, as they lie one after the other.
+        block: Elements of a block.
+        num_members: Members of the group; each averages as many blocks as the others.
+    """
+
+    numels: tuple[int, ...]
+    block: int
+    num_members: int
+    _by_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Blocks of each tensor."""
+        return tuple(-(-numel // self.block) for numel in self.numels)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first block of each tensor, and their number at the end."""
+        return tuple(accumulate(self.counts, initial=0))
+
+    @property
+    def total(self) -> int:
+        """All blocks."""
+        return self.starts[-1]
+
+    @cached_property
+    def share(self) -> int:
+        """Blocks that each member averages, those included that only fill up."""
+        return -(-self.total // self.num_members)
+
+    @cached_property
+    def are_whole(self) -> bool:
+        """Whether no block is shorter than others."""
+        return all(numel % self.block == 0 for numel in self.numels)
+
+    def own(self, rank: int) -> slice:
+        """Return the blocks that a member averages, without those that only fill up."""
+        return slice(min(rank * self.share, self.total), min((rank + 1) * self.share, self.total))
+
+    def lengths(self, device: torch.device) -> torch.Tensor:
+        """Return the elements of each block, int64, on a device; made once for each."""
+        if device not in self._by_device:
+            lengths = torch.full((self.total,), self.block)
+            for numel, end in zip(self.numels, self.starts[1:], strict=True):
+                if numel % self.block:
+                    lengths[end - 1] = numel % self.block
+            self._by_device[device] = lengths.to(device)
+        return self._by_device[device]
+
+    def rows(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a row for each block, short ones filled up with zeros: a view where none is short."""
+        if self.are_whole:
+            return flat.view(self.total, self.block)
+        rows = flat.new_zeros(self.total, self.block)
+        torch._foreach_copy_(self.parts(rows), flat.split_with_sizes(list(self.numels)))
+        return rows
+
+    def parts(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return one flat view for each tensor into rows of all blocks."""
+        flat = rows.view(-1)
+        return [
+            flat[first * self.block : first * self.block + numel]
+            for first, numel in zip(self.starts[:-1], self.numels, strict=True)
+        ]
+
+    def spread(self, values: Sequence[int]) -> torch.Tensor:
+        """Return a number for each tensor as one for each of its blocks."""
+        return torch.tensor(values, dtype=torch.int64).repeat_interleave(torch.tensor(self.counts))

@@ -1,0 +1,128 @@
+"""The mean in few bits: what any algorithm may ask for in the middle of its exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thinwire.algorithms.low_bit.blocks import Blocks
+from thinwire.algorithms.low_bit.codebooks import Codebook
+from thinwire.algorithms.low_bit.codes import SCALE_BYTES, Coded, averaged, decoded, encoded
+from thinwire.algorithms.low_bit.rounding import Draws
+from thinwire.algorithms.requests import AllGather, AllToAll, Message, Request
+
+__all__ = ["LowBitMean", "low_bit_mean"]
+
+
+@dataclass(frozen=True)
+class LowBitMean:
+    """The mean over the members, and what coding has lost on the way.
+
+    Attributes:
+        coded: The mean, the same on all members.
+        sent: What this member has sent.
+        lost: What coding the mean has lost of the blocks that this member averages, shape (blocks, block);
+            None if that was not asked for.
+        own: Which blocks those are.
+        blocks: Of all.
+        codebook: The levels.
+        dtype: That of the computation.
+    """
+
+    coded: Coded
+    sent: Coded
+    lost: torch.Tensor | None
+    own: slice
+    blocks: Blocks
+    codebook: Codebook
+    dtype: torch.dtype
+
+    @property
+    def scales(self) -> torch.Tensor:
+        """Those of the mean, the same on all members: finite where all that was sent is finite."""
+        return self.coded.scales
+
+    def rows(self) -> torch.Tensor:
+        """Return the mean, shape (blocks, block)."""
+        return decoded(self.coded, self.blocks.block, self.codebook, self.dtype)
+
+    def unsent(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return this member's residual.
+
+        Its mean over the members and the mean in few bits add up to the true mean: what coding the mean has
+        lost is owed by the member that knows it, for all.
+
+        Args:
+            rows: What was to be sent.
+        """
+        residual = rows - decoded(self.sent, self.blocks.block, self.codebook, self.dtype)
+        if self.lost is not None:
+            residual[self.own] += self.blocks.num_members * self.lost
+        return residual
+
+
+def low_bit_mean(
+    rows: torch.Tensor,
+    blocks: Blocks,
+    codebook: Codebook,
+    rank: int,
+    draws: tuple[Draws, Draws] | None = None,
+    *,
+    keeps_lost: bool = False,
+) -> Generator[Request | tuple[Message, ...], Any, LowBitMean]:
+    """Average in few bits: send everyone its share, average one's own, gather those of the others.
+
+    Sums are of full precision, as no sum in few bits could be. All members decode the same bytes, so the mean
+    is the same on all, to the bit.
+
+    Args:
+        rows: Shape (blocks, block), fp32 or fp64, zeros behind the end of short blocks; only read.
+        blocks: Of the bucket.
+        codebook: The levels.
+        rank: This member's place in the group.
+        draws: For stochastic rounding, of this member and of the mean; None for the nearest level.
+        keeps_lost: Whether to keep what coding the mean has lost.
+
+    Cost: two rounds, a message each, all in all the bytes of an all-reduce of codes and scales.
+    """
+    own = blocks.own(rank)
+    of_member, of_mean = draws or (None, None)
+    sent = encoded(rows, blocks.lengths(rows.device), codebook, of_member)
+    members, share = blocks.num_members, blocks.share
+    scales, codes = _filled(sent.scales, members * share), _filled(sent.codes, members * share)
+    parts = [scales.view(torch.uint8).view(members, -1), codes.view(members, -1)]
+    arrived = _taken_apart((yield AllToAll(torch.cat(parts, dim=1))), share)
+
+    count = own.stop - own.start
+    received = Coded(arrived.codes[:, :count], arrived.scales[:, :count])
+    mean, lost = averaged(
+        received,
+        blocks,
+        own,
+        codebook,
+        rows.dtype,
+        None if of_mean is None else of_mean.of(own),
+        keeps_lost=keeps_lost,
+    )
+    parts = [_filled(mean.scales, share).view(torch.uint8), _filled(mean.codes, share).view(-1)]
+    gathered = _taken_apart((yield AllGather(torch.cat(parts))), share)
+    coded = Coded(gathered.codes.flatten(0, 1)[: blocks.total], gathered.scales.flatten()[: blocks.total])
+    return LowBitMean(coded, sent, lost, own, blocks, codebook, rows.dtype)
+
+
+def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Return a tensor with zeros behind it."""
+    missing = length - len(tensor)
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def _taken_apart(rows: torch.Tensor, share: int) -> Coded:
+    """Return codes and scales of the rows of a message."""
+    scale_bytes = share * SCALE_BYTES
+    # Of several buckets' messages that travelled as one, a part may begin between two numbers.
+    scales = rows[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+    members = len(rows)
+    return Coded(rows[:, scale_bytes:].reshape(members, share, -1), scales)

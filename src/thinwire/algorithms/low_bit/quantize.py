@@ -1,0 +1,194 @@
+"""Gradients in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from thinwire.algorithms.base import NO_CHOICES, Algorithm, Bucket, BucketPlan, Choices, Memory
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.exact import exchange_uncompressed
+from thinwire.algorithms.low_bit.blocks import Blocks
+from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
+from thinwire.algorithms.low_bit.codes import block_bytes
+from thinwire.algorithms.low_bit.mean import low_bit_mean
+from thinwire.algorithms.low_bit.rounding import Draws, draws_for
+from thinwire.algorithms.requests import Commit, Requests, all_finite
+from thinwire.checks import true_or_false, whole_number
+from thinwire.errors import ConfigError
+from thinwire.plan import ParameterSpec, Route
+
+__all__ = ["Quantize"]
+
+# Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
+BLOCK_UNIT = 16
+OF_THE_MEAN = -1
+
+
+@dataclass(frozen=True)
+class Quantize(Algorithm):
+    """Average gradients in few bits: a code for each element, a scale for each block of them.
+
+    Every member averages a share of the blocks: it receives their codes from all, adds them up in fp32 (fp64
+    of fp64 gradients), codes the mean again, and sends it to all. All members decode the same bytes.
+
+    For Adam and its kin, which need no error feedback at these precisions, and which low-rank approximation
+    serves badly. From 4 bits on zeros stay zeros; below, a zero beside others comes out as a small number.
+
+    Args:
+        bits: 8, 4, 3, 2 or 1. Codes of 8 and 4 bits are fractions of the block's largest element, those of
+            3 and 2 bits the best levels of a Gaussian times its root mean square, and 1 bit is the sign
+            times its mean magnitude.
+        block: Elements that share a scale, a multiple of 16. Every parameter begins a new block. Shorter
+            ones are more exact: at 64, a scale adds a quarter of a bit to each element.
+        rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
+            rounding is right on average (up to the outermost levels, which 3, 2 and 1 bits exceed). The
+            members' chances differ, and those of their mean are the same on all.
+        error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains by it in
+            2 and 1 bits; Adam loses below 4.
+        seed: Of stochastic rounding.
+
+    Cost per step: two rounds, the second of all buckets together, of (bits + 16 / block) / 32 of the bytes
+    of an fp32 all-reduce. Error feedback keeps an fp32 residual of the size of the gradients (fp64 of fp64)
+    and makes a host synchronisation, for the finite check (none without `host_check`); without it there is
+    no memory and no check. A scale has fp32's range: what is beyond it in fp64 gradients is not finite.
+
+    If an algorithm with error feedback ran before it (`GradientSync.use`) and it has none, its first step
+    sends gradients and residual uncompressed, so nothing is lost.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range.
+
+    Examples:
+        >>> print(Quantize(bits=4).plan([ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]))
+        parameter              travels as  bytes before  bytes after
+        weight     4 bits in blocks of 64         8,192        1,088
+        total                                     8,192        1,088
+        compression ratio 7.5
+    """
+
+    slots = (ERROR,)
+    always_shown = ("bits",)
+
+    bits: int = 4
+    _: KW_ONLY
+    block: int = 64
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    error_feedback: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bits = whole_number("bits", self.bits, minimum=1)
+        if bits not in CODEBOOKS:
+            raise ConfigError(f"bits must be {', '.join(map(str, CODEBOOKS))}, got {self.bits!r}")
+        block = whole_number("block", self.block, minimum=1)
+        if block % BLOCK_UNIT:
+            raise ConfigError(f"block must be a multiple of {BLOCK_UNIT}, got {self.block!r}")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
+        settings = {
+            "bits": bits,
+            "block": block,
+            "error_feedback": true_or_false("error_feedback", self.error_feedback),
+            "seed": whole_number("seed", self.seed, minimum=0),
+        }
+        for name, value in settings.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def sees_buckets(self) -> bool:
+        """As `Algorithm.sees_buckets`: what coding the mean loses is owed by whoever averages a block."""
+        return self.error_feedback
+
+    def prepare(
+        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
+    ) -> BucketPlan:
+        """As `Algorithm.prepare`: all parameters travel in whole blocks.
+
+        The largest one's route bears what fills up the members' shares.
+        """
+        numels = [spec.numel for spec in specs]
+        blocks = Blocks(tuple(numels), self.block, num_members)
+        counts = list(blocks.counts)
+        counts[numels.index(max(numels))] += blocks.share * num_members - blocks.total
+        routes = [
+            Route(
+                (spec.name,),
+                spec.gradient_bytes,
+                count * block_bytes(self.block, self.bits),
+                f"{self.bits} bits in blocks of {self.block}",
+                is_compressed=True,
+            )
+            for spec, count in zip(specs, counts, strict=True)
+        ]
+        return QuantizePlan(tuple(specs), tuple(routes), self, blocks)
+
+
+@dataclass(frozen=True)
+class QuantizePlan(BucketPlan):
+    """Of one bucket.
+
+    Attributes:
+        config: The settings.
+        blocks: What has a scale of its own.
+    """
+
+    config: Quantize
+    blocks: Blocks
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [spec.name for spec in self.specs]
+
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        """As `BucketPlan.exchange`: two rounds, or one where a residual is left that nobody will add to."""
+        config, scale = self.config, bucket.loss_scale
+        keeps_residual = config.error_feedback
+        if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
+            yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
+            return
+        dtype = self.specs[0].memory_dtype
+        rows = self.blocks.rows(bucket.flat.to(dtype))
+        if keeps_residual:
+            for part, name in zip(self.blocks.parts(rows), self.names, strict=True):
+                owed = memory[ERROR].get(name)
+                if owed is not None:
+                    part.add_(owed if scale is None else owed * scale)
+        found = yield from low_bit_mean(
+            rows,
+            self.blocks,
+            CODEBOOKS[config.bits],
+            bucket.rank,
+            self._draws(memory, bucket),
+            keeps_lost=keeps_residual,
+        )
+        # Only the gathered scales are the same on all members: a gate on others would open for some.
+        yield Commit(lambda: all_finite(found.scales.float()), writes=keeps_residual)
+        residual = found.unsent(rows) if keeps_residual else None
+        limit = torch.finfo(bucket.flat.dtype).max
+        mean = found.rows().clamp_(-limit, limit)
+        torch._foreach_copy_(list(bucket.gradients), self.blocks.parts(mean))
+        if residual is None:
+            return
+        if bucket.flat.dtype != dtype:
+            held = self.blocks.rows(bucket.flat.to(dtype))
+            residual += found.rows().sub_(held)
+        if scale is not None:
+            residual /= scale
+        memory[ERROR].update(zip(self.names, self.blocks.parts(residual), strict=True))
+
+    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws] | None:
+        """Return the draws of this member and of the mean, if there are any."""
+        if self.config.rounding == "nearest":
+            return None
+        device, seed = bucket.flat.device, self.config.seed
+        member, mean = (
+            draws_for(self.blocks, self.names, seed, memory.step, who, device)
+            for who in (bucket.rank, OF_THE_MEAN)
+        )
+        return member, mean
