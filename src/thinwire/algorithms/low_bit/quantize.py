@@ -52,7 +52,7 @@ class Quantize(Algorithm):
             2 and 1 bits; Adam loses below 4.
         seed: Of stochastic rounding.
 
-    Cost per step: two rounds, the second of all buckets together, of (bits + 16 / block) / 32 of the bytes
+    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes
     of an fp32 all-reduce. Error feedback keeps an fp32 residual of the size of the gradients (fp64 of fp64)
     and makes a host synchronisation, for the finite check (none without `host_check`); without it there is
     no memory and no check. A scale has fp32's range: what is beyond it in fp64 gradients is not finite.
@@ -73,6 +73,7 @@ class Quantize(Algorithm):
 
     slots = (ERROR,)
     always_shown = ("bits",)
+    pipelines_buckets = True
 
     bits: int = 4
     _: KW_ONLY
