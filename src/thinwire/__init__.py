@@ -21,7 +21,7 @@ from thinwire.errors import (
     StepError,
     ThinwireError,
 )
-from thinwire.fronts.ddp import attach
+from thinwire.fronts.attach import attach
 from thinwire.fronts.join import join
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.plan import Plan

@@ -9,9 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BUCKET_SEPARATOR", "ParameterSpec", "Plan", "Route"]
+__all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "ParameterSpec", "Plan", "Route"]
 
 BUCKET_SEPARATOR = " … "
+SHARD_MARK = " @ shard "
+"""In a saved state, before which shard of a parameter something is of: "weight @ shard 0 of 2"."""
 
 
 class ParameterSpec(NamedTuple):

@@ -6,10 +6,10 @@ milliseconds. `Metered` and `Recording` wrap either.
 """
 
 from thinwire.channel.agreement import CALL, Description, agree
-from thinwire.channel.collectives import copy_from, gather_numbers, gather_stacked
+from thinwire.channel.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked
 from thinwire.channel.in_process import InProcessTransport, run_members
 from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, message_bytes_of, wire_bytes
-from thinwire.channel.process_group import ProcessGroupTransport, checked_group, own_subgroup
+from thinwire.channel.process_group import ProcessGroupTransport, alone, checked_group, own_subgroup
 from thinwire.channel.recording import Note, Recording
 from thinwire.channel.transport import Collective, Operation, Transport, Work
 
@@ -28,8 +28,10 @@ __all__ = [
     "Transport",
     "Work",
     "agree",
+    "alone",
     "checked_group",
     "copy_from",
+    "gather_bytes",
     "gather_numbers",
     "gather_stacked",
     "message_bytes_of",

@@ -10,7 +10,7 @@ import torch
 from thinwire.channel.transport import Transport
 from thinwire.errors import CommunicationError
 
-__all__ = ["copy_from", "gather_numbers", "gather_stacked"]
+__all__ = ["copy_from", "gather_bytes", "gather_numbers", "gather_stacked"]
 
 MAX_DIMENSIONS = 16
 
@@ -63,6 +63,27 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
     rows = own.new_empty(transport.size, len(numbers))
     transport.all_gather(rows, own, purpose).wait()
     return rows.tolist()
+
+
+def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
+    """Return what all members have brought, by rank. Collective.
+
+    Args:
+        data: Of any length, which may differ between members.
+        transport: Over which group.
+        purpose: What for, for errors.
+
+    Cost: two messages, the second as long as the longest of them, and two host synchronisations.
+
+    Raises:
+        CommunicationError: The collective failed.
+    """
+    lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
+    padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)
+    own = padded.to(transport.control_device)
+    rows = own.new_empty(transport.size, len(own))
+    transport.all_gather(rows, own, purpose).wait()
+    return [bytes(row[:length]) for row, length in zip(rows.tolist(), lengths, strict=True)]
 
 
 def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:

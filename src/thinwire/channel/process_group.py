@@ -15,7 +15,14 @@ from torch.futures import Future
 from thinwire.channel.transport import Operation, Transport
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
-__all__ = ["ProcessGroupTransport", "ProcessGroupWork", "checked_group", "named_failure", "own_subgroup"]
+__all__ = [
+    "ProcessGroupTransport",
+    "ProcessGroupWork",
+    "alone",
+    "checked_group",
+    "named_failure",
+    "own_subgroup",
+]
 
 Result = TypeVar("Result")
 
@@ -208,6 +215,11 @@ def checked_group(group: object) -> dist.ProcessGroup:
     if not isinstance(chosen, dist.ProcessGroup):
         raise AttachError(f"expected a torch.distributed process group or None, got {chosen!r}")
     return chosen
+
+
+def alone() -> dist.ProcessGroup:
+    """Return a new process group of this process only. Not collective."""
+    return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 
 def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:

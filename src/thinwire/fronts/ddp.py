@@ -3,12 +3,11 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.amp.grad_scaler import GradScaler
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -31,79 +30,39 @@ from thinwire.fronts.ddp_model import (
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lane import Lane
-from thinwire.sync.loss_scale import LossScale, loss_scale_of
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.loss_scale import LossScale
+from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.step import Step
 
-__all__ = ["BucketFront", "attach", "front_of", "thinwire_hook"]
+__all__ = ["BucketFront", "attach_ddp", "front_of", "thinwire_hook"]
 
 PATIENCE_SECONDS = 10.0
 
 
-def attach(
+def attach_ddp(
     ddp_model: torch.nn.Module,
     algorithm: Algorithm,
     *,
-    grad_scaler: GradScaler | Callable[[], float] | None = None,
+    loss_scale: LossScale | None = None,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
 ) -> GradientSync:
-    """Let `algorithm` average the gradients of a DDP model from its next backward pass on.
-
-    The training loop stays as it is. To be called on every process of the model's group, with the
-    same algorithm.
+    """Do what `thinwire.attach` does, with a DDP model.
 
     Args:
-        ddp_model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
-            backend, over any process group, with any of DDP's options but `mixed_precision` and
-            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook, as DDP has it, and raises
-            when it is trained before it is attached itself.
-        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
-        grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
-            function that returns what the loss of the step under way was multiplied by. Error memory is
-            then kept in unscaled units, so that a change of scale changes no result.
-        host_check: Whether the host learns in each step if all means were finite, for which it waits for
-            the device. If not, steps don't make it wait, but for those that send what another
-            algorithm has left in the residual, for `warm_start=False` and for a function as `grad_scaler`. A
-            step that is not finite leaves the error memory as it was and makes the gradients NaN just so, but
-            counts in `steps`, a warm-up and the turns of `alternating` (which then starts from random
-            factors). The same on all processes; not with `find_unused_parameters`. Cost: a copy of what one
-            bucket has in memory, while it is written.
-        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
-            memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
-            step; without one the model is lost, and that is logged once. "zero": all are zeros; an
-            optimizer with momentum or weight decay still moves the parameters. "raise": `backward()` raises
-            `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
-            are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
-            `Cast` look at the means as well: a pass over the gradients and a host synchronisation per step.
-
-    Returns:
-        The handle: plan, statistics, state, and switching the algorithm.
-
-    Cost per step: one host synchronisation with low-rank algorithms (none if not `host_check`); see each
-    algorithm's own. With `find_unused_parameters`, another one, and 4 bytes for each parameter in the
-    messages, while there is a residual.
+        ddp_model: A `DistributedDataParallel` model, or the result of `torch.compile` on one.
+        algorithm: As of `attach`.
+        loss_scale: As of `Settings`.
+        host_check: As of `attach`.
+        on_nonfinite: As of `attach`.
 
     Raises:
-        AttachError: Not a DDP model, one that has a communication hook already (DDP's own
-            `mixed_precision` is one), one with sparse gradients, or one with an option under which DDP does
-            not hand over all gradients.
-        ConfigError: `algorithm` or `grad_scaler` is not one, or `on_nonfinite` does not go with the others.
-        NonfiniteError: (From `backward()`.) See `on_nonfinite`.
+        AttachError: The model can't be attached.
+        ConfigError: A setting is wrong.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
-
-    Examples:
-        >>> import thinwire
-        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
-        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
-        >>> ddp_model(torch.ones(1, 64)).sum().backward()
-        >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
-        (1, 9.3)
     """
     model = _checked_model(ddp_model)
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
-    loss_scale = loss_scale_of(grad_scaler)
-    checked_on_nonfinite(on_nonfinite, grad_scaler)
     front = front_of(
         model, algorithm, transport, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
     )

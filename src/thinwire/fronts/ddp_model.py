@@ -4,7 +4,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ __all__ = [
     "check_options",
     "dense_buffer",
     "hook_of",
+    "is_fsdp2",
     "is_sharded",
     "left_alone",
     "model_with",
@@ -33,7 +34,7 @@ __all__ = [
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-SHARDED = ("FSDPModule", "FullyShardedDataParallel")
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the names, for the modules take seconds to import
 
 
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
@@ -211,10 +212,9 @@ def wrong_model(given: object) -> str:
     expected = f"expected a DistributedDataParallel model, got {type(given).__name__}"
     if is_sharded(given):
         return (
-            f"{expected}, which FSDP has sharded: it reduces gradients itself, and no process has a whole "
-            "one to compress; if the model fits on each device, leave fully_shard (or "
-            "FullyShardedDataParallel) out and wrap the plain module: "
-            "torch.nn.parallel.DistributedDataParallel(module)"
+            f"{expected}, which FSDP has sharded; thinwire.attach takes models of fully_shard (FSDP2), not "
+            "of FullyShardedDataParallel (FSDP1): shard it with fully_shard over a mesh of one replica, and "
+            'attach(model, algorithm, mesh=mesh["replicate"])'
         )
     if isinstance(given, torch.nn.DataParallel):
         return (
@@ -225,7 +225,16 @@ def wrong_model(given: object) -> str:
     return f"{expected}; wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
 
 
+def is_fsdp2(model: object) -> bool:
+    """Return whether `fully_shard` or `replicate` holds a part of the model."""
+    return _has_part(model, SHARDED[:1])
+
+
 def is_sharded(model: object) -> bool:
     """Return whether FSDP, of either kind, holds a part of the model."""
+    return _has_part(model, SHARDED)
+
+
+def _has_part(model: object, kinds: Sequence[str]) -> bool:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return any(kind.__name__ in SHARDED for module in modules for kind in type(module).__mro__)
+    return any(kind.__name__ in kinds for module in modules for kind in type(module).__mro__)

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms.cast import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
-from thinwire.fronts.ddp import attach
+from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState
 from thinwire.sync import GradientSync, engine_of
 

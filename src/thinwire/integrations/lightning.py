@@ -24,7 +24,7 @@ from thinwire import hooks
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
-from thinwire.fronts.ddp import attach
+from thinwire.fronts.attach import attach
 from thinwire.fronts.ddp_model import register, wrong_model
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
 from thinwire.sync import GradientSync

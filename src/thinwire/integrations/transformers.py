@@ -22,7 +22,7 @@ import torch
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import load, save
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
-from thinwire.fronts import ddp
+from thinwire.fronts.attach import attach as attach_model
 from thinwire.sync import GradientSync
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.watch.writers import metrics_of
@@ -150,7 +150,7 @@ class ThinwireCallback(TrainerCallback):
         model = self._trainer.model_wrapped
         if model is not self._model:  # a second train() goes on with the same one
             scaler = self._trainer.accelerator.scaler
-            self._sync = ddp.attach(
+            self._sync = attach_model(
                 model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite
             )
             self._model = model

@@ -14,7 +14,7 @@ from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.channel import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError
-from thinwire.fronts.ddp import attach
+from thinwire.fronts.attach import attach
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
 from thinwire.sync.loss_scale import LossScale, loss_scale_of

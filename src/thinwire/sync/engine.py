@@ -414,15 +414,26 @@ class Engine:
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`."""
-        self._lanes.load(self.check_state_dict(state, strict=strict))
+        self.load(self.check_state_dict(state, strict=strict))
+
+    def load(self, loaded: LoadedState) -> None:
+        """Go on from what `check_state_dict` has returned, or a part of it."""
+        self._lanes.load(loaded)
         self._kept_errors = None
 
-    def check_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedState:
+    def check_state_dict(
+        self,
+        state: Mapping[str, Any],
+        *,
+        strict: bool = True,
+        specs: Mapping[str, ParameterSpec] | None = None,
+    ) -> LoadedState:
         """Return what `load_state_dict` would load, and change nothing.
 
         Args:
             state: As the user gave it.
             strict: As of `GradientSync.load_state_dict`.
+            specs: The parameters that the state must be for; None for those that are averaged here.
 
         Raises:
             StateError: It is not such a state, damaged, of a later version, or of another model.
@@ -430,5 +441,6 @@ class Engine:
         """
         self._check_between_steps("load_state_dict()")
         lanes = self._lanes
-        specs = lanes.specs if lanes.all_known else None
+        if specs is None and lanes.all_known:
+            specs = lanes.specs
         return checked_state(state, specs, slots=lanes.algorithm.slots, strict=strict)

@@ -18,7 +18,7 @@ from thinwire.sync.fingerprint import description_of
 from thinwire.sync.lane import Lane
 from thinwire.sync.regrouping import ExpectedBuckets
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, check_model, fitting, laid_out
+from thinwire.sync.state import LoadedState, check_model, fitting, laid_out, without_shards
 
 __all__ = ["Lanes"]
 
@@ -273,6 +273,7 @@ class Lanes:
 
         Where the parameters are not known yet, whether it is of this model shows at the first step.
         """
+        loaded = without_shards(loaded)
         if self.all_known:
             loaded = fitting(loaded, self.specs)
         memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from thinwire.channel import Transport
 from thinwire.checks import true_or_false
 from thinwire.errors import ConfigError
 from thinwire.sync.loss_scale import LossScale
@@ -23,6 +24,8 @@ class Settings:
             then not applied. If it may and there is a residual, each step finds out which.
         host_check: Whether the host learns in each step if all means were finite; see `attach`.
         on_nonfinite: What becomes of a step where they are not; see `attach`.
+        together: Joins members that average other parameters, the shards of one replica: a step is committed
+            on all of them or on none. None where each has all parameters.
 
     Raises:
         ConfigError: `may_be_unused` or `on_nonfinite="raise"` is given without `host_check`.
@@ -32,6 +35,7 @@ class Settings:
     may_be_unused: bool = False
     host_check: bool = True
     on_nonfinite: OnNonfinite = "nan"
+    together: Transport | None = None
 
     def __post_init__(self) -> None:
         if self.may_be_unused and not true_or_false("host_check", self.host_check):

@@ -12,7 +12,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.registry import SLOTS
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
-from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
+from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.sync.checksum import check_undamaged, with_checksum
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "laid_out",
     "packed_state",
     "slot_names",
+    "without_shards",
 ]
 
 STATE_VERSION = 3
@@ -227,6 +228,18 @@ def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec]) -> LoadedSt
     return loaded._replace(slots=slots)
 
 
+def without_shards(loaded: LoadedState) -> LoadedState:
+    """Return a state without what is of some shard of a parameter only."""
+    slots = {
+        slot: {label: each for label, each in tensors.items() if SHARD_MARK not in label}
+        for slot, tensors in loaded.slots.items()
+    }
+    choices = loaded.choices
+    if choices is not None:
+        choices = {name: choice for name, choice in choices.items() if SHARD_MARK not in name}
+    return loaded._replace(slots=slots, choices=choices)
+
+
 def laid_out(slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device) -> torch.Tensor:
     """Return an elementwise tensor as memory holds it: flat, in the parameter's order of memory and type.
 
@@ -267,13 +280,13 @@ def _check_inside(loaded: LoadedState) -> None:
                 raise StateError(
                     f"the state has a {slot.name} of {label}, which is not in its list of parameters"
                 )
-            if slot.check is not None:
+            if slot.check is not None and SHARD_MARK not in label:
                 slot.check(label, tensor, loaded.shapes)
 
 
 def _names_in(label: str) -> set[str]:
     """Return the parameter of a label; of a whole bucket, the first and the last."""
-    return set(label.split(BUCKET_SEPARATOR))
+    return set(label.partition(SHARD_MARK)[0].split(BUCKET_SEPARATOR))
 
 
 def _some(names: Iterable[str]) -> str:

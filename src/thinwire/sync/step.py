@@ -225,11 +225,14 @@ class Step:
     def _commit(self) -> bool:
         """Let all buckets commit, or none; return whether they did, as far as the host knows."""
         settings = self._all_lanes.settings
-        if not any(gate.writes for gate in self._exchange.gates) and settings.on_nonfinite == "nan":
+        asks = any(gate.writes for gate in self._exchange.gates) or settings.on_nonfinite != "nan"
+        if not asks and settings.together is None:
             for task in self._exchange.tasks:
                 task.commit()
             return True
         is_healthy = self._exchange.is_healthy()
+        if settings.together is not None:
+            is_healthy = self._is_healthy_everywhere(is_healthy, settings.together)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             for task, lane in zip(self._exchange.tasks, self.lanes, strict=True):
@@ -248,6 +251,11 @@ class Step:
             for bucket in self._buckets:
                 bucket.flat.fill_(fill)
         return committed
+
+    def _is_healthy_everywhere(self, is_healthy: torch.Tensor, together: Transport) -> torch.Tensor:
+        unhealthy = (~is_healthy).to(together.control_device, torch.uint8).view(1)
+        together.all_reduce(unhealthy, f"step {self._number}, whether it is healthy", operation="max").wait()
+        return unhealthy[0] == 0
 
     def _commit_where(self, is_healthy: torch.Tensor, task: Task, lane: Lane) -> None:
         """Let a bucket write memory, then take that back on the device unless `is_healthy`.

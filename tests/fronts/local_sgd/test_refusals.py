@@ -17,7 +17,7 @@ from pool import Pool
 from thinwire.algorithms import PowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.errors import StateError, StepError
-from thinwire.fronts.ddp import attach
+from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
 from training import error_of, new_model, new_optimizer
 

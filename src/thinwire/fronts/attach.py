@@ -1,0 +1,121 @@
+"""`thinwire.attach`: the one call for models of both kinds, DDP and FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.algorithms import Algorithm
+from thinwire.errors import ConfigError
+from thinwire.fronts.ddp import attach_ddp
+from thinwire.fronts.ddp_model import is_fsdp2
+from thinwire.sync import GradientSync
+from thinwire.sync.loss_scale import loss_scale_of
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["attach"]
+
+
+def attach(
+    model: torch.nn.Module,
+    algorithm: Algorithm,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    grad_scaler: GradScaler | Callable[[], float] | None = None,
+    host_check: bool = True,
+    on_nonfinite: OnNonfinite = "nan",
+) -> GradientSync:
+    """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
+
+    The training loop stays as it is. To be called on every process that trains the model, with the
+    same algorithm.
+
+    Args:
+        model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
+            backend, over any process group, with any of DDP's options but `mixed_precision` and
+            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook, as DDP has it, and raises
+            when it is trained before it is attached itself. Or an FSDP2 model: one that `fully_shard` has
+            sharded over a mesh of one dimension, the shards of one replica, or that `replicate` holds. What
+            differs then stands in docs/sharded.md; replicas become equal here, parameters and buffers.
+        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
+        process_group: Of an FSDP2 model: the processes that hold the same shard of different replicas. Not
+            with DDP, which has its own group; `replicate` has one too.
+        mesh: The same as a mesh: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
+            `fully_shard`, or that mesh of two named dimensions as a whole.
+        grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
+            function that returns what the loss of the step under way was multiplied by. Error memory is
+            then kept in unscaled units, so that a change of scale changes no result.
+        host_check: Whether the host learns in each step if all means were finite, for which it waits for
+            the device. If not, steps don't make it wait, but for those that send what another
+            algorithm has left in the residual, for `warm_start=False` and for a function as `grad_scaler`. A
+            step that is not finite leaves the error memory as it was and makes the gradients NaN just so, but
+            counts in `steps`, a warm-up and the turns of `alternating` (which then starts from random
+            factors). The same on all processes; not with `find_unused_parameters`. Cost: a copy of what one
+            bucket has in memory, while it is written.
+        on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
+            memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
+            step; without one the model is lost, and that is logged once. "zero": all are zeros; an
+            optimizer with momentum or weight decay still moves the parameters. "raise": `backward()` raises
+            `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
+            are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
+            `Cast` look at the means as well: a pass over the gradients and a host synchronisation per step.
+
+    Returns:
+        The handle: plan, statistics, state, and switching the algorithm.
+
+    Cost per step: one host synchronisation with low-rank algorithms (none if not `host_check`); see each
+    algorithm's own. With `find_unused_parameters`, another one, and 4 bytes for each parameter in the
+    messages, while there is a residual.
+
+    Raises:
+        AttachError: Neither a DDP nor an FSDP2 model; a DDP model that has a communication hook already
+            (DDP's own `mixed_precision` is one), sparse gradients, or an option under which DDP does not
+            hand over all gradients; an FSDP2 model whose replicas PyTorch averages itself (a mesh of two
+            dimensions), or with a group that is not of equal shards.
+        AgreementError: The replicas of an FSDP2 model are not sharded alike.
+        ConfigError: `algorithm` or `grad_scaler` is not one, or `on_nonfinite` does not go with the others.
+        NonfiniteError: (From `backward()`.) See `on_nonfinite`.
+        GradientError: A parameter's gradient can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+        >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+        >>> ddp_model(torch.ones(1, 64)).sum().backward()
+        >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
+        (1, 9.3)
+    """
+    loss_scale = loss_scale_of(grad_scaler)
+    checked_on_nonfinite(on_nonfinite, grad_scaler)
+    plain = getattr(model, "_orig_mod", model)
+    if is_fsdp2(plain):
+        # DTensors take seconds to import; with a sharded model that is done.
+        attach_sharded = import_module("thinwire.fronts.sharded").attach_sharded
+        sync: GradientSync = attach_sharded(
+            plain,
+            algorithm,
+            process_group=process_group,
+            mesh=mesh,
+            loss_scale=loss_scale,
+            host_check=host_check,
+            on_nonfinite=on_nonfinite,
+        )
+        return sync
+    if isinstance(plain, DistributedDataParallel) and not (process_group is None and mesh is None):
+        raise ConfigError(
+            "process_group and mesh are for sharded models, and DDP has a group of its own; leave them out, "
+            "and choose it by DistributedDataParallel(model, process_group=…)"
+        )
+    return attach_ddp(
+        model, algorithm, loss_scale=loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
+    )

@@ -1,0 +1,123 @@
+"""Attaching an FSDP2 model: what is refused, which processes meet, and how replicas become equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.algorithms import Algorithm
+from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, agree, copy_from
+from thinwire.errors import AttachError
+from thinwire.fronts.ddp_model import plain_name
+from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards, specs_of
+from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
+from thinwire.fronts.sharded.state import ShardedSync
+from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.loss_scale import LossScale
+from thinwire.sync.nonfinite import OnNonfinite
+
+__all__ = ["attach_sharded"]
+
+CHUNK_BYTES = 64 << 20
+
+
+def attach_sharded(
+    model: torch.nn.Module,
+    algorithm: Algorithm,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    loss_scale: LossScale | None = None,
+    host_check: bool = True,
+    on_nonfinite: OnNonfinite = "nan",
+) -> GradientSync:
+    """Do what `thinwire.attach` does, with an FSDP2 model.
+
+    Args:
+        model: Of which `fully_shard` or `replicate` holds all trained parameters.
+        algorithm: As of `attach`.
+        process_group: As of `attach`.
+        mesh: As of `attach`.
+        loss_scale: As of `Settings`.
+        host_check: As of `attach`.
+        on_nonfinite: As of `attach`.
+
+    Raises:
+        AttachError: The model, or the group, can't be attached.
+        AgreementError: The processes differ.
+        ConfigError: A setting is wrong.
+        GradientError: A parameter's gradient can't be averaged by the algorithm.
+        CommunicationError: A collective failed.
+    """
+    sharded = ShardedModel(model)
+    replicas = replicas_of(sharded, process_group, mesh)
+    pieces = pieces_of(model, sharded)
+    _refuse_attached(pieces)
+    trained = [piece for piece in pieces if piece.parameter.requires_grad]
+    if not trained:
+        raise AttachError("no parameter of the model is trained, so there is nothing to average")
+    device = local_of(trained[0].parameter).device
+    transport = ProcessGroupTransport(replicas, device)
+    if device.type == "cpu" and ProcessGroupTransport(replicas).control_device.type != "cpu":
+        raise AttachError(
+            "gradients are on the CPU (CPUOffloadPolicy), which the replicas' group can't send from; "
+            'call init_process_group("cpu:gloo,cuda:nccl")'
+        )
+    shards: Transport = InProcessTransport.group(1)[0]
+    if not sharded.is_replicated:
+        shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
+    together = shards if shards.size > 1 else None
+    settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite, together=together)
+    engine = Engine(algorithm, transport, specs_of(pieces), settings)
+    tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    alike_on_all_shards(
+        shards,
+        "attach()",
+        lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
+        lambda: agree(transport, _described(shards, tensors, pieces), "attach()"),
+    )
+    if sharded.is_replicated:
+        sharded.stop_averaging()
+    for chunk in _chunks(tensors.values()):
+        copy_from(transport.rank == 0, chunk, transport)
+    front = ShardedFront(engine, shards, sharded, pieces)
+    front.register(model)
+    return ShardedSync(front, {piece.name: piece for piece in trained})
+
+
+def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield what this process has of them in lists of some megabytes: each is copied as one."""
+    chunk: list[torch.Tensor] = []
+    for tensor in map(local_of, tensors):
+        chunk.append(tensor)
+        if sum(each.nbytes for each in chunk) > CHUNK_BYTES:
+            yield chunk
+            chunk = []
+    yield chunk
+
+
+def _refuse_attached(pieces: list[Piece]) -> None:
+    for piece in pieces:
+        hooks = getattr(piece.parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(isinstance(getattr(hook, "__self__", None), ShardedFront) for hook in hooks.values()):
+            raise AttachError(
+                "the model is attached already; switch its algorithm with sync.use(…), where sync is what "
+                "attach returned"
+            )
+
+
+def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:
+    """Return what must be the same on all replicas, by subject."""
+    described = {"shard": f"{shards.rank} of {shards.size}"}
+    cut = {piece.name: piece.dim for piece in pieces}
+    trained = {piece.name for piece in pieces if piece.parameter.requires_grad}
+    for name, tensor in tensors.items():
+        local = local_of(tensor)
+        described[name] = (
+            f"of shape {tuple(tensor.shape)} ({tuple(local.shape)} here, cut along {cut.get(name)}), "
+            f"{local.dtype}{', trained' if name in trained else ''}"
+        )
+    return described

@@ -1,0 +1,259 @@
+"""What stands between FSDP2's sharded gradients and an engine: a step at the end of each backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import torch
+from torch._compile import _disable_dynamo as disable_dynamo
+from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
+
+from thinwire.algorithms import Bucket
+from thinwire.channel import Transport, Work, agree
+from thinwire.errors import AgreementError, StepError
+from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine
+from thinwire.sync.lane import Lane
+
+__all__ = ["ShardedFront", "alike_on_all_shards", "specs_of"]
+
+Result = TypeVar("Result")
+
+
+def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
+    """Return what an engine is to know of the trained ones, in the order of the model: this process's shards.
+
+    Args:
+        pieces: What this process has.
+    """
+    trained = [piece for piece in pieces if piece.parameter.requires_grad]
+    return [ParameterSpec.of(piece.name, local_of(piece.parameter)) for piece in trained]
+
+
+def alike_on_all_shards(
+    shards: Transport, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], Result]
+) -> Result:
+    """Do something with the replicas of this shard, and go on only if it went well for all shards.
+
+    Args:
+        shards: Joins the shards of a replica.
+        purpose: What is done, for errors.
+        described: What must then be the same on all shards, by subject.
+        action: Collective over the replicas. Where they differ, it raises `AgreementError`.
+
+    Raises:
+        AgreementError: The replicas of some shard differ, or the shards do.
+    """
+    refusal = None
+    try:
+        result = action()
+    except AgreementError as error:
+        refusal = error
+    replicas = "of one kind" if refusal is None else f"unlike each other ({refusal})"
+    try:
+        agree(shards, {"call": purpose, "replicas": replicas, **described()}, purpose)
+    except AgreementError as error:
+        raise (refusal or error) from None
+    if refusal is not None:
+        raise refusal
+    return result
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients FSDP2 reduces together, of one device and type.
+
+    Attributes:
+        pieces: Trained ones, in the order of their gradients.
+        specs: Theirs.
+        lane: Where they go; None before the first step.
+        flat: Their gradients, while a step is under way.
+    """
+
+    pieces: Sequence[Piece]
+    specs: tuple[ParameterSpec, ...]
+    lane: Lane | None = None
+    flat: torch.Tensor | None = None
+
+
+class ShardedFront:
+    """Averages the sharded gradients of an FSDP2 model over its replicas, at the end of `backward()`.
+
+    FSDP2 calls the post-accumulate hooks of its parameters when their gradients are there; the first one in a
+    pass queues the step behind FSDP2's own end of the pass. So gradients are means when `backward()` returns,
+    before they are clipped.
+
+    Args:
+        engine: What averages, over the replicas.
+        shards: Joins the shards of a replica.
+        sharded: FSDP2's side of the model.
+        pieces: What this process has of the parameters.
+    """
+
+    def __init__(
+        self, engine: Engine, shards: Transport, sharded: ShardedModel, pieces: Iterable[Piece]
+    ) -> None:
+        self.engine, self.shards = engine, shards
+        self._sharded = sharded
+        self._buckets = _buckets_of(pieces)
+        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+        self._known = {id(piece.parameter) for piece in self._pieces}
+        self._queued_in = -1
+        self._is_due = False
+
+    def register(self, model: torch.nn.Module) -> None:
+        """Hook into a model's passes.
+
+        Args:
+            model: The root module.
+        """
+        for piece in self._pieces:
+            piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+        # Behind FSDP2's own, which is the first: it may have taken new parameters just now.
+        model.register_forward_pre_hook(disable_dynamo(lambda *_: self.check_before_forward()))
+
+    def check_before_forward(self) -> None:
+        """Refuse what would go unnoticed: gradients that nobody averages.
+
+        Raises:
+            StepError: The last pass has left gradients that are not averaged, or parameters have come in
+                that are not known.
+        """
+        if self._is_due:
+            raise StepError(
+                "the last backward pass has ended without averaging over the replicas: its last gradients "
+                "came inside of a reentrant activation checkpoint; use torch.utils.checkpoint with "
+                "use_reentrant=False, and restart all processes from a checkpoint"
+            )
+        strangers = [p for p in self._sharded.parameters if p.requires_grad and id(p) not in self._known]
+        if strangers:
+            raise StepError(
+                f"the model trains a parameter of shape {tuple(strangers[0].shape)} that it did not have, "
+                "or that was frozen, when it was attached; attach when parameters are loaded and unfrozen"
+            )
+
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """Take note of a gradient: the hook of each parameter."""
+        if self._sharded.waits_for_more:
+            return
+        self._is_due = True
+        current = torch._C._current_graph_task_id()
+        if current != self._queued_in:
+            self._queued_in = current
+            Variable._execution_engine.queue_callback(self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        if torch._C._current_autograd_node() is not None:  # a pass inside another one
+            return
+        self._is_due = False
+        with torch.no_grad():
+            self.average()
+
+    def average(self) -> None:
+        """Replace the gradients by their means over the replicas. Collective, over all shards and replicas.
+
+        A parameter that no replica has a gradient of keeps none.
+
+        Raises:
+            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; memory is as it was.
+            AgreementError: The processes differ.
+            CommunicationError: A collective failed; memory is as it was.
+        """
+        engine = self.engine
+        with engine.clock.inside(engine.traffic):
+            self._open_lanes()
+            who_has, have = self._start_asking_who_has()
+            step = engine.begin()
+            try:
+                for bucket in self._buckets:
+                    bucket.flat = _flat_gradients(bucket)
+                    step.start(cast(Lane, bucket.lane), bucket.flat)
+                committed = step.finish()
+                who_has.wait()
+            except BaseException:
+                step.abandon()
+                raise
+            self._hand_back(have, committed=committed)
+        if not committed:
+            engine.warn_of_nonfinite()
+        engine.raise_unless(committed)
+
+    def _open_lanes(self) -> None:
+        if all(bucket.lane is not None and bucket.lane.is_current for bucket in self._buckets):
+            return
+        engine = self.engine
+        alike_on_all_shards(
+            self.shards,
+            f"step {engine.steps}",
+            lambda: {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
+            engine.agree,
+        )
+        for bucket in self._buckets:
+            device = local_of(bucket.pieces[0].parameter).device
+            bucket.lane = engine.open(bucket.specs, device, is_agreed=True)
+
+    def _start_asking_who_has(self) -> tuple[Work, torch.Tensor]:
+        """Ask which parameters have a gradient on some replica; who lacks none need not look."""
+        have = torch.tensor([piece.parameter.grad is not None for piece in self._pieces], dtype=torch.uint8)
+        have = have.to(self.engine.metered.control_device)
+        purpose = f"step {self.engine.steps}, which parameters were used"
+        return self.engine.metered.all_reduce(have, purpose, operation="max"), have
+
+    def _hand_back(self, have: torch.Tensor, *, committed: bool) -> None:
+        lacks = any(piece.parameter.grad is None for piece in self._pieces)
+        is_used = iter(have.tolist() if lacks else [1] * len(self._pieces))
+        for bucket in self._buckets:
+            flat = cast(torch.Tensor, bucket.flat)
+            bucket.flat = None
+            means = Bucket(bucket.specs, flat).gradients
+            for piece, spec, mean in zip(bucket.pieces, bucket.specs, means, strict=True):
+                parameter, mean_here = piece.parameter, mean.view(spec.shape)
+                if not next(is_used):
+                    self._keep_unapplied(spec, mean, committed=committed)
+                elif parameter.grad is None:
+                    parameter.grad = _as_gradient(mean_here.clone(), parameter)
+                else:
+                    local_of(parameter.grad).copy_(mean_here)
+
+    def _keep_unapplied(self, spec: ParameterSpec, mean: torch.Tensor, *, committed: bool) -> None:
+        """Put what was sent of a residual, and is not applied, back to it: on all replicas alike."""
+        if not committed or not mean.any():
+            return
+        scale = self.engine.settings.loss_scale
+        unapplied = mean.to(spec.memory_dtype, copy=True)
+        if scale is not None:
+            unapplied /= scale(mean.device)
+        error = self.engine.take_error(spec.name)
+        self.engine.put_error(spec.name, unapplied if error is None else error.add_(unapplied))
+
+
+def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
+    """Return buckets in the order in which they become ready: that of the model, from its end on."""
+    grouped: dict[tuple[int, torch.device, torch.dtype], list[Piece]] = {}
+    for piece in pieces:
+        if piece.parameter.requires_grad:
+            local = local_of(piece.parameter)
+            grouped.setdefault((piece.bucket, local.device, local.dtype), []).append(piece)
+    return [_Bucket(tuple(each), tuple(specs_of(each))) for each in reversed(grouped.values())]
+
+
+def _flat_gradients(bucket: _Bucket) -> torch.Tensor:
+    """Return a bucket's gradients one after the other, zeros for those that this replica lacks: copies."""
+    local = local_of(bucket.pieces[0].parameter)
+    flat = torch.zeros(sum(spec.numel for spec in bucket.specs), dtype=local.dtype, device=local.device)
+    parts = Bucket(bucket.specs, flat).gradients
+    for piece, spec, part in zip(bucket.pieces, bucket.specs, parts, strict=True):
+        if piece.parameter.grad is not None:
+            part.view(spec.shape).copy_(local_of(piece.parameter.grad))
+    return flat
+
+
+def _as_gradient(local: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    like = cast(DTensor, parameter)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )

@@ -1,0 +1,263 @@
+"""What has to be known of FSDP2's models: which groups reduce what, and when a pass is the last of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from thinwire.channel import alone, checked_group
+from thinwire.errors import AttachError, ConfigError
+from thinwire.fronts.ddp_model import plain_name
+
+__all__ = [
+    "Piece",
+    "ShardedModel",
+    "local_of",
+    "pieces_of",
+    "replicas_of",
+]
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, which shares its memory."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class Piece(NamedTuple):
+    """What this process has of a parameter: every W-th part of its rows, or of another dimension.
+
+    Attributes:
+        name: Of the parameter, as the user's own module has it.
+        parameter: FSDP's.
+        shape: The whole parameter's.
+        dim: Along which it is cut; None if this process has all of it.
+        bucket: Parameters of one number become ready together.
+    """
+
+    name: str
+    parameter: torch.nn.Parameter
+    shape: tuple[int, ...]
+    dim: int | None
+    bucket: int
+
+    def cut(self, shard: int, num_shards: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty.
+
+        Args:
+            shard: From 0 on.
+            num_shards: Of the parameter.
+        """
+        if self.dim is None:
+            return lambda tensor: tensor
+        dim, size = self.dim, self.shape[self.dim]
+        rows = -(-size // num_shards)
+        start = min(shard * rows, size)
+        return lambda tensor: tensor.narrow(dim, start, min(rows, size - start))
+
+
+class ShardedModel:
+    """FSDP2's side of a model: torch has no public names for what is asked of it here.
+
+    Args:
+        model: A model of which `fully_shard` or `replicate` holds parts.
+
+    Raises:
+        AttachError: A torch whose FSDP2 is built otherwise.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        states = {
+            id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]
+        }
+        self._states: list[Any] = list(states.values())
+        try:
+            self.groups = [group for state in self._states for group in _groups_of(state)]
+            # All that is asked of it later is asked for once, so that what is missing shows at once.
+            _ = self.waits_for_more, list(self.parameters), self.is_replicated
+        except AttributeError as error:
+            raise AttachError(
+                f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use torch 2.13"
+            ) from error
+
+    @property
+    def waits_for_more(self) -> bool:
+        """Whether the user has said that another backward pass of the same step follows."""
+        return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
+            state._state_ctx.is_last_backward for state in self._states
+        )
+
+    @property
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Those that FSDP2 holds: what it gives gradients to and the optimizer steps."""
+        return (each.sharded_param for group in self.groups for each in group.fsdp_params)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether `replicate` holds it, and no `fully_shard`."""
+        return all(group.mesh_info.shard_mesh_dim is None for group in self.groups)
+
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh over which every parameter is sharded, or replicated.
+
+        Raises:
+            AttachError: PyTorch itself averages over replicas, or parts of the model have other meshes.
+        """
+        meshes: list[DeviceMesh] = []
+        for group in self.groups:
+            info = group.mesh_info
+            names = tuple(info.mesh.mesh_dim_names or ())
+            if info.shard_mesh_dim is not None and info.replicate_mesh_dim is not None:
+                shard = f'mesh["{names[info.shard_mesh_dim]}"]' if names else "a mesh of the shards alone"
+                replicate = f'mesh["{names[info.replicate_mesh_dim]}"]' if names else "that of the replicas"
+                raise AttachError(
+                    f"fully_shard was given a mesh of two dimensions, {names or tuple(info.mesh.shape)}, so "
+                    "PyTorch averages whole gradients between replicas before anybody can compress them; "
+                    f"give it one dimension, fully_shard(module, mesh={shard}), and the other to Thinwire: "
+                    f"thinwire.attach(model, algorithm, mesh={replicate})"
+                )
+            meshes.append(info.mesh)
+        if not meshes:
+            raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
+        others = {str(mesh.mesh.tolist()) for mesh in meshes}
+        if len(others) > 1 or meshes[0].ndim != 1:
+            raise AttachError(
+                f"parts of the model are sharded over unlike meshes, {' and '.join(sorted(others))}; "
+                "expected one mesh of one dimension for all fully_shard calls"
+            )
+        return meshes[0]
+
+    def stop_averaging(self) -> None:
+        """Let `replicate` reduce over this process alone; it gives each its own gradients then."""
+        group = alone()
+        for each in self.groups:
+            each.mesh_info.replicate_process_group = group
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch before 2.12 has one for each module
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
+    """Reshard a model, and return what this process has of each parameter: frozen ones too, tied ones once.
+
+    Args:
+        model: The module.
+        sharded: FSDP2's side of it.
+
+    Raises:
+        AttachError: A parameter is trained but not FSDP2's, or is cut over more than one dimension, or has
+            no values yet.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    bucket_of = {
+        id(each.sharded_param): number
+        for number, group in enumerate(sharded.groups)
+        for each in group.fsdp_params
+    }
+    pieces = []
+    for long_name, parameter in model.named_parameters():
+        name = plain_name(long_name)
+        if parameter.is_meta or local_of(parameter).is_meta:
+            raise AttachError(
+                f"{name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
+                "initialise or load it, then attach"
+            )
+        if id(parameter) not in bucket_of:
+            if parameter.requires_grad:
+                raise AttachError(
+                    f"{name} is trained, but no fully_shard holds it, so nobody averages its gradient inside "
+                    "of a replica; call fully_shard(model) on the whole model after its parts, or freeze it"
+                )
+            continue
+        if not isinstance(parameter, DTensor):
+            raise AttachError(
+                f"{name} is a {type(parameter).__name__} where FSDP2 has a DTensor; attach before the first "
+                "forward pass, or between steps"
+            )
+        if len(parameter.placements) != 1:
+            raise AttachError(
+                f"{name} lies on a mesh of several dimensions {parameter.placements}, expected shards of "
+                "fully_shard alone; tensor parallelism does not go with Thinwire yet"
+            )
+        placement = parameter.placements[0]
+        dim = placement.dim if isinstance(placement, Shard) else None
+        if parameter.is_complex():
+            raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
+        pieces.append(Piece(name, parameter, tuple(parameter.shape), dim, bucket_of[id(parameter)]))
+    return pieces
+
+
+def replicas_of(
+    sharded: ShardedModel, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+) -> dist.ProcessGroup:
+    """Return the group of processes that hold the same shard of different replicas.
+
+    Args:
+        sharded: FSDP2's side of the model.
+        process_group: As the user gave it.
+        mesh: As the user gave it.
+
+    Raises:
+        ConfigError: Both are given.
+        AttachError: They are none, or of the wrong dimensions, or not those of `replicate`.
+    """
+    own = sharded.mesh()
+    if process_group is not None and mesh is not None:
+        raise ConfigError("got process_group and mesh, which say the same; pass one of them")
+    if mesh is not None:
+        process_group = _group_of(mesh, own)
+    if sharded.is_replicated:
+        replicating = own.get_group()
+        if process_group is not None and _members(process_group) != _members(replicating):
+            raise AttachError(
+                f"the model is replicated over processes {_members(replicating)}, and the group given is of "
+                f"{_members(process_group)}; leave it out, or give the same to replicate(mesh=…)"
+            )
+        return replicating
+    if process_group is None:
+        names = own.mesh_dim_names or ("shard",)
+        raise AttachError(
+            f"the model is sharded over processes {own.mesh.tolist()}, and it is not known which others hold "
+            "the same shards; build a mesh of two dimensions, init_device_mesh(device, (replicas, shards), "
+            f'mesh_dim_names=("replicate", "{names[0]}")), give mesh["{names[0]}"] to fully_shard, and '
+            'thinwire.attach(model, algorithm, mesh=mesh["replicate"])'
+        )
+    group = checked_group(process_group)
+    shared = sorted(set(_members(group)) & set(own.mesh.flatten().tolist()))
+    if len(shared) != 1:
+        raise AttachError(
+            f"the group given is of processes {_members(group)}, of which {shared} hold different shards of "
+            "one replica; expected a group of processes that hold the same shard of different replicas, such "
+            'as mesh["replicate"].get_group()'
+        )
+    return group
+
+
+def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
+    if not isinstance(mesh, DeviceMesh):
+        raise AttachError(f'expected a DeviceMesh such as mesh["replicate"], got {type(mesh).__name__}')
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    names: Sequence[str] = mesh.mesh_dim_names or ()
+    others = [name for name in names if name not in (own.mesh_dim_names or ())]
+    if mesh.ndim != 2 or len(others) != 1:
+        raise AttachError(
+            f'expected the dimension of the replicas, such as mesh["replicate"], got a mesh of dimensions '
+            f"{tuple(names) or tuple(mesh.shape)}"
+        )
+    return mesh.get_group(others[0])
+
+
+def _members(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)

@@ -1,0 +1,161 @@
+"""The state of a sharded run: that of the whole model, so that any number of shards and replicas go on.
+
+What has an element for each of a parameter's, the residual above all, is put together in the parameter's
+whole shape. What belongs to a shard alone (a low-rank factor, a chosen matrix rank) is kept with a note of
+which shard it is of, and taken up by the same shard of as many; others begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from thinwire.algorithms import Slot
+from thinwire.channel import Transport, gather_bytes
+from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards
+from thinwire.fronts.sharded.model import Piece
+from thinwire.plan import SHARD_MARK, ParameterSpec
+from thinwire.sync import GradientSync
+from thinwire.sync.checksum import with_checksum
+from thinwire.sync.state import LoadedState
+
+__all__ = ["ShardedSync"]
+
+Kept = TypeVar("Kept")
+
+
+class ShardedSync(GradientSync):
+    """The handle of a sharded model: its state is that of the whole model.
+
+    Args:
+        front: What averages.
+        pieces: What this process has of each trained parameter, by name.
+    """
+
+    def __init__(self, front: ShardedFront, pieces: Mapping[str, Piece]) -> None:
+        super().__init__(front.engine)
+        self._front, self._pieces = front, pieces
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradientSync.state_dict`: collective over all shards and replicas, the same on all of them.
+
+        The residual is in the whole shapes of the parameters, so a run with other numbers of shards and
+        replicas can go on from it, or one with DDP. Cost: the residual of the whole model on the CPU of each
+        process, besides that of `GradientSync`.
+        """
+        engine, shards = self._engine, self._front.shards
+        own = alike_on_all_shards(
+            shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
+        )
+        return _whole_state(own, self._pieces, shards)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """As `GradientSync.load_state_dict`.
+
+        The state may be of other numbers of shards and replicas, or of a run with DDP.
+        """
+        specs = {
+            name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
+            for name, piece in self._pieces.items()
+        }
+        loaded = self._engine.check_state_dict(state, strict=strict, specs=specs)
+        self._engine.load(_cut(loaded, self._pieces, self._front.shards))
+
+
+def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport) -> dict[str, Any]:
+    """Return the state of the whole model. Collective over the shards.
+
+    Args:
+        own: Of this shard.
+        pieces: What this process has of each parameter.
+        shards: Joins the shards.
+    """
+    if shards.size == 1:
+        return dict(own)
+    is_elementwise = {name: kind[1] for name, kind in own["slots"]}
+    whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
+    choices: list[tuple[str, int]] = []
+    for shard, (slot, label, tensor) in _tensors_of_all(own, is_elementwise, shards):
+        if not is_elementwise[slot]:
+            whole[slot][_marked(label, shard, shards.size)] = tensor
+            continue
+        into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
+        pieces[label].cut(shard, shards.size)(into).copy_(tensor)
+    everyone = gather_bytes(json.dumps(own["choices"]).encode(), shards, "state_dict(), what was chosen")
+    for shard, data in enumerate(everyone):
+        choices += [(_marked(name, shard, shards.size), choice) for name, choice in json.loads(data)]
+    return with_checksum(
+        {
+            **{key: value for key, value in own.items() if key != "checksum"},
+            "parameters": tuple(sorted((name, piece.shape) for name, piece in pieces.items())),
+            "choices": tuple(sorted(choices)),
+            **{slot: tuple(sorted(tensors.items())) for slot, tensors in whole.items()},
+        }
+    )
+
+
+def _tensors_of_all(
+    own: Mapping[str, Any], slots: Mapping[str, bool], shards: Transport
+) -> Iterator[tuple[int, tuple[str, str, torch.Tensor]]]:
+    """Yield shard by shard what each has: the slot, the label and the tensor, on the CPU."""
+    mine = [(slot, label, tensor) for slot in slots for label, tensor in own[slot]]
+    described = [
+        (slot, label, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for slot, label, tensor in mine
+    ]
+    data = json.dumps(described).encode()
+    device = shards.control_device
+    for shard, listed in enumerate(gather_bytes(data, shards, "state_dict(), what each shard has")):
+        for number, (slot, label, shape, dtype) in enumerate(json.loads(listed)):
+            if shard == shards.rank:
+                tensor = mine[number][2].to(device, copy=True)
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            if tensor.numel():
+                shards.broadcast(tensor, shard, f"state_dict(), {slot} of {label}").wait()
+            yield shard, (slot, label, tensor.cpu())
+
+
+def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) -> LoadedState:
+    """Return what a state has for this shard.
+
+    Args:
+        loaded: Of the whole model, checked.
+        pieces: What this process has of each parameter.
+        shards: Joins the shards.
+
+    Raises:
+        StateError: What is of this shard can't be its.
+    """
+    if shards.size == 1:
+        return loaded
+    cut = {name: piece.cut(shards.rank, shards.size) for name, piece in pieces.items()}
+    shapes = dict(loaded.shapes)
+    for name, piece in pieces.items():
+        shapes[name] = tuple(cut[name](torch.empty(piece.shape, device="meta")).shape)
+    mark = _marked("", shards.rank, shards.size)
+    slots: dict[Slot, dict[str, torch.Tensor]] = {}
+    for slot, tensors in loaded.slots.items():
+        if slot.is_elementwise:
+            slots[slot] = {name: cut[name](each).clone() for name, each in tensors.items() if name in cut}
+            continue
+        slots[slot] = _of_shard(tensors, mark)
+        if slot.check is not None:
+            for label in [label for label in slots[slot] if label + mark in tensors]:
+                slot.check(label, slots[slot][label], shapes)
+    choices = None if loaded.choices is None else _of_shard(loaded.choices, mark)
+    return loaded._replace(shapes=shapes, slots=slots, choices=choices)
+
+
+def _of_shard(kept: Mapping[str, Kept], mark: str) -> dict[str, Kept]:
+    """Return what is of no shard, and what is of the one with this mark, without it."""
+    of_none = {label: each for label, each in kept.items() if SHARD_MARK not in label}
+    own = {label.removesuffix(mark): each for label, each in kept.items() if label.endswith(mark)}
+    return {**of_none, **own}
+
+
+def _marked(label: str, shard: int, num_shards: int) -> str:
+    return f"{label}{SHARD_MARK}{shard} of {num_shards}"

@@ -1,0 +1,476 @@
+"""FSDP2: equal shards of different replicas meet. Four processes, two replicas of two shards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from pool import Pool
+from thinwire import AllReduce, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.registry import REGISTRY
+from thinwire.fronts.attach import attach
+from training import error_of
+
+POWER = PowerSGD(matrix_rank=2)
+
+
+class Language(nn.Module):
+    """A tied embedding of 11 rows, a frozen layer, and a gate of one row: its second shard is empty."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(1)
+        )
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.gate = nn.Linear(width, 1)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        logits: Tensor = self.head(self.frozen(x)) * self.gate(x)
+        return logits.logsumexp(-1).mean() - logits.mean()
+
+
+@functools.cache
+def mesh_of(replicas: int = 2, shards: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def language(seed: int = 5, dtype: torch.dtype = torch.float64, width: int = 8) -> Language:
+    torch.manual_seed(seed)
+    return Language(width).to(dtype)
+
+
+def wide(seed: int = 5) -> Language:
+    return language(seed, torch.float32, width=64)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
+    for block in model.get_submodule("blocks").children():
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def attached(algorithm: Algorithm, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
+    model = sharded(language() if model is None else model, mesh_of()["shard"], **options)
+    return model, attach(model, algorithm, mesh=mesh_of())
+
+
+def tokens_of(step: int, rank: int | None = None) -> Tensor:
+    place = dist.get_rank() if rank is None else rank
+    return torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(100 * step + place))
+
+
+def backward(model: Any, step: int, scale: float = 1.0) -> None:
+    torch.autograd.backward(model(tokens_of(step)) * scale)
+
+
+def train(
+    model: Any, steps: range, *, micro_steps: int = 2, flag: str = "set_requires_gradient_sync"
+) -> None:
+    """Train by AdamW on gradients that are accumulated and clipped."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for step in steps:
+        for micro in range(micro_steps):
+            getattr(model, flag)(micro == micro_steps - 1)
+            torch.autograd.backward(model(tokens_of(10 * step + micro)) / micro_steps)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([whole(p).reshape(-1) for p in model.parameters()])
+
+
+def everyones(tensor: Tensor) -> list[Tensor]:
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return rows
+
+
+def agreed(model: nn.Module) -> bool:
+    """Whether all processes, of both replicas, hold the same model to the bit."""
+    return all(torch.equal(flat(model), other) for other in everyones(flat(model)))
+
+
+# Exact averaging is native HSDP
+
+
+Case = tuple[int, torch.dtype, str, float, dict[str, Any]]
+
+SYNC, REDUCE = "set_requires_gradient_sync", "set_requires_all_reduce"
+IN_FP32, IN_BF16 = (MixedPrecisionPolicy(torch.bfloat16, each) for each in (torch.float32, torch.bfloat16))
+
+# Steps, type, what tells of more micro-steps, tolerance, options. Ours averages in the parameters' type,
+# native HSDP in the reduced one.
+EXACT: dict[str, Case] = {
+    "20 steps": (20, torch.float64, SYNC, 1e-9, {}),
+    "summed in shards": (3, torch.float64, REDUCE, 1e-9, {}),
+    "no reshard": (2, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
+    "offload": (2, torch.float64, SYNC, 1e-9, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "reduced in fp32": (2, torch.float32, SYNC, 1e-5, {"mp_policy": IN_FP32}),
+    "reduced in bf16": (2, torch.float32, SYNC, 5e-2, {"mp_policy": IN_BF16}),
+}
+
+
+def test_exact_averaging_is_native_hsdp(pool4: Pool) -> None:
+    for found in pool4.run(_against_native):
+        assert found["world"] == 4
+        for case, (steps, _, _, tolerance, _) in EXACT.items():
+            difference, scale, steps_here, is_agreed = found[case]
+            assert is_agreed
+            assert steps_here == steps, case  # one each, whatever the accumulation
+            assert difference <= tolerance * scale, case
+
+
+def _against_native() -> dict[str, Any]:
+    found: dict[str, Any] = {"world": dist.get_world_size()}
+    for case, (steps, dtype, flag, _, options) in EXACT.items():
+        native = sharded(language(dtype=dtype), mesh_of(), **options)
+        train(native, range(steps), flag=flag)
+        ours, sync = attached(AllReduce(), language(dtype=dtype), **options)
+        train(ours, range(steps), flag=flag)
+        difference = (flat(ours) - flat(native)).abs().max().item()
+        found[case] = (difference, flat(native).abs().max().item(), sync.steps, agreed(ours))
+    return found
+
+
+# Compression
+
+
+VARIANTS = {v.code: (v.algorithm, v.tolerance, each.is_lossy) for each in REGISTRY for v in each.variants}
+
+
+def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike(pool4: Pool) -> None:
+    """Results so far and the mean residual are the true means so far."""
+    for found in pool4.run(_identity):
+        assert found.pop("world") == 4
+        for code, (missing, is_alike, ratio) in found.items():
+            _, tolerance, is_lossy = VARIANTS[code]
+            assert missing <= tolerance, code
+            assert is_alike, code
+            assert (ratio > 1.2) == is_lossy, code
+
+
+def _identity() -> dict[str, Any]:
+    found: dict[str, Any] = {"world": dist.get_world_size()}
+    model, sync = attached(AllReduce(), wide())
+    truth = sharded(wide(), mesh_of())
+    for code, (algorithm, _, _) in VARIANTS.items():
+        sync.load_state_dict(fresh_state(model))
+        sync.use(algorithm)
+        sums, true_sums = zeros_of(model), zeros_of(model)
+        before = sync.stats()
+        for step in range(3):
+            for each, into in ((model, sums), (truth, true_sums)):
+                each.zero_grad()
+                backward(each, step)
+                add_gradients(into, each)
+        is_alike = agreed_gradients(model)
+        after = sync.stats()
+        for name, error in sync.state_dict()["error"]:
+            sums[name] += error
+        missing = max(relative(sums[name] - true, true) for name, true in true_sums.items())
+        ratio = (after.gradient_bytes - before.gradient_bytes) / (after.message_bytes - before.message_bytes)
+        found[code] = (missing, is_alike, ratio)
+    return found
+
+
+def fresh_state(model: nn.Module) -> dict[str, Any]:
+    other = DistributedDataParallel(wide())
+    return attach(other, AllReduce()).state_dict()
+
+
+def zeros_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def add_gradients(sums: dict[str, Tensor], model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if p.grad is not None:
+            sums[name] += whole(p.grad)
+
+
+def agreed_gradients(model: nn.Module) -> bool:
+    own = torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
+    return all(torch.equal(own, other) for other in everyones(own))
+
+
+def relative(difference: Tensor, true: Tensor) -> float:
+    return (difference.norm() / true.norm().clamp_min(1e-30)).item() if true.norm() else 0.0
+
+
+# State
+
+
+def test_a_state_is_of_the_whole_model_and_goes_on_to_the_bit(pool4: Pool) -> None:
+    for found in pool4.run(_resumed):
+        assert found["straight"] == found["resumed"]
+        assert found["ratio"] > 1.5
+        assert found["shape"] == (64, 64)
+        assert found["factors"] == {"blocks.0.0.weight @ shard 0 of 2", "blocks.0.0.weight @ shard 1 of 2"}
+
+
+def _resumed() -> dict[str, Any]:
+    model, sync = attached(POWER, wide())
+    train(model, range(2))
+    saved, weights = sync.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
+    again, its = attached(POWER, wide(seed=6))
+    again.load_state_dict(weights)
+    its.load_state_dict(saved)
+    train(model, range(2, 4))
+    train(again, range(2, 4))
+    return {
+        "straight": checksum(model, sync),
+        "resumed": checksum(again, its),
+        "ratio": sync.stats().compression_ratio,
+        "shape": dict(saved["error"])["blocks.0.0.weight"].shape,
+        "factors": {label for label, _ in saved["factor"] if "blocks.0.0.weight" in label},
+    }
+
+
+def checksum(model: nn.Module, sync: thinwire.GradientSync) -> tuple[str, float]:
+    return sync.state_dict()["checksum"], flat(model).double().sum().item()
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_other_numbers_of_shards_and_replicas_owe_the_same(pool4: Pool, replicas: int) -> None:
+    for owed, missing, of_ddp in pool4.run(_elsewhere, replicas):
+        assert owed > 0
+        assert missing <= 1e-6
+        assert of_ddp <= 1e-6
+
+
+def _elsewhere(replicas: int) -> tuple[float, float, float]:
+    """What is owed after 2 steps on 2 × 2, and what is missing after one more elsewhere, and with DDP."""
+    model, sync = attached(POWER, wide())
+    sums, truth = zeros_of(model), zeros_of(model)
+    plain = sharded(wide(), mesh_of())
+    for step in range(2):
+        for each, into in ((model, sums), (plain, truth)):
+            each.zero_grad()
+            backward(each, step)
+            add_gradients(into, each)
+    saved = sync.state_dict()
+    mesh = mesh_of(replicas, 4 // replicas)
+    other = sharded(wide(), mesh["shard"])
+    missing = []
+    for each in (other, DistributedDataParallel(wide())):
+        its = attach(each, POWER, mesh=mesh) if each is other else attach(each, POWER)
+        its.load_state_dict(saved)
+        total, true = {k: v.clone() for k, v in sums.items()}, {k: v.clone() for k, v in truth.items()}
+        plain.zero_grad()
+        for one, into in ((each, total), (plain, true)):
+            backward(one, 7)
+            add_gradients(into, getattr(one, "module", one))
+        for name, error in its.state_dict()["error"]:
+            total[name] += error
+        missing.append(max(relative(total[name] - true[name], true[name]) for name in true))
+    return max(error.norm().item() for _, error in saved["error"]), *missing
+
+
+# Steps that are not like others
+
+
+def test_an_overflow_in_one_shard_is_a_skipped_step_everywhere(pool4: Pool) -> None:
+    for found in pool4.run(_overflow):
+        assert found == (1, True, True, True)
+
+
+def _overflow() -> tuple[int, bool, bool, bool]:
+    model, sync = attached(POWER, wide())
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        before, error = flat(model), dict(sync.state_dict()["error"])
+        spoiled = model.gate.weight.register_post_accumulate_grad_hook(spoil) if step == 2 else None
+        torch.autograd.backward(scaler.scale(model(tokens_of(step))))
+        scaler.step(optimizer)
+        scaler.update()
+    assert spoiled is not None
+    spoiled.remove()
+    all_nan = all(p.grad.to_local().isnan().all() for p in model.parameters() if p.grad is not None)
+    after = dict(sync.state_dict()["error"])
+    same = error.keys() == after.keys() and all(torch.equal(error[name], after[name]) for name in error)
+    return sync.stats().nonfinite_steps, bool(all_nan), same, torch.equal(before, flat(model))
+
+
+def spoil(parameter: Tensor) -> None:
+    """Make the gradient infinite in the first shard of the second replica."""
+    if dist.get_rank() == 2:
+        assert isinstance(parameter.grad, DTensor)
+        parameter.grad.to_local().fill_(torch.inf)
+
+
+class Branches(nn.Module):
+    """One replica uses the first branch, the other the second; nobody the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.branches[dist.get_rank() // 2](x)
+        return out.square().mean()
+
+
+def test_parameters_that_some_or_all_replicas_do_not_use(pool4: Pool) -> None:
+    for halves, third, owed in pool4.run(_unused):
+        assert max(halves) <= 1e-6
+        assert third
+        assert owed <= 1e-6
+
+
+def _unused() -> tuple[list[float], bool, float]:
+    torch.manual_seed(3)
+    model = Branches()
+    fully_shard(model, mesh=mesh_of()["shard"])
+    sync = attach(model, AllReduce(), mesh=mesh_of())
+    state = sync.state_dict()
+    owed = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
+    state["error"] = (("branches.2.weight", owed),)
+    state["checksum"] = None
+    sync.load_state_dict(state)
+    batch = torch.randn(8, 24, generator=torch.Generator().manual_seed(2))
+    torch.autograd.backward(model(batch))
+    halves = []
+    for number in range(2):
+        branch: Any = model.branches[number]
+        layer: Any = nn.Linear(24, 24)
+        layer.load_state_dict({k: whole(v.detach()) for k, v in branch.state_dict().items()})
+        torch.autograd.backward(layer(batch).square().mean() / 2)
+        halves.append((whole(branch.weight.grad) - layer.weight.grad).abs().max().item())
+    still = dict(sync.state_dict()["error"])["branches.2.weight"]
+    unused: Any = model.branches[2]
+    return halves, unused.weight.grad is None, (still - owed).abs().max().item()
+
+
+def test_compiled_blocks_and_checkpointed_activations(pool4: Pool) -> None:
+    for difference, steps, is_agreed in pool4.run(_compiled):
+        assert difference <= 1e-9
+        assert steps == 2
+        assert is_agreed
+
+
+def _compiled() -> tuple[float, int, bool]:
+    native = sharded(language(), mesh_of())
+    train(native, range(2), micro_steps=1)
+    model = language()
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        block.compile(backend="eager")
+    ours, sync = attached(AllReduce(), model)
+    train(ours, range(2), micro_steps=1)
+    return (flat(ours) - flat(native)).abs().max().item(), sync.steps, agreed(ours)
+
+
+def test_replicas_start_equal(pool4: Pool) -> None:
+    assert all(pool4.run(_start))
+
+
+def _start() -> bool:
+    model: Any = wide(seed=dist.get_rank() // 2)
+    model.seen.fill_(dist.get_rank() // 2)
+    model, _ = attached(POWER, model)
+    return agreed(model) and all(torch.equal(model.seen, other) for other in everyones(model.seen))
+
+
+def test_a_replicated_model_is_averaged_by_the_algorithm_alone(pool4: Pool) -> None:
+    for difference, ratio, steps, is_agreed in pool4.run(_replicated):
+        assert difference <= 1e-6
+        assert ratio > 1.2
+        assert steps == 4
+        assert is_agreed
+
+
+def _replicated() -> tuple[float, float, int, bool]:
+    native: Any
+    ours: Any
+    native, ours = (replicate(wide(seed=each)) for each in (5, 5 + dist.get_rank()))
+    sync = attach(ours, AllReduce())
+    for model in (native, ours):
+        train(model, range(2), flag="set_requires_all_reduce")
+    difference = (flat(ours) - flat(native)).abs().max().item()
+    sync.use(POWER)
+    train(ours, range(2, 4))
+    return difference, sync.stats().compression_ratio, sync.steps, agreed(ours)
+
+
+# Refusals
+
+
+def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
+    for found in pool4.run(_refused):
+        for case, words in {
+            "native HSDP": 'fully_shard(module, mesh=mesh["shard"])',
+            "no replicas": 'thinwire.attach(model, algorithm, mesh=mesh["replicate"])',
+            "world": "different shards of one replica",
+            "both": "pass one of them",
+            "plain parameter": "embed.weight is trained, but no fully_shard holds it",
+            "meta": "is on the meta device",
+            "twice": "sync.use",
+            "FSDP1": "shard it with fully_shard",
+            "unlike": "process 0 has embed.weight of shape (11, 8)",
+            "DDP": "for sharded models",
+            "later": "attach when parameters are loaded",
+        }.items():
+            assert words in found[case], (case, found[case])
+
+
+def _refused() -> dict[str, str]:
+    mesh = mesh_of()
+    twice, _ = attached(POWER)
+    partly = language()
+    for block in partly.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    with torch.device("meta"):
+        empty = sharded(Language(8), mesh["shard"])
+    unlike = sharded(language(width=8 + dist.get_rank() // 2), mesh["shard"])
+    assigned, _ = attached(POWER)
+    assigned.load_state_dict({k: v.clone() for k, v in assigned.state_dict().items()}, assign=True)
+    plain = sharded(language(), mesh["shard"])
+    old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    return {
+        "native HSDP": error_of(lambda: attach(sharded(language(), mesh), POWER, mesh=mesh)),
+        "no replicas": error_of(lambda: attach(plain, POWER)),
+        "world": error_of(lambda: attach(plain, POWER, process_group=dist.group.WORLD)),
+        "both": error_of(lambda: attach(plain, POWER, mesh=mesh, process_group=dist.group.WORLD)),
+        "plain parameter": error_of(lambda: attach(partly, POWER, mesh=mesh)),
+        "meta": error_of(lambda: attach(empty, POWER, mesh=mesh)),
+        "FSDP1": error_of(lambda: attach(old, POWER, mesh=mesh)),
+        "twice": error_of(lambda: attach(twice, POWER, mesh=mesh)),
+        "unlike": error_of(lambda: attach(unlike, POWER, mesh=mesh)),
+        "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, mesh=mesh)),
+        "later": error_of(lambda: assigned(tokens_of(0))),
+    }
