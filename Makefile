@@ -2,6 +2,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Empty means that bytecode is kept: to compile the tests takes seconds, in several processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 STAGES := lint types docs compiled tests alone
 
 .PHONY: demo test $(STAGES) bench soak clean

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 
 @pytest.fixture
 def _process_group_of_one(tmp_path: Path) -> Iterator[None]:
+    import torch.distributed as dist  # noqa: PLC0415 - here, for the process that hands out tests needs no torch
+
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,24 +1,43 @@
-"""Fixtures: process pools that live as long as the test session."""
+"""How the tests run: what is imported, and when."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+import shlex
+import sys
+from contextlib import ExitStack
 
 import pytest
-import torch
 
-import catalog
 import forked
-from pool import Pool, Pools
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.lowrank import alternating, bases, batched, two_rounds
-
-# Simulated workers make many small tensors: a second thread costs more than it brings.
-torch.set_num_threads(1)
+from stand_ins import stand_ins
 
 # They have no doctests, and to import them costs seconds.
 collect_ignore = ["preloaded.py", "frozen_heap.py", "accelerate_own_script.py"]
+
+# Of tests, beyond what preloaded.py imports.
+PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
+
+_until_the_end = ExitStack()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fork xdist's workers from the server that will fork the tests' processes: all import together, once."""
+    workers = config.getoption("tx", None)
+    if workers and not hasattr(config, "workerinput"):
+        forked.modules += PACKAGES
+        launch = [sys.executable, "-S", *_until_the_end.enter_context(stand_ins())]
+        config.option.tx = [f"popen//python={shlex.join(launch)}" for _ in workers]
+    else:
+        # Here and not above: the process that only hands out tests does not wait for torch.
+        import shared_fixtures  # noqa: PLC0415
+
+        config.pluginmanager.register(shared_fixtures)
+
+
+def pytest_unconfigure() -> None:
+    """End what the workers were forked by."""
+    _until_the_end.close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -26,32 +45,3 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
     forked.modules += sorted({each.module.__name__ for each in functions} - {"test_gpu"})
     gc.freeze()  # all that is imported: collections need not look at it again and again
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[Pools]:
-    pools = Pools()
-    yield pools
-    pools.close()
-
-
-@pytest.fixture
-def pool2(pools: Pools) -> Pool:
-    return pools.of(2)
-
-
-@pytest.fixture
-def pool4(pools: Pools) -> Pool:
-    return pools.of(4)
-
-
-@pytest.fixture
-def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
-
-    def remembered(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        bases = catalog.bases_of(catalog.Bits(batches), dispatch.backends)
-        return [basis.clone() for basis in bases]
-
-    for module in (alternating, bases, batched, two_rounds):
-        monkeypatch.setattr(module, "orthonormal_rows", remembered)

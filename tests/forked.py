@@ -8,20 +8,27 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from typing import Any, TypeAlias
 from unittest.mock import patch
 
 Process: TypeAlias = Any
 """Of multiprocessing; what each start method has of its own is not known to type checkers alike."""
 
-# What the server imports; conftest.py adds the test modules of this run, with all that they need.
+# What the server imports; conftest.py adds what this run needs.
 modules = ["preloaded"]
 
 
 def context() -> Any:
-    """Of multiprocessing, with a server that has imported; it starts when it is needed first."""
+    """Of multiprocessing, with a server that has imported; it starts when it is needed first.
+
+    A process that was itself forked by a server uses that one.
+    """
     found = multiprocessing.get_context("forkserver")
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_pid is None and server._forkserver_alive_fd is not None:
+        server.ensure_running = resource_tracker.ensure_running  # its own would start another
+        return found
     found.set_forkserver_preload([*modules, "frozen_heap"])
     # The server imports by itself: it must find what this process finds, and must not start CUDA by looking.
     path = os.pathsep.join(each for each in sys.path if each)

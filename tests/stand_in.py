@@ -1,7 +1,7 @@
 """A process that a launcher starts, in whose place a forked one runs the script: nothing is imported twice.
 
-`python stand_in.py SOCKET script arguments…` hands its output, environment, working directory and network to
-the process that listens on the socket (`launcher.stand_ins`), which forks one to run the script. That one
+`python stand_in.py SOCKET script arguments…` hands its input, output, environment, working directory and
+network to the process that listens on the socket (`stand_ins`), which forks one to run the script. That one
 ends when this one does, and this one as that one did.
 """
 
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(sys.argv[1])
         told = json.dumps([os.getpid(), sys.argv[2:], dict(os.environ), os.getcwd()]).encode()
-        socket.send_fds(connection, [len(told).to_bytes(4, "little")], [1, 2])
+        socket.send_fds(connection, [len(told).to_bytes(4, "little")], [0, 1, 2])
         connection.sendall(told)
         code = connection.recv(1)
     os._exit(code[0] if code else 1)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import EXAMPLES, TOLD, Running, stand_ins, started_python
+from launcher import EXAMPLES, TOLD, Running, started_python
+from stand_ins import stand_ins
 
 STEP = re.compile(r"step (\d+), process (\d+) of (\d+): loss (\d+\.\d+)")
 SAVE_EVERY, STEPS = 5, 60

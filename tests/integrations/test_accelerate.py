@@ -28,9 +28,9 @@ from launcher import (
     assert_compressed_and_agreed,
     run_processes,
     run_python,
-    stand_ins,
 )
 from pool import Pool
+from stand_ins import stand_ins
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
 from thinwire.integrations.accelerate import DistributedDataParallelKwargs

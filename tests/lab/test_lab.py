@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 import thinwire
-from launcher import Running, run_python, stand_ins, started_python
+from launcher import Running, run_python, started_python
+from stand_ins import stand_ins
 from thinwire import ConfigError
 from thinwire.lab.layout import Layout, bits_per_second
 from thinwire.lab.namespace import check_machine
