@@ -59,7 +59,7 @@ class OneBucket:
 
 
 class Contender(ABC):
-    """Something that is done to a bucket of gradients once a step."""
+    """Something that is done to a bucket of gradients once per step."""
 
     @abstractmethod
     def step(self) -> None:
@@ -158,7 +158,7 @@ class PyTorch(Contender):
 
 
 class Epfml(Contender):
-    """The reference implementation. What it leaves in the gradients is owed: the backward pass adds to it."""
+    """The reference implementation. The residual stays in the gradients: the backward pass adds to it."""
 
     def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
         powersgd: Any = import_module("powersgd")
@@ -310,7 +310,7 @@ def result_page(measurements: Sequence[Measurement], num_rounds: int, device: st
         "One step of PowerSGD, without communication",
         f"On {device}, one thread, fp32, error feedback and warm start on, one process, one bucket with the "
         f"whole model; {num_rounds} rounds of all contenders in turn. epfml makes two of its iterations, "
-        "which are one of PyTorch's and ours. Milliseconds a step, minimum / median:",
+        "which are one of PyTorch's and ours. Milliseconds per step, minimum / median:",
         time_table(measurements),
         "Ratios of the medians:",
         ratio_table(measurements),

@@ -67,9 +67,9 @@ class Side:
         return self.named("PowerSGDState")(None, **({"start_powerSGD_iter": 2} | settings))
 
     def error_of(self, state: Any) -> Tensor:
-        """What a state owes, all parameters in one."""
-        owed = dict(state.state_dict()["error"]) if self.is_ours else state.error_dict
-        return torch.cat([each.reshape(-1) for each in owed.values()])
+        """A state's residual, all parameters in one."""
+        residual = dict(state.state_dict()["error"]) if self.is_ours else state.error_dict
+        return torch.cat([each.reshape(-1) for each in residual.values()])
 
 
 PYTORCH, THINWIRE = Side("PyTorch"), Side("Thinwire")

@@ -103,7 +103,7 @@ class StockPowerSGD(Synced):
 
 
 class Epfml(Trainer):
-    """As its own page says: no DDP averaging, no zero_grad; what is owed stays in the gradients."""
+    """As its own page says: no DDP averaging, no zero_grad; the residual stays in the gradients."""
 
     def attach(self) -> None:
         self.powersgd: Any = import_module("powersgd")
@@ -222,7 +222,7 @@ def table(results: dict[str, Result]) -> str:
         ]
         for name, result in results.items()
     ]
-    header = ["", "ms a step, median", "minimum", "× compute only", "faster than fp16", "MB sent a step"]
+    header = ["", "ms per step, median", "minimum", "× compute only", "faster than fp16", "MB sent per step"]
     return markdown_table(header, rows)
 
 

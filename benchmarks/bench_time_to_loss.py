@@ -216,7 +216,7 @@ def measured(setting: Setting, arguments: argparse.Namespace) -> list[Curve]:
     exact_bytes = curves[0].sent_bytes[-1] / curves[0].steps[-1]
     for curve in curves[1:]:
         sent_bytes = curve.sent_bytes[-1] / curve.steps[-1]
-        assert sent_bytes < exact_bytes / 1.8, f"{curve.algorithm} sent {sent_bytes} bytes a step"
+        assert sent_bytes < exact_bytes / 1.8, f"{curve.algorithm} sent {sent_bytes} bytes per step"
     return curves
 
 
@@ -239,7 +239,7 @@ def table(by_rate: dict[str, list[Curve]]) -> str:
         sent = curves[index].sent_bytes[-1] / curves[index].steps[-1] / 1e6
         rows.append([name, *cells, " / ".join(steps), loss, f"{sent:.2f}"])
     header = ["", *[cell for rate in by_rate for cell in (f"s at {rate}", "faster than 16-bit")]]
-    return markdown_table([*header, "steps", "last loss", "MB sent a step"], rows)
+    return markdown_table([*header, "steps", "last loss", "MB sent per step"], rows)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -83,7 +83,7 @@ def main() -> None:
                 step, mean, most = watched(size, new_writer(Path(folder)), arguments.steps)
                 milliseconds = [f"{1e3 * each:.3f}" for each in (step, mean, most)]
                 rows.append([f"{size}, {name}", *milliseconds, f"{100 * mean / step:.2f} %"])
-    header = ["model, writer", "ms a step, median", "ms watching, mean", "largest", "share"]
+    header = ["model, writer", "ms per step, median", "ms watching, mean", "largest", "share"]
     text = page(
         "What watching costs",
         f"One process and thread, PowerSGD(matrix_rank=4), a batch of {BATCH_SIZE}, {arguments.steps} steps. "

@@ -44,7 +44,9 @@ def step_time(
         is_peer = algorithm.startswith(("PyTorch", "epfml"))
         style = styles.get(algorithm, "o--" if is_peer else "o-")
         axes.plot(rates, [medians_ms[rate][algorithm] for rate in rates], style, label=algorithm)
-    axes.set(yscale="log", xlabel="link rate of each host, a second", ylabel="ms a step, median", title=title)
+    axes.set(
+        yscale="log", xlabel="link rate of each host, per second", ylabel="ms per step, median", title=title
+    )
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.grid(axis="y", which="both", alpha=0.25)
@@ -66,7 +68,7 @@ def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, floa
     for number, (setting, points) in enumerate(steps_ms.items()):
         marker = "os^Dv*"[number // 4 % 6]
         axes.plot(*zip(*points, strict=True), marker, label=setting, markersize=5, alpha=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms per step", ylabel="predicted, ms per step")
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)

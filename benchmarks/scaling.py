@@ -322,7 +322,7 @@ def main() -> None:
         "Error: " + "; ".join(accuracy) + ".",
         fit_table(measurements, messages, costs, seen=arguments.fit_hosts),
         f"## More processes\n\nThe same model ({1e3 * compute_seconds:.0f} ms of compute), each process "
-        'with processors and a link of its own: ms a step with `Cast("bf16")` / `PowerSGD(matrix_rank=4)`, '
+        'with processors and a link of its own: ms per step with `Cast("bf16")` / `PowerSGD(matrix_rank=4)`, '
         f"and the link rate below which the latter is more than {LEAST_GAIN:.0%} faster, which is about the "
         "error of the model. A ring with the lab's latency, in which the "
         "hosts share processors:",

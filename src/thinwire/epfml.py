@@ -100,9 +100,9 @@ class _Synchronised(Aggregator):
         gradient.copy_(front.in_layout(index, error * scale))
         held = torch.empty_like(error)
         front.in_layout(index, held).copy_(gradient)
-        rest = error - held / scale
-        if gradient.dtype.itemsize < error.dtype.itemsize and rest.any():
-            front.engine.put_error(front.name_of(index), rest)
+        residual = error - held / scale
+        if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
+            front.engine.put_error(front.name_of(index), residual)
 
 
 class AllReduce(_Synchronised):

@@ -47,7 +47,7 @@ class Advice:
         baseline: Averaging in 16 bits, to compare with.
         best: What is advised: of those that tie with the fastest the one with the smallest loss gap, but an
             approximation only if it wins more than `least_gain` over the fastest of the others.
-        tied: The fastest, and those that can't be told from it: their quartiles overlap with its own.
+        tied: The fastest, and those that are no slower for sure: their quartiles overlap with its own.
         break_even_bits_per_second: The link rate below which the fastest compression wins so much over the
             baseline; 0 if never, infinite if always.
         compute_seconds: A step without any averaging, predicted as the others.

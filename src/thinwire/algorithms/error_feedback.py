@@ -54,12 +54,13 @@ def compensated(
             residual = error if bucket.loss_scale is None else error * bucket.loss_scale
             fitting = residual if limit is None else _fitting(residual, gradient, limit)
             if fitting is not residual:
-                rest = residual - fitting
-                sent.remainders[name] = rest if bucket.loss_scale is None else rest / bucket.loss_scale
+                remainder = residual - fitting
+                scale = bucket.loss_scale
+                sent.remainders[name] = remainder if scale is None else remainder / scale
             gradient = gradient + fitting
         sent.parts.append(gradient)
     if sent.remainders:
-        remains = torch.stack([rest.any() for rest in sent.remainders.values()]).any()
+        remains = torch.stack([remainder.any() for remainder in sent.remainders.values()]).any()
         sent.parts.append(remains.to(bucket.flat.dtype).view(1))
     return sent
 

@@ -141,5 +141,5 @@ def _named(processes: Sequence[int]) -> str:
     shown = ", ".join(map(str, processes[:MAX_MEMBERS]))
     if len(processes) == 1:
         return f"process {shown} has"
-    rest = len(processes) - MAX_MEMBERS
-    return f"processes {shown} and {rest} more have" if rest > 0 else f"processes {shown} have"
+    num_more = len(processes) - MAX_MEMBERS
+    return f"processes {shown} and {num_more} more have" if num_more > 0 else f"processes {shown} have"

@@ -127,7 +127,7 @@ def _verdict(advice: Advice) -> str:
     if len(advice.tied) > 1:
         is_all = len(advice.tied) == len(advice.predictions)
         names = "all of them" if is_all else ", ".join(each.name for each in advice.tied)
-        lines.insert(1, f"A tie with the fastest, as far as can be told: {names}.")
+        lines.insert(1, f"Not distinguishable from the fastest: {names}.")
         if advice.best in advice.tied:
             gap = "the smallest loss gap of those that win enough" if advice.best.is_lossy else "no loss gap"
             lines[1] += f" {advice.best.name} has {gap}."

@@ -33,7 +33,7 @@ def lab(
         int, typer.Option(help="Hosts that share one slow link, and are joined fast among each other.")
     ] = 1,
     grace_seconds: Annotated[
-        float, typer.Option(help="After one host has failed, before the others are told to end.")
+        float, typer.Option(help="After one host has failed, before the others are asked to end.")
     ] = 30.0,
     report: Annotated[
         Path | None,

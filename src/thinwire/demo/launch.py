@@ -21,7 +21,7 @@ class JobError(ThinwireError, RuntimeError):
 
 
 class JobInterruptedError(ThinwireError):
-    """The job was told to end, by Ctrl-C or another signal, and has ended.
+    """The job was asked to end, by Ctrl-C or another signal, and has ended.
 
     Attributes:
         signal_number: The signal.

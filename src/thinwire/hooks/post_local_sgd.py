@@ -27,7 +27,7 @@ __all__ = ["PostLocalSGDState", "averaged", "post_localSGD_hook"]
 logger = logging.getLogger(__name__)
 
 NO_MACHINE = (
-    "with subgroup=None gradients are averaged by the processes of this machine, which can't be told without "
+    "with subgroup=None gradients are averaged by the processes of this machine, which are unknown without "
     "an accelerator or LOCAL_WORLD_SIZE; pass subgroup=, such as "
     "torch.distributed.new_subgroups(group_size=…)[0]"
 )

@@ -60,8 +60,8 @@ class Namespace:
         if "--user" in flags:
             self._user_holder_pid = self.holder_pid
         assert self._holder.stdout is not None
-        with self._holder.stdout as told:
-            is_there = told.readline() != b""
+        with self._holder.stdout as printed:
+            is_there = printed.readline() != b""
         if not is_there:
             self.close()
             raise CommunicationError("a network namespace could not be made; see what unshare has printed")

@@ -206,7 +206,7 @@ def _go_back_to(step: int, run: Run, undone: list[tuple[int, int]]) -> None:
     Args:
         step: The last one to keep.
         run: Loses records.
-        undone: Is told.
+        undone: Gets after how many logs, and to which step.
     """
     lists: tuple[list[Any], ...] = (run.plans, run.steps, run.norms)
     for kept in lists:

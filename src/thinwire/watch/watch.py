@@ -35,7 +35,7 @@ class Watch:
         sync: The handle: what `attach` returned, a `LocalSGD`, or the `sync` of another front or integration.
         writer: A path, for lines of JSON that `thinwire report` reads; or any `Writer`.
         name: What the run is called in a report; None for the file's name.
-        every_steps: Steps from one record to the next; a record tells what they did together.
+        every_steps: Steps from one record to the next; a record sums up what they did.
         norms_every_steps: Steps from one look at errors and their norms to the next. Warns, with logger
             "thinwire", if the error memory goes on growing.
 

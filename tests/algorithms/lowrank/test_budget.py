@@ -56,7 +56,7 @@ spectra = st.dictionaries(
         rank_bytes=st.integers(1, 50),
         max_rank=st.integers(1, 5),
         energies=st.lists(st.floats(1, 100), min_size=1, max_size=4).map(lambda e: sorted(e, reverse=True)),
-        rest=st.floats(0, 100),
+        tail=st.floats(0, 100),
     ),
     min_size=1,
 )
@@ -68,9 +68,9 @@ def test_beyond_what_was_found_the_energies_add_up_to_the_rest(found: dict[str, 
     for each in found.values():
         count = len(each.energies)
         beyond = math.fsum(each.energy(count + index) for index in range(2_000))
-        assert beyond == pytest.approx(each.rest, rel=1e-3, abs=1e-9)
+        assert beyond == pytest.approx(each.tail, rel=1e-3, abs=1e-9)
         for rank in range(count + 3):
-            assert each.rest_at(rank) - each.rest_at(rank + 1) == pytest.approx(each.energy(rank), abs=1e-6)
+            assert each.tail_at(rank) - each.tail_at(rank + 1) == pytest.approx(each.energy(rank), abs=1e-6)
 
 
 @settings(deadline=None)
@@ -111,11 +111,11 @@ def test_at_the_end_of_the_way_is_the_best_choice() -> None:
 def test_an_error_is_kept_to_in_the_end(found: dict[str, Spectrum], error: float) -> None:
     for name, rank in within_error(found, error).items():
         each = found[name]
-        most = error**2 * (each.rest + math.fsum(each.energies))
+        most = error**2 * (each.tail + math.fsum(each.energies))
         if rank <= each.matrix_rank and rank < each.max_rank:
-            assert each.rest_at(rank) <= most
+            assert each.tail_at(rank) <= most
         if rank < each.max_rank and each.matrix_rank < rank < each.farthest[1]:
-            assert each.rest_at(rank - 1) > most
+            assert each.tail_at(rank - 1) > most
 
 
 @pytest.mark.parametrize("alternating", [False, True])

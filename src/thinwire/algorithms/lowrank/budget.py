@@ -40,13 +40,13 @@ class Spectrum:
         rank_bytes: What one more matrix rank costs per step.
         max_rank: The largest that is worth while.
         energies: Squared singular values that were found, largest first.
-        rest: The energy beyond them.
+        tail: The energy beyond them.
     """
 
     rank_bytes: int
     max_rank: int
     energies: Sequence[float]
-    rest: float
+    tail: float
 
     @property
     def matrix_rank(self) -> int:
@@ -54,19 +54,19 @@ class Spectrum:
         return len(self.energies)
 
     def energy(self, index: int) -> float:
-        """Return a squared singular value, one beyond those found as of a series that adds up to the rest.
+        """Return a squared singular value, one beyond those found as of a series that adds up to the tail.
 
         The series is geometric.
         """
         if index < len(self.energies):
             return self.energies[index]
-        return self.rest * (1 - self._ratio) * self._ratio ** (index - len(self.energies))
+        return self.tail * (1 - self._ratio) * self._ratio ** (index - len(self.energies))
 
-    def rest_at(self, matrix_rank: int) -> float:
+    def tail_at(self, matrix_rank: int) -> float:
         """Return the energy that an approximation of this matrix rank leaves out."""
         if matrix_rank < len(self.energies):
-            return self.rest + math.fsum(self.energies[matrix_rank:])
-        return self.rest * self._ratio ** (matrix_rank - len(self.energies))
+            return self.tail + math.fsum(self.energies[matrix_rank:])
+        return self.tail * self._ratio ** (matrix_rank - len(self.energies))
 
     @property
     def farthest(self) -> tuple[int, int]:
@@ -81,7 +81,7 @@ class Spectrum:
     @property
     def _ratio(self) -> float:
         last = self.energies[-1]
-        return self.rest / (self.rest + last) if self.rest > 0 else 0.0
+        return self.tail / (self.tail + last) if self.tail > 0 else 0.0
 
 
 def within_bytes(spectra: Spectra, factor_bytes: float) -> dict[str, int]:
@@ -113,8 +113,8 @@ def within_error(spectra: Spectra, max_relative_error: float) -> dict[str, int]:
     """
     ranks = {}
     for name, spectrum in spectra.items():
-        max_rest = max_relative_error**2 * (spectrum.rest + math.fsum(spectrum.energies))
-        enough = (rank for rank in range(1, spectrum.max_rank) if spectrum.rest_at(rank) <= max_rest)
+        max_tail = max_relative_error**2 * (spectrum.tail + math.fsum(spectrum.energies))
+        enough = (rank for rank in range(1, spectrum.max_rank) if spectrum.tail_at(rank) <= max_tail)
         lowest, highest = spectrum.farthest
         ranks[name] = min(max(next(enough, spectrum.max_rank), lowest), highest)
     return ranks
@@ -167,10 +167,10 @@ def measured(
     parts = means.cpu().double().square().split_with_sizes([len(s) for s in (*singular_values, *sketches)])
     found = {}
     for route, numbers, sketch in zip(routes, parts[: len(routes)], parts[len(routes) :], strict=True):
-        rest = float(sketch.sum()) / SKETCH_COLUMNS
+        tail = float(sketch.sum()) / SKETCH_COLUMNS
         rank_bytes = route.message_bytes // (route.matrix_rank or 1)
-        if float(numbers.sum()) + rest > 0:
-            found[route.label] = Spectrum(rank_bytes, max_ranks[route.label], numbers.tolist(), rest)
+        if float(numbers.sum()) + tail > 0:
+            found[route.label] = Spectrum(rank_bytes, max_ranks[route.label], numbers.tolist(), tail)
     return found
 
 

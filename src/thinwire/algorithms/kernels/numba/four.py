@@ -227,22 +227,22 @@ def _reconstruct(
     whole = line - line % VECTOR_BYTES
     for at in range(0, whole, VECTOR_BYTES):
         fetch_rows(m + at, line, count)
-        rest = _rest(m + at, line, inverse, sent_left, sent_right + at, stride, count, LANES)
+        residual = _residual(m + at, line, inverse, sent_left, sent_right + at, stride, count, LANES)
         if past_caches:
-            stream_rows(e + at, line, rest)
+            stream_rows(e + at, line, residual)
         else:
             fetch_rows(e + at, line, count)
-            store_rows(e + at, line, rest, count, LANES)
+            store_rows(e + at, line, residual, count, LANES)
         _write_mean(m + at, line, mean_left, mean_right + at, stride, count, LANES)
     if whole < line:
         m, e, lanes = m + whole, e + whole, (line - whole) // FLOAT_BYTES
-        rest = _rest(m, line, inverse, sent_left, sent_right + whole, stride, count, lanes)
-        store_rows(e, line, rest, count, lanes)
+        residual = _residual(m, line, inverse, sent_left, sent_right + whole, stride, count, lanes)
+        store_rows(e, line, residual, count, lanes)
         _write_mean(m, line, mean_left, mean_right + whole, stride, count, lanes)
 
 
 @inlined
-def _rest(
+def _residual(
     m: int, line: int, inverse: Vector, left: FourRows, q: int, stride: int, count: int, lanes: int
 ) -> Four:
     """Return what was not sent of four rows of M, or of one."""

@@ -95,11 +95,11 @@ def reconstruct_all(
             m, e = matrices[k] + i * line, errors[k] + i * line
             a, b = splat(sent_lefts[k, 0, i]), splat(mean_lefts[k, 0, i])
             for at in range(0, whole, VECTOR_BYTES):
-                rest = (load(m + at, every) - a * load(p + at, every)) * inverse
+                residual = (load(m + at, every) - a * load(p + at, every)) * inverse
                 if past_caches:
-                    stream(e + at, rest)
+                    stream(e + at, residual)
                 else:
-                    store(e + at, rest, every)
+                    store(e + at, residual, every)
                 store(m + at, b * load(q + at, every), every)
             if whole < line:
                 store(e + whole, (load(m + whole, some) - a * load(p + whole, some)) * inverse, some)
