@@ -25,7 +25,7 @@ def context() -> Any:
     A process that was itself forked by a server uses that one.
     """
     found = multiprocessing.get_context("forkserver")
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     if server._forkserver_pid is None and server._forkserver_alive_fd is not None:
         server.ensure_running = resource_tracker.ensure_running  # its own would start another
         return found

@@ -16,11 +16,10 @@ from typing import IO, Any
 from torch._C._distributed_c10d import TCPStore
 
 import forked
-from stand_ins import become
+from stand_ins import become, stand_ins
 from thinwire.lab.network import Network
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-WITHOUT_TEARDOWN = str(Path(__file__).with_name("without_teardown.py"))
 WITHOUT_PACKAGE = str(Path(__file__).with_name("without_package.py"))
 TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.\d{9})")
 
@@ -28,13 +27,13 @@ TOLD = re.compile(r"process (\d+): compression ratio ([\d.]+), checksum (-?\d+\.
 def torchrun(script: Path, *arguments: str, processes: int = 2, timeout_seconds: float = 100) -> str:
     """What the script printed, errors included; raises if it failed.
 
-    Its agent is forked, the processes that it starts are not. The rendezvous is a file: what torchrun finds
+    Its agent and the processes that it starts are forked. The rendezvous is a file: what torchrun finds
     there, it loads as a pickle.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, stand_ins() as stand_in:
         launch = ["torch.distributed.run", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
         launch += [f"--rdzv-endpoint={folder}/store", "--rdzv-conf=store_type=file"]
-        launch += [f"--nproc-per-node={processes}", WITHOUT_TEARDOWN, str(script), *arguments]
+        launch += [f"--nproc-per-node={processes}", *stand_in, str(script), *arguments]
         told = {"OMP_NUM_THREADS": "1"}
         ended = run_python(*launch, environment=told, timeout_seconds=timeout_seconds)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -203,7 +202,9 @@ def _run_all(
 
 
 def _main(*arguments: Any) -> None:
-    os._exit(become(*arguments))  # without teardown: see without_teardown.py
+    # Without teardown: now and then it ends a process by SIGABRT in a native thread, after all is done. Seen
+    # in one of eight launches of plain DDP under stock Accelerate, without Thinwire.
+    os._exit(become(*arguments))
 
 
 def assert_compressed_and_agreed(output: str, *, processes: int = 2, least_ratio: float = 2.0) -> None:

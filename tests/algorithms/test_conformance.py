@@ -66,7 +66,7 @@ def sum_of_means(sim: Simulation, position: int, steps: range) -> torch.Tensor:
 def test_all_workers_get_the_same_finite_result_in_the_gradients_own_type(
     entry: Entry, dtype: torch.dtype
 ) -> None:
-    for result in run(simulation(entry, dtype=dtype), range(6)):
+    for result in run(simulation(entry, dtype=dtype), range(4)):
         for flat in result:
             assert flat.dtype == dtype
             assert flat.isfinite().all()
@@ -82,12 +82,15 @@ def test_lossless_ones_give_the_exact_mean(entry: Entry) -> None:
 
 
 @every_with_feedback
-@every_dtype
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("dtype", "num_workers"),
+    [(torch.float32, 1), (torch.float32, 2), (torch.float32, 5), *[(dtype, 3) for dtype in DTYPES[1:]]],
+    ids=str,
+)
 def test_results_plus_final_mean_error_are_the_sum_of_true_means(
     entry: Entry, dtype: torch.dtype, num_workers: int
 ) -> None:
-    sim, steps = simulation(entry, num_workers, dtype), range(12)
+    sim, steps = simulation(entry, num_workers, dtype), range(8)
     results = run(sim, steps)
     state = sim.state_dicts()[0]
     half = dtype.itemsize == 2
@@ -100,7 +103,7 @@ def test_results_plus_final_mean_error_are_the_sum_of_true_means(
 
 
 @over(entry for entry in ENTRIES if getattr(entry.algorithm, "warmup_steps", 0) < 1_000)
-@pytest.mark.parametrize("num_workers", [2, 64])
+@pytest.mark.parametrize("num_workers", [2, 7])
 def test_sends_what_the_plan_says_and_compresses(entry: Entry, num_workers: int) -> None:
     sim = simulation(entry, num_workers)
     warmup_steps = getattr(entry.algorithm, "warmup_steps", 0)

@@ -320,9 +320,8 @@ def _failed(setting: crash.Setting, folder: Path) -> str:
 
 
 def test_demo_end_to_end(tmp_path: Path) -> None:
-    demo = run_python(
-        "thinwire", "demo", "--model-size=tiny", f"--output={tmp_path}", "--steps=6", "--processes=2"
-    )
+    options = ["--model-size=tiny", f"--output={tmp_path}", "--steps=6", "--processes=2"]
+    demo = run_python(str(forking.__file__), "demo", *options)
     assert demo.returncode == 0, demo.stderr
     assert demo.stderr == ""
     assert "held-out loss" in demo.stdout

@@ -26,7 +26,7 @@ from thinwire.simulation import Simulation
 from training import error_of
 
 POWER = PowerSGD(matrix_rank=2)
-NUM_WORKERS = 3
+NUM_WORKERS = 2
 BAD = 2  # the step, or the batch, that is not finite on one worker
 
 

@@ -264,17 +264,17 @@ def test_what_does_not_fit_the_model_is_refused_at_once() -> None:
 @pytest.mark.usefixtures("one_for_all")
 def test_on_gradients_that_stay_the_same_it_settles() -> None:
     """The last choices differ by one at most, on any number of workers."""
-    for num_workers in (1, 8):
+    for num_workers in (1, 4):
         simulation = Simulation(
             PowerSGD(matrix_rank=3, bytes_per_step=BYTES, replan_every_steps=5),
             SPECS,
             num_workers=num_workers,
         )
         seen = []
-        for step in range(100):
+        for step in range(70):
             simulation.step(gradients(step, num_workers))
             seen.append(ranks_of(simulation)["rich"])
-        assert max(seen[50:]) - min(seen[50:]) <= 1
+        assert max(seen[40:]) - min(seen[40:]) <= 1
         assert seen[-1] >= 4
 
 
