@@ -16,7 +16,7 @@ from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lane import Lane
-from thinwire.sync.lanes import Lanes
+from thinwire.sync.lanes import Lanes, Parts
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, checked_state, packed_state
@@ -41,6 +41,8 @@ class Engine:
         settings: How steps are treated.
         traffic: Where to count what steps send; None for a new count.
         clock: Where to count time; None for a new one.
+        parts: Where parts of the model are averaged in steps of their own, in turn: the buckets of each. A
+            turn of all parts is one step to the algorithm, for its warm-up and what it does every so often.
 
     Attributes:
         transport: As given. What is agreed upon and saved goes through it.
@@ -64,13 +66,14 @@ class Engine:
         *,
         traffic: Traffic | None = None,
         clock: StepClock | None = None,
+        parts: Parts = (),
     ) -> None:
         self.transport = transport
         self.metered = Metered(transport, traffic)
         self.wire: Transport = self.metered
         self.clock = StepClock() if clock is None else clock
         self.observers: list[Callable[[bool], None]] = []
-        self._lanes = Lanes(algorithm, transport, self.traffic, specs, settings)
+        self._lanes = Lanes(algorithm, transport, self.traffic, specs, settings, parts)
         self._steps: list[Step] = []
         self._gradient_bytes = 0
         self._has_warned = False
@@ -160,6 +163,11 @@ class Engine:
         with self.clock.inside(self.traffic), full_precision(device):
             return self._lanes.open(specs, device, is_agreed=is_agreed)
 
+    @property
+    def has_agreed(self) -> bool:
+        """Whether nothing has changed since the processes were compared by `agree`."""
+        return self._lanes.has_agreed
+
     def agree(self) -> None:
         """Compare the processes, without a bucket. Collective, once after each change.
 
@@ -230,7 +238,8 @@ class Engine:
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
-                "the pass on all processes, call abandon() first"
+                "the pass on all processes, call abandon() first. Where an averaging is in flight "
+                "(delay_steps), call average() first"
             )
 
     # Steps that were not finite.

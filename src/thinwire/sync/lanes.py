@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -20,9 +21,12 @@ from thinwire.sync.regrouping import ExpectedBuckets
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, fitting, laid_out, without_shards
 
-__all__ = ["Lanes"]
+__all__ = ["Lanes", "Parts"]
 
 logger = logging.getLogger(__name__)
+
+Parts: TypeAlias = Sequence[Sequence[tuple[ParameterSpec, ...]]]
+"""The buckets of each part of a model whose parts are averaged in steps of their own."""
 
 
 class Lanes:
@@ -34,6 +38,7 @@ class Lanes:
         traffic: Takes up the time that the comparing of processes takes.
         specs: The model's parameters; none where they become known bucket by bucket.
         settings: How steps are treated.
+        parts: As of `Engine`.
 
     Attributes:
         algorithm: The algorithm in use.
@@ -45,6 +50,7 @@ class Lanes:
         local_is_mean: Whether nothing has changed the local slots of the memory since they were averaged.
         expected: With which buckets the next step is to be made, where results depend on it.
         device: Of the last bucket.
+        num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
 
     Raises:
         ConfigError: `algorithm` is not an algorithm, or does not fit the model.
@@ -58,6 +64,7 @@ class Lanes:
         traffic: Traffic,
         specs: Iterable[ParameterSpec],
         settings: Settings,
+        parts: Parts = (),
     ) -> None:
         self.specs = {spec.name: spec for spec in specs}
         self.all_known = bool(self.specs)
@@ -71,13 +78,15 @@ class Lanes:
         self._transport = transport
         self._traffic = traffic
         self._open: dict[tuple[ParameterSpec, ...], Lane] = {}
-        self._plans: tuple[BucketPlan, ...] = ()  # of the last step
+        self._plans: tuple[BucketPlan, ...] = ()  # of the last step; of parts, all
         self._model_plan: BucketPlan | None = None  # before it, as if the model were one bucket
-        self._agreed_without_bucket = False
+        self.has_agreed = False  # without a bucket
+        self.num_parts = max(1, len(parts))
         self._unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
         self._unchecked: LoadedState | None = None
         self._loaded_checksum: str | None = None
         self._take(algorithm)
+        self._plans = tuple(self._prepared(bucket) for part in parts for bucket in part)
 
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -95,6 +104,16 @@ class Lanes:
     def steps(self) -> int:
         """Steps so far, those that were not finite included."""
         return self.memory.step + self.nonfinite_steps
+
+    def memory_at(self, step: int) -> Memory:
+        """Return the memory for a step, with the count that the algorithm goes by: of turns of all parts.
+
+        Args:
+            step: Its number, those under way and those that were not finite included.
+        """
+        if self.num_parts == 1:
+            return self.memory
+        return Memory((step - self.nonfinite_steps) // self.num_parts, self.memory.slots)
 
     def count_unseen(self, was_nonfinite: torch.Tensor) -> None:
         """Count a step of which the host does not learn whether it was finite."""
@@ -146,7 +165,8 @@ class Lanes:
         Raises:
             CommunicationError: A collective failed.
         """
-        if not self.algorithm.is_replan_due(self.memory.step):
+        turns, rest = divmod(self.memory.step, self.num_parts)
+        if rest or not self.algorithm.is_replan_due(turns):
             return
         before = self.plan
         replanning = self.algorithm.replan(self.plans, self.memory)
@@ -155,9 +175,11 @@ class Lanes:
         plans = tuple(self._prepared(plan.specs) for plan in self._plans)
         if [plan.routes for plan in plans] == [plan.routes for plan in self._plans]:
             return
+        in_flight = {lane.specs for lane in self._open.values() if lane.is_in_flight}
         self._plan_anew()
         for plan in self._plans:
-            plan.adopt(self.memory)
+            if plan.specs not in in_flight:  # else when its lane is opened anew
+                plan.adopt(self.memory)
         if self.plan != before:
             logger.info("step %d: a new plan\n%s", self.steps, self.plan)
 
@@ -172,10 +194,12 @@ class Lanes:
         for lane in self._open.values():
             lane.is_current = False
         self._open.clear()
-        self._model_plan, self._agreed_without_bucket = None, False
+        self._model_plan, self.has_agreed = None, False
 
     def note(self, lanes: Sequence[Lane]) -> None:
         """Take note of the buckets of a step that has ended."""
+        if self.num_parts > 1:
+            return  # known from the start
         if [lane.specs for lane in lanes] != [plan.specs for plan in self._plans]:
             self._plans = tuple(lane.plan for lane in lanes)
             self._forget_stale()
@@ -235,9 +259,9 @@ class Lanes:
             AgreementError: The processes have other algorithms, parameters or loaded states.
             CommunicationError: The comparison failed.
         """
-        if not self._agreed_without_bucket:
+        if not self.has_agreed:
             self._compare("")
-            self._agreed_without_bucket = True
+            self.has_agreed = True
 
     def _compare(self, bucket: str) -> None:
         start = time.perf_counter()

@@ -105,7 +105,7 @@ class Step:
 
     def _is_held_back(self, lane: Lane) -> bool:
         """Return whether the step is made with other buckets than those that come, from this one on."""
-        if not self._all_lanes.algorithm.sees_buckets:
+        if not self._all_lanes.algorithm.sees_buckets or self._all_lanes.num_parts > 1:
             return False
         expected = self._all_lanes.expected
         return expected.is_known(self._number) and (
@@ -124,7 +124,8 @@ class Step:
         if self._finds_unused:
             # Before the exchange starts, which may write to the gradients.
             self._used.append(used_flags(bucket))
-        self._exchange.start(lane.plan.exchange(bucket, lanes.memory), lane.specs[0].name)
+        memory = lanes.memory_at(self._number)
+        self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name)
         lane.is_in_flight = True
         self.lanes.append(lane)
         self._buckets.append(bucket)
@@ -211,6 +212,8 @@ class Step:
                 else:
                     lanes.nonfinite_steps += 1
                 lanes.note(self.lanes)
+                for lane in self.lanes:
+                    lane.is_in_flight = False
                 if committed:
                     # Collective, so at a point that all members reach alike; by what this step has left.
                     lanes.replan(self._wire)

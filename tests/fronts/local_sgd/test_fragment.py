@@ -1,4 +1,4 @@
-"""Fragments: slices of a model that are averaged apart, each by an engine of its own."""
+"""Fragments: slices of a model that are averaged apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from members import Member, run
 from thinwire.algorithms import AllReduce, PowerSGD
+from thinwire.fronts.local_sgd.flight import Flight
 from thinwire.fronts.local_sgd.fragment import Fragment, are_finite, averaged_tensors
 from thinwire.sync import Engine
 from training import flat, new_model
@@ -15,7 +16,7 @@ POWER = PowerSGD(matrix_rank=2)
 
 
 def test_two_fragments_of_a_model_are_averaged_apart() -> None:
-    """Each has memory, a step count and a plan of its own; what they send and wait is counted together."""
+    """Here by engines of their own, with memory, step count and plan; what they send is counted together."""
     before = flat(new_model())
     for parameters, means, steps, error, traffic in run(2, _two_fragments):
         assert (parameters[0] - means[0]).abs().max() < 1e-6
@@ -38,17 +39,19 @@ def _two_fragments(
         traffic=first.traffic,
         clock=first.clock,
     )
-    fragments = [Fragment(slices[0], first), Fragment(slices[1], second)]
+    fragments = [Fragment(slices[0]), Fragment(slices[1])]
     for fragment in fragments:
         fragment.take()
     member.train(4)
     own = [torch.cat([each.value.reshape(-1) for each in part]) for part in slices]
     means = [member.gathered(each).mean(0) for each in own]
-    for fragment in (*fragments, fragments[0]):  # the first one more often
-        changes = fragment.changes()
+    for place, engine in ((0, first), (1, second), (0, first)):  # the first one more often
+        changes = fragments[place].changes()
         assert are_finite(changes)
-        fragment.average(changes, fragment.engine)
-        fragment.move(changes, by_outer=True)
+        flight = Flight({fragments[place]: changes}, engine)
+        flight.start()
+        flight.land()
+        fragments[place].move(changes, None)
     kept = dict(second.state_dict()["error"])
     error = torch.cat([kept.get(each.name, torch.zeros_like(each.value)).reshape(-1) for each in slices[1]])
     after = [torch.cat([each.value.reshape(-1) for each in part]) for part in slices]

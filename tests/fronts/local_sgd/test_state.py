@@ -152,7 +152,7 @@ def _go_on(member: Member, saved: dict[str, Any]) -> list[Tensor]:
 
 STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no state": (lambda state: [1], "made by LocalSGD.state_dict()"),
-    "version": (lambda state: state | {"version": 9}, "reads version 2"),
+    "version": (lambda state: state | {"version": 9}, "reads version 3"),
     "step": (lambda state: state | {"step": -1}, "step must be a whole number"),
     "names": (lambda state: state | {"last_average": {"x": torch.ones(1)}}, "differ in ['0.bias'"),
     "kind": (lambda state: state | {"last_average": 3}, "must map names to tensors"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from thinwire.channel import Transport, gather_numbers
+import torch
+
+from thinwire.channel import Transport
 from thinwire.errors import StepError
 
-__all__ = ["Answer", "consensus"]
+__all__ = ["Answer", "Consensus", "agree_within"]
 
 MAX_LISTED = 8
 
@@ -21,50 +23,84 @@ class Answer(NamedTuple):
     contributes: bool
 
 
-def consensus(own: Answer, group: Transport, subgroup: Transport | None, *, asks_group: bool) -> list[Answer]:
-    """Return the answers of those who are about to average, by rank, or refuse on all alike. Collective.
+class Consensus:
+    """The answers of all members of a group, under way until they are read. Collective.
 
     Args:
         own: This process's answer.
-        group: The group.
-        subgroup: This process's part of it, where parts average by themselves. It is asked first each time,
-            so that members at different steps meet there, and not in different groups. If they disagree,
-            they ask the group at once, where the others, at their next averaging over it, refuse with them.
-        asks_group: Whether the group is about to average, and not the subgroup alone.
+        transport: The group.
 
-    Cost: a message of 24 bytes from each process and a host synchronisation for each of the two that is
-    asked.
+    Cost: a message of 24 bytes from each process and, when they are read, a host synchronisation.
+
+    Raises:
+        CommunicationError: The collective failed.
+    """
+
+    def __init__(self, own: Answer, transport: Transport) -> None:
+        # Kept: a backend may read it meanwhile.
+        self._own = torch.tensor(own, dtype=torch.float64, device=transport.control_device)
+        self._rows = self._own.new_empty(transport.size, len(own))
+        purpose = f"step {own.step}, the consensus check before an averaging"
+        self._work = transport.all_gather(self._rows, self._own, purpose)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers, by rank. Blocks until all have come.
+
+        Raises:
+            CommunicationError: The collective failed.
+        """
+        self._work.wait()
+        rows = self._rows.tolist()
+        return [
+            Answer(int(step), bool(is_finite), bool(contributes)) for step, is_finite, contributes in rows
+        ]
+
+    def checked(self) -> list[Answer]:
+        """Return the answers, by rank, or refuse on all members alike. Blocks until all have come.
+
+        Raises:
+            StepError: Processes are at different steps, or one has parameters or buffers that are not finite.
+            CommunicationError: The collective failed.
+        """
+        answers = self.answers()
+        broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
+        if broken:
+            raise StepError(
+                f"the parameters or buffers of process {_listed(broken)} are not finite (inf or NaN); "
+                "nothing was averaged, and every process has kept its own. Find what diverged there "
+                "(learning rate, loss, overflow in fp16 without a GradScaler) and restart all processes from "
+                "a checkpoint; the last average is in state_dict()['last_average']. Buffers that may be "
+                "infinite: average_buffers=False"
+            )
+        if not _do_agree(answers):
+            steps = _listed([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
+            raise StepError(
+                f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
+                "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have uneven "
+                "batches (different numbers of them), train inside thinwire.join as well: with local, "
+                "thinwire.join(local): … Call average() on all processes or on none"
+            )
+        return answers
+
+
+def agree_within(subgroup: Transport, group: Transport, own: Answer) -> None:
+    """Refuse on all alike before a subgroup, and perhaps the group, averages. Collective; blocks.
+
+    The subgroup is asked first each time, so that members at different steps meet there, and not in
+    different groups. If they disagree, they ask the group at once, where the others, the next time that they
+    ask it, refuse with them.
+
+    Args:
+        subgroup: This process's part of the group.
+        group: The group.
+        own: This process's answer.
 
     Raises:
         StepError: Processes are at different steps, or one has parameters or buffers that are not finite.
         CommunicationError: A collective failed.
     """
-    answers = [] if subgroup is None else _gathered(own, subgroup)
-    if asks_group or not _do_agree(answers):
-        answers = _gathered(own, group)
-    broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
-    if broken:
-        raise StepError(
-            f"the parameters or buffers of process {_listed(broken)} are not finite (inf or NaN); nothing "
-            "was averaged, and every process has kept its own. Find what diverged there (learning rate, "
-            "loss, overflow in fp16 without a GradScaler) and restart all processes from a checkpoint; the "
-            "last average is in state_dict()['last_average']. Buffers that may be infinite: "
-            "average_buffers=False"
-        )
-    if not _do_agree(answers):
-        steps = _listed([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
-        raise StepError(
-            f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
-            "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have uneven "
-            "batches (different numbers of them), train inside thinwire.join as well: with local, "
-            "thinwire.join(local): … Call average() on all processes or on none"
-        )
-    return answers
-
-
-def _gathered(own: Answer, transport: Transport) -> list[Answer]:
-    rows = gather_numbers(own, transport, f"step {own.step}, the consensus check before an averaging")
-    return [Answer(int(step), bool(is_finite), bool(contributes)) for step, is_finite, contributes in rows]
+    if not _do_agree(Consensus(own, subgroup).answers()):
+        Consensus(own, group).checked()
 
 
 def _do_agree(answers: Sequence[Answer]) -> bool:

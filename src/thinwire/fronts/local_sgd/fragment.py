@@ -1,4 +1,4 @@
-"""A slice of the model: what is averaged of it, what it was after the last averaging, what averages it."""
+"""A slice of the model: what is averaged of it, and what it was after the last averaging."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from thinwire.errors import ConfigError, GradientError, NonfiniteError, StepError
+from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine
 
-__all__ = ["Averaged", "Fragment", "are_finite", "averaged_tensors"]
+__all__ = ["Averaged", "Fragment", "are_finite", "averaged_tensors", "buckets_of"]
 
 
 class Averaged(NamedTuple):
@@ -80,40 +79,42 @@ def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool
     return found
 
 
+def buckets_of(averaged: Iterable[Averaged]) -> list[list[Averaged]]:
+    """Return the tensors that travel as one: those of one device and type."""
+    kinds = defaultdict(list)
+    for each in averaged:
+        kinds[each.value.device, each.value.dtype].append(each)
+    return list(kinds.values())
+
+
 class Fragment:
     """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
 
     What travels is the *change* since then, flat, in one bucket for each device and type. The model's
-    tensors are written in place. Each fragment has an engine of its own, and so memory, step count and plan.
+    tensors are written in place.
 
     Args:
         averaged: What is averaged.
-        engine: Averages the changes over the group.
+        device: Where the copy is; None for where the model's tensors are.
 
     Attributes:
-        parameters: Those of the copy, without buffers, for an outer optimizer: always the same tensors.
-        outer: Steps them, with minus their mean change as gradient; None for the mean itself.
+        layout: The parameters of each bucket.
+        lasts: Each tensor with its part of the copy, always the same tensors.
+        sent_after: Steps so far when its change was last sent, or the copy taken.
+        num_rounds: That its last averaging over the group took.
     """
 
-    def __init__(self, averaged: Sequence[Averaged], engine: Engine) -> None:
-        self.averaged, self.engine = tuple(averaged), engine
-        self.outer: torch.optim.Optimizer | None = None
-        kinds = defaultdict(list)
-        for each in averaged:
-            kinds[each.value.device, each.value.dtype].append(each)
-        self._buckets = list(kinds.values())
-        self._layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
-        self._last = [
-            bucket[0].value.new_empty(sum(spec.numel for spec in specs))
-            for bucket, specs in zip(self._buckets, self._layout, strict=True)
-        ]
-        self._lasts = self._parts(self._last)
-        self.parameters = [last for each, last in self._lasts if not each.is_buffer]
+    def __init__(self, averaged: Sequence[Averaged], device: torch.device | None = None) -> None:
+        self.averaged = tuple(averaged)
+        self.sent_after, self.num_rounds = 0, 1
+        self._buckets = buckets_of(averaged)
+        self.layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
+        self.lasts = self._parts(self._empty(device))
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> list[tuple[Averaged, torch.Tensor]]:
         """Return each tensor with its part of what is flat, a view in its shape and order of memory."""
         parts = []
-        for bucket, specs, flat in zip(self._buckets, self._layout, flats, strict=True):
+        for bucket, specs, flat in zip(self._buckets, self.layout, flats, strict=True):
             offset = flat.storage_offset()
             for each, spec in zip(bucket, specs, strict=True):
                 parts.append((each, flat.as_strided(spec.shape, spec.stride, offset)))
@@ -122,71 +123,73 @@ class Fragment:
 
     def take(self) -> None:
         """Let what the model holds now, on all processes alike, count as the last average."""
-        for each, last in self._lasts:
+        for each, last in self.lasts:
             last.copy_(each.value)
 
     def load(self, last_average: Mapping[str, torch.Tensor]) -> None:
         """Take over a saved last average. The model is left alone."""
-        for each, last in self._lasts:
+        for each, last in self.lasts:
             last.copy_(last_average[each.name])
 
-    def last_average(self) -> dict[str, torch.Tensor]:
-        """Return by name, as copies, what all processes held after the last averaging."""
-        return {each.name: last.clone(memory_format=torch.contiguous_format) for each, last in self._lasts}
+    def named(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by name, as copies on the CPU, the parts of what is flat."""
+        return {
+            each.name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for each, part in self._parts(flats)
+        }
+
+    def flat(self, named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return by bucket, where the model is, what `named` has returned."""
+        flats = self._empty()
+        for each, part in self._parts(flats):
+            part.copy_(named[each.name])
+        return flats
+
+    def _empty(self, device: torch.device | None = None) -> list[torch.Tensor]:
+        return [
+            bucket[0].value.new_empty(sum(spec.numel for spec in specs), device=device)
+            for bucket, specs in zip(self._buckets, self.layout, strict=True)
+        ]
 
     def changes(self) -> list[torch.Tensor]:
         """Return by bucket, flat, what has changed since the last averaging on this process."""
-        changes = [torch.empty_like(last) for last in self._last]
-        for (each, change), (_, last) in zip(self._parts(changes), self._lasts, strict=True):
-            torch.sub(each.value, last, out=change)
-            if each.is_buffer:
-                change.masked_fill_(each.value == last, 0)  # infinite entries that stayed the same
+        changes = self._empty()
+        for (each, change), (_, last) in zip(self._parts(changes), self.lasts, strict=True):
+            change.copy_(last)  # from where the copy is
+            is_same = each.value == change if each.is_buffer else None
+            torch.sub(each.value, change, out=change)
+            if is_same is not None:
+                change.masked_fill_(is_same, 0)  # infinite entries that stayed the same
         return changes
-
-    def average(self, changes: Sequence[torch.Tensor], engine: Engine) -> None:
-        """Replace changes by their means. Collective.
-
-        Args:
-            changes: By bucket, as from `changes`.
-            engine: What averages them.
-
-        Raises:
-            StepError: A mean is not finite. The memory is as it was.
-            CommunicationError: A collective failed. The memory is as it was.
-        """
-        try:
-            committed = engine.average(zip(self._layout, changes, strict=True))
-        except NonfiniteError:
-            committed = False
-        if not committed or not are_finite(changes):
-            raise StepError(
-                "the mean change of the parameters is not finite though that of each process is: it has left "
-                "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"
-            )
 
     def write(self, means: Sequence[torch.Tensor]) -> None:
         """Make the model the last average, which stays, plus mean changes, which are overwritten."""
-        for (each, last), (_, mean) in zip(self._lasts, self._parts(means), strict=True):
-            each.value.copy_(mean.add_(last))
+        for (each, last), (_, mean) in zip(self.lasts, self._parts(means), strict=True):
+            each.value.copy_(mean.add_(last.to(mean.device)))
 
-    def move(self, means: Sequence[torch.Tensor], *, by_outer: bool) -> None:
-        """Make the last average, and the model, the last average plus mean changes, which are overwritten.
+    def move(
+        self, means: Sequence[torch.Tensor], outer: torch.optim.Optimizer | None, mix: float = 0.0
+    ) -> None:
+        """Make the last average the last average plus mean changes, which are overwritten; the model follows.
 
         Args:
             means: By bucket.
-            by_outer: Whether the outer optimizer, if there is one, is what moves the parameters.
+            outer: Steps the parameters, with minus their mean change as gradient; None for the mean itself.
+            mix: The share that the model keeps of what it holds; the rest is of the new average.
         """
-        outer = self.outer if by_outer else None
-        for (each, last), (_, change) in zip(self._lasts, self._parts(means), strict=True):
+        for (each, last), (_, change) in zip(self.lasts, self._parts(means), strict=True):
             if outer is None or each.is_buffer:
-                last.add_(change)
+                last.add_(change.to(last.device))
             else:
-                last.grad = change.neg_()
-        if outer is not None:
+                last.grad = change.neg_().to(last.device)
+        if outer is not None:  # of other fragments' parameters there are no gradients
             outer.step()
             outer.zero_grad(set_to_none=True)
-        for each, last in self._lasts:
-            each.value.copy_(last)
+        for each, last in self.lasts:
+            if mix:
+                each.value.mul_(mix).add_(last.to(each.value.device), alpha=1 - mix)
+            else:
+                each.value.copy_(last)
 
 
 def are_finite(flats: Sequence[torch.Tensor]) -> bool:

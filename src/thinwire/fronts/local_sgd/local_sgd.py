@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,18 +22,24 @@ from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.uneven import notify_of_step
 from thinwire.checks import checked_scaler, true_or_false, whole_count
 from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.fronts.local_sgd.consensus import Answer, consensus
-from thinwire.fronts.local_sgd.fragment import Averaged, Fragment, are_finite, averaged_tensors
+from thinwire.fronts.local_sgd.consensus import Answer, Consensus, agree_within
+from thinwire.fronts.local_sgd.flight import Flight
+from thinwire.fronts.local_sgd.fragment import Averaged, Fragment, are_finite, averaged_tensors, buckets_of
 from thinwire.fronts.local_sgd.gradients import check_ddp, driven_gradients
+from thinwire.fronts.local_sgd.layers import fragments_of
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.fronts.local_sgd.steps import calling_after_steps
 from thinwire.fronts.local_sgd.validation import (
     OUTER_EXAMPLE,
     STATE_VERSION,
     Outer,
+    checked_device,
     checked_optimizer,
     checked_state,
+    checked_streaming,
     checked_transports,
+    described_outer,
+    identities,
     new_outer,
     unwrapped,
 )
@@ -44,6 +52,7 @@ from thinwire.sync.stats import Stats
 __all__ = ["LocalSGD"]
 
 EXACT = AllReduce()
+NOTHING: Mapping[Fragment, list[torch.Tensor]] = MappingProxyType({})
 
 
 class LocalSGD(Joinable):
@@ -97,6 +106,17 @@ class LocalSGD(Joinable):
         on_nonfinite: What becomes of gradients that a DDP model averages (in the warm-up and within the
             subgroup) and that are not finite: see `thinwire.attach`. What no group averages is left alone;
             parameters that are not finite raise `StepError` at the next averaging.
+        fragments: Into how many parts the model is divided: by layers, of about equal bytes, each with layers
+            from all depths. Each is averaged every `every_steps` steps, but after a step of its own, so that
+            a message is that much shorter.
+        delay_steps: Steps from sending a fragment's change to applying what became of it. Training goes on
+            meanwhile, and waits for the link only if that takes longer. Less than `every_steps`. An algorithm
+            with several rounds waits for each after its share of the delay.
+        mix: With a delay, α of Streaming DiLoCo: the share that each process's model keeps, when an average
+            arrives, of what it holds by then; the rest is of the average. 0 drops what it has learnt on its
+            way; None is 0.5. (torchft calls it `fragment_update_alpha`.)
+        outer_device: Where the last averages, and with them the outer optimizer's state, are kept; "cpu" to
+            spare an accelerator's memory. None for where the model is.
 
     Cost: a copy of what is averaged, a second one during an averaging, and what `algorithm` and `outer`
     keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises
@@ -134,19 +154,28 @@ class LocalSGD(Joinable):
         process_group: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
         on_nonfinite: OnNonfinite = "nan",
+        fragments: int = 1,
+        delay_steps: int = 0,
+        mix: float | None = None,
+        outer_device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         every_steps = whole_count("every_steps", every_steps, minimum=1)
         warmup_steps = whole_count("warmup_steps", warmup_steps, minimum=0)
+        num_fragments, delay_steps, self._mix = checked_streaming(every_steps, fragments, delay_steps, mix)
         if outer is not None and not callable(outer):
             raise ConfigError(
                 f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}"
             )
         self.module, self._ddp = unwrapped(model)
         has_ddp, has_subgroup = self._ddp is not None, subgroup is not None
-        self._schedule = Schedule(every_steps, warmup_steps, has_ddp, has_subgroup)
+        self._schedule = Schedule(
+            every_steps, warmup_steps, has_ddp, has_subgroup, num_fragments, delay_steps
+        )
+        self._outer_device = checked_device("outer_device", outer_device)
         self._average_buffers = true_or_false("average_buffers", average_buffers)
         averaged = self._averaged_now()
+        parts = fragments_of(averaged, num_fragments)
         self._optimizer = checked_optimizer(optimizer, averaged, self.module)
         self._grad_scaler = checked_scaler(grad_scaler)
         if checked_on_nonfinite(on_nonfinite, grad_scaler) != "nan" and not has_ddp:
@@ -163,8 +192,9 @@ class LocalSGD(Joinable):
         group, part = checked_transports(process_group, subgroup, self._ddp, device)
         if self._ddp is not None:
             check_ddp(self._ddp)
-        # One for the one fragment; what else averages over the same group counts with it.
-        self._engine = Engine(algorithm, group, specs)
+        buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(each)] for each in parts]
+        # What else averages over the same group counts with it.
+        self._engine = Engine(algorithm, group, specs, parts=buckets if num_fragments > 1 else ())
         counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
         settings = Settings(on_nonfinite=on_nonfinite)
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
@@ -173,11 +203,15 @@ class LocalSGD(Joinable):
         self._sync = GradientSync(self._engine)
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
-        self._fragments: tuple[Fragment, ...] = ()  # from entry on
+        self._outer: torch.optim.Optimizer | None = None  # from entry on, as these:
+        self._fragments: tuple[Fragment, ...] = ()
+        self._entered: Mapping[str, object] = {}
         self._loaded: Mapping[str, Any] | None = None  # from loading to entry
+        self._flights: list[Flight] = []  # in the order of their start
+        self._asked: list[Consensus] = []  # and not read yet
         self._attached = ExitStack()
-        self._is_inside = self._divides_by_contributors = False
-        self._step = self._steps_here = self._pending_steps = self._own_pending_steps = 0
+        self._is_inside = self._shows_average = self._divides_by_contributors = False
+        self._step = self._steps_here = self._own_pending_steps = 0
         self.observers: list[Callable[[bool], None]] = []
 
     @property
@@ -188,7 +222,7 @@ class LocalSGD(Joinable):
     @property
     def outer(self) -> torch.optim.Optimizer | None:
         """The outer optimizer, from entry on; for a learning-rate schedule, say."""
-        return self._fragments[0].outer if self._fragments else None
+        return self._outer
 
     def stats(self) -> Stats:
         """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
@@ -212,7 +246,11 @@ class LocalSGD(Joinable):
         return self._step
 
     def __str__(self) -> str:
-        return f"LocalSGD(every_steps={self._schedule.every_steps}), {self.sync.algorithm}"
+        schedule = self._schedule
+        fragments = f", fragments={schedule.num_fragments}" if schedule.num_fragments > 1 else ""
+        delay = f", delay_steps={schedule.delay_steps}, mix={self._mix:g}" if schedule.delay_steps else ""
+        settings = f"every_steps={schedule.every_steps}{fragments}{delay}"
+        return f"{type(self).__name__}({settings}), {self.sync.algorithm}"
 
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective.
@@ -231,24 +269,28 @@ class LocalSGD(Joinable):
             )
         schedule, loaded, group = self._schedule, self._loaded, self._engine.transport
         self._engine.agree()
+        averaged = self._averaged_now()
+        parts = fragments_of(averaged, schedule.num_fragments)
+        fragments = tuple(Fragment(part, self._outer_device) for part in parts)
+        outer = self._new_outer(averaged, fragments)
         described = {
             "every_steps": schedule.every_steps,
             "warmup_steps": schedule.warmup_steps,
+            "fragments": schedule.num_fragments,
+            "delay_steps": schedule.delay_steps,
+            "mix": self._mix,
             "average_buffers": self._average_buffers,
             "subgroup": schedule.has_subgroup,
-            "outer optimizer": self._make_outer is not None,
+            "outer optimizer": described_outer(outer),
             "loaded state": loaded is not None and loaded["checksum"],
         }
         agree(group, {subject: str(value) for subject, value in described.items()}, "entering LocalSGD")
-        fragment = Fragment(self._averaged_now(), self._engine)
-        if self._make_outer is not None:
-            saved = None if loaded is None else loaded["outer"]
-            fragment.outer = new_outer(self._make_outer, fragment.parameters, saved, self._engine.algorithm)
         if loaded is None:
             copy_from(group.rank == 0, chain(self.module.parameters(), self.module.buffers()), group)
-            fragment.take()
+            for fragment in fragments:
+                fragment.take()
         else:
-            fragment.load(loaded["last_average"])
+            self._go_on_from(loaded, fragments)
         with ExitStack() as attached:
             attached.enter_context(
                 calling_after_steps(self._optimizer, self._grad_scaler, self._after_own_step)
@@ -259,8 +301,34 @@ class LocalSGD(Joinable):
                 )
             # Kept only when all are attached: where one refuses, those before it are taken off.
             self._attached = attached.pop_all()
-        self._fragments, self._loaded, self._is_inside = (fragment,), None, True
+        self._fragments, self._outer, self._entered = fragments, outer, identities(averaged)
+        self._loaded, self._is_inside = None, True
         return self
+
+    def _go_on_from(self, loaded: Mapping[str, Any], fragments: Sequence[Fragment]) -> None:
+        sent_after = loaded["sent_after"]
+        if len(sent_after) != len(fragments):  # saved with another number of them
+            sent_after = [min(sent_after)] * len(fragments)
+        for fragment, step in zip(fragments, sent_after, strict=True):
+            fragment.load(loaded["last_average"])
+            fragment.sent_after = step
+        for place, means in loaded["in_flight"]:
+            flight = Flight({fragments[place]: fragments[place].flat(means)}, self._engine)
+            flight.has_landed = True
+            self._flights.append(flight)
+
+    def _new_outer(
+        self, averaged: Sequence[Averaged], fragments: Sequence[Fragment]
+    ) -> torch.optim.Optimizer | None:
+        if self._make_outer is None:
+            return None
+        lasts = {each.name: last for fragment in fragments for each, last in fragment.lasts}
+        # In one order, however many fragments there are: so that its state fits any number.
+        ordered = [each for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
+        saved = None if self._loaded is None else self._loaded["outer"]
+        return new_outer(
+            self._make_outer, [lasts[each.name] for each in ordered], saved, self._engine.algorithm
+        )
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
@@ -268,21 +336,80 @@ class LocalSGD(Joinable):
             if kind is None:
                 self.average()
         finally:
+            self._abandon()
             self._is_inside = False
             self._attached.close()
 
     def average(self) -> None:
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
-        The schedule goes on as if it had not been called. With `outer`, this is an outer step. Does
-        nothing but compare step counts if there was no step since the last averaging.
+        The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
+        flight is waited for and applied first. Does nothing but compare step counts if there was no step
+        since the last averaging.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
                 are not finite; nothing was averaged.
             CommunicationError: A collective failed.
         """
-        self._average("group")
+        with self._averaging("average()"):
+            changes = {fragment: fragment.changes() for fragment in self._fragments}
+            if self._schedule.meets_in_subgroups:
+                self._agree_within(changes)
+            asked = self._ask(changes)
+            answers = self._read(asked)
+            for flight in tuple(self._flights):
+                (fragment,) = flight.changes
+                # Without a step since it was sent there is nothing of one's own to keep.
+                self._land(flight, asked, self._mix if self._step > fragment.sent_after else 0.0)
+                changes[fragment] = fragment.changes()
+            pending = [each for each in self._fragments if self._step > each.sent_after]
+            if self._schedule.is_warm_up(self._step):
+                turns = [pending] if pending else []
+            else:  # each by itself as ever, those first that have waited longest
+                turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
+            for fragments in turns:
+                self._average_now({each: changes[each] for each in fragments}, answers)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
+
+        Between averagings each process's model is its own, and with fragments their last averages are of
+        different steps. Nothing is sent. What the model held comes back afterwards, buffers included. Save
+        `model.state_dict()` in it to keep the averaged model alone.
+
+        Cost: a copy of what is averaged.
+
+        Raises:
+            StepError: Outside the `LocalSGD` context; or, from the optimizer's step, if one is taken inside.
+
+        Examples:
+            >>> import thinwire
+            >>> model = nn.Linear(8, 4)  # in a process group
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with thinwire.LocalSGD(model, optimizer, every_steps=5) as local:
+            ...     start = model.weight.detach().clone()
+            ...     model(torch.ones(1, 8)).sum().backward()
+            ...     optimizer.step()
+            ...     with local.averaged():
+            ...         print(torch.equal(model.weight, start))
+            True
+        """
+        self._check_inside("averaged()")
+        lasts = [pair for fragment in self._fragments for pair in fragment.lasts]
+        own = [each.value.clone() for each, _ in lasts]
+        self._shows_average = True
+        try:
+            for each, last in lasts:
+                each.value.copy_(last)
+            yield
+        finally:
+            for (each, _), value in zip(lasts, own, strict=True):
+                each.value.copy_(value)
+            self._shows_average = False
+
+    # What happens after a step.
 
     def _after_own_step(self) -> None:
         """Count a step that the optimizer, or the scaler, has attempted."""
@@ -296,52 +423,164 @@ class LocalSGD(Joinable):
         If an averaging is due, it takes part with what it has changed since the last one: without input,
         its own last steps at first, then nothing.
         """
+        if self._shows_average:
+            self._check_inside("a step")
         self._steps_here += 1
         self._step += 1
-        self._pending_steps += 1
         due = self._schedule.after(self._step)
-        if due is not None:
-            self._average(due)
+        if due is not None or self._flights:
+            with self._averaging("a step"):
+                self._go_on(due)
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
 
-    def _average(self, members: Members) -> None:
-        """Average over the group; or within the subgroup, which leaves the last average what it was."""
-        with full_precision(self.join_device):  # the step may stand under autocast
+    def _go_on(self, due: Members | None) -> None:
+        """Average within the subgroup, advance what is in flight, and start what is due."""
+        schedule, step = self._schedule, self._step
+        is_warm_up, turn = schedule.is_warm_up(step), schedule.fragment_after(step)
+        sent = (self._fragments[turn],) if turn is not None else self._fragments if due == "group" else ()
+        is_delayed = schedule.delay_steps > 0 and not is_warm_up
+        if schedule.meets_in_subgroups:
             changes = {fragment: fragment.changes() for fragment in self._fragments}
-            flats = list(chain(*changes.values()))
-            own = Answer(self._step, are_finite(flats), self._own_pending_steps > 0)
-            asked = self._exact["subgroup"].transport if self._schedule.meets_in_subgroups else None
-            answers = consensus(own, self._engine.transport, asked, asks_group=members == "group")
-            if members == "subgroup":
-                for fragment, means in changes.items():
-                    fragment.average(means, self._exact["subgroup"])
+            self._agree_within(changes)
+            within = {each: of_it for each, of_it in changes.items() if is_delayed or each not in sent}
+            if within:
+                flight = Flight(within, self._exact["subgroup"])
+                flight.start()
+                flight.land()
+                for fragment, means in within.items():
                     fragment.write(means)
-                return
-            if not self._pending_steps:
-                return
-            num_contributors = sum(answer.contributes for answer in answers)
-            if self._divides_by_contributors and num_contributors:  # what goes in, so that the mean comes out
-                for flat in flats:
-                    flat.mul_(len(answers) / num_contributors)
-            is_exact = self._schedule.is_warm_up(self._step)
-            for fragment, means in changes.items():
-                fragment.average(means, self._exact["group"] if is_exact else fragment.engine)
-            # Only when all have come: where one fails, no fragment has moved.
-            for fragment, means in changes.items():
-                fragment.move(means, by_outer=not is_exact)
-        self._pending_steps = self._own_pending_steps = 0
+        for flight in tuple(self._flights):
+            self._advance(flight, is_sent_again=any(each in sent for each in flight.changes))
+        if not sent:
+            return
+        changes = {fragment: fragment.changes() for fragment in sent}
+        asked = self._ask(changes)
+        if not is_delayed:
+            self._average_now(changes, self._read(asked))
+            return
+        if not self._engine.has_agreed:  # its comparison blocks anyway; here all must be known to come to it
+            self._read(asked)
+        flight = Flight(changes, self._engine, asked)
+        self._flights.append(flight)
+        flight.start()
+        for fragment in sent:
+            fragment.sent_after = step
 
-    def _check_inside(self) -> None:
+    def _advance(self, flight: Flight, *, is_sent_again: bool) -> None:
+        """Send what is due of a flight by now, or land it. Collective, at points that the schedule fixes.
+
+        Whatever may be sent, a question goes before it. So a process that has left the common course, and
+        asks before it averages what is left, meets a question of the others, and all learn of it.
+        """
+        (fragment,) = flight.changes
+        age = self._step - fragment.sent_after
+        if (
+            age >= self._schedule.delay_steps or is_sent_again
+        ):  # the latter after resuming with other settings
+            self._land(flight, None if flight.has_landed else self._ask(), self._mix)
+            return
+        num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
+        if flight.num_rounds < num_rounds and not flight.has_landed:
+            self._send_rounds(flight, num_rounds, self._ask())
+
+    def _send_rounds(self, flight: Flight, num_rounds: float, asked: Consensus | None) -> None:
+        """Wait for rounds and send the next ones, until so many were sent or all have come."""
+        while flight.num_rounds < num_rounds:
+            # Of what comes after an answer that differs nothing would ever come.
+            self._read(flight.consensus)
+            if not flight.advance():
+                return
+            flight.consensus = asked
+
+    def _land(self, flight: Flight, asked: Consensus | None, mix: float) -> None:
+        """Wait until a flight's changes are their means, and move its fragment by them."""
+        self._finish(flight, asked)
+        self._flights.remove(flight)
+        for fragment, means in flight.changes.items():
+            fragment.move(means, self._outer, mix)
+
+    def _finish(self, flight: Flight, asked: Consensus | None) -> None:
+        if flight.has_landed:
+            return
+        self._read(flight.consensus)
+        self._send_rounds(flight, math.inf, asked)
+        flight.land()
+        for fragment in flight.changes:
+            fragment.num_rounds = flight.num_rounds
+
+    def _average_now(self, changes: Mapping[Fragment, list[torch.Tensor]], answers: Sequence[Answer]) -> None:
+        """Average over the group, all members having agreed."""
+        num_contributors = sum(answer.contributes for answer in answers)
+        if self._divides_by_contributors and num_contributors:  # what goes in, so that the mean comes out
+            for flat in chain(*changes.values()):
+                flat.mul_(len(answers) / num_contributors)
+        is_exact = self._schedule.is_warm_up(self._step)
+        engine = self._exact["group"] if is_exact else self._engine
+        with engine.clock.inside(engine.traffic):
+            flight = Flight(changes, engine)
+            flight.start()
+            flight.land()
+        # Only when all have come: where one fails, no fragment has moved.
+        for fragment, means in changes.items():
+            fragment.move(means, None if is_exact else self._outer)
+            fragment.sent_after = self._step
+        self._own_pending_steps = 0
+
+    def _answer(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> Answer:
+        is_finite = not changes or are_finite(list(chain(*changes.values())))
+        return Answer(self._step, is_finite, self._own_pending_steps > 0)
+
+    def _agree_within(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> None:
+        subgroup = self._exact["subgroup"].transport
+        agree_within(subgroup, self._engine.transport, self._answer(changes))
+
+    def _ask(self, changes: Mapping[Fragment, list[torch.Tensor]] = NOTHING) -> Consensus:
+        """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
+        asked = Consensus(self._answer(changes), self._engine.transport)
+        self._asked.append(asked)
+        return asked
+
+    def _read(self, until: Consensus | None) -> list[Answer]:
+        """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""
+        answers: list[Answer] = []
+        while until in self._asked:
+            answers = self._asked.pop(0).checked()
+        return answers
+
+    @contextmanager
+    def _averaging(self, call: str) -> Iterator[None]:
+        """Check the model first; where anything fails inside, forget what is in flight."""
+        self._check_inside(call)
+        try:
+            with full_precision(self.join_device):  # the step may stand under autocast
+                yield
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        for flight in self._flights:
+            flight.abandon()
+            for fragment in flight.changes:  # what it has changed is still to be sent
+                fragment.sent_after = min(fragment.sent_after, self._step - 1)
+        self._flights, self._asked = [], []
+
+    def _check_inside(self, call: str) -> None:
         if not self._is_inside:
-            raise StepError("average() was called outside the context; call it inside: with local: …")
-        entered = {each.name: id(each.tensor) for fragment in self._fragments for each in fragment.averaged}
-        now = {each.name: id(each.tensor) for each in self._averaged_now()}
-        differing = sorted({name for name, _ in entered.items() ^ now.items()})
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        if self._shows_average:
+            raise StepError(
+                f"{call} came inside averaged(), where the model is the last average; leave that first, "
+                "and train and average outside it"
+            )
+        now = identities(self._averaged_now())
+        differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
         if differing:
             raise StepError(
                 f"the model's trainable parameters or buffers are others than on entry: {differing[:4]}; "
-                "leave the LocalSGD context before you freeze, unfreeze or replace some, and enter a new one"
+                "leave the LocalSGD context before you freeze, unfreeze, replace or resize some, and enter a "
+                "new one"
             )
 
     def _averaged_now(self) -> list[Averaged]:
@@ -360,15 +599,21 @@ class LocalSGD(Joinable):
         Raises:
             StepError: The LocalSGD context is not entered.
             AttachError: The model is a DDP model, which averages gradients of its own.
-            ConfigError: Division by the contributors with a subgroup.
+            ConfigError: Division by the contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
         if self._ddp is not None:
             raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
         self._divides_by_contributors = not options.get("divide_by_initial_world_size", True)
-        if self._divides_by_contributors and self._schedule.has_subgroup:
+        schedule = self._schedule
+        if self._divides_by_contributors and schedule.has_subgroup:
             raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
+        if self._divides_by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
+            raise ConfigError(
+                "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
+                "way before it is known who contributes to it"
+            )
         return _Shadow(self)
 
     @property
@@ -378,7 +623,7 @@ class LocalSGD(Joinable):
         Raises:
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
-        self._check_inside()
+        self._check_inside("join_device")
         return self._fragments[0].averaged[0].tensor.device
 
     @property
@@ -400,29 +645,46 @@ class LocalSGD(Joinable):
         they differ from process to process, so save them on each to resume to the bit; or call
         `average()` first and save one model. `torch.load(weights_only=True)` takes it.
 
+        What is in flight is waited for and saved as it came; it is applied when it is due, here and in the
+        run that resumes.
+
         Cost: a copy of what is averaged and of the outer optimizer's state; see `GradientSync.state_dict`.
 
         Raises:
-            StepError: It was not entered yet.
+            StepError: It was not entered yet, or processes are at different steps.
             CommunicationError: A collective failed.
             AgreementError: The processes have made different steps, or have other algorithms.
         """
         if not self._fragments:
             raise StepError("there is nothing to save before the context is entered: with local: …")
+        if any(not flight.has_landed for flight in self._flights):
+            with self._averaging("state_dict()"):
+                asked = self._ask()
+                self._read(asked)
+                for flight in self._flights:
+                    self._finish(flight, asked)
+        in_flight = [item for flight in self._flights for item in flight.changes.items()]
         state = {
             "version": STATE_VERSION,
             "step": self._step,
-            "pending_steps": self._pending_steps,
-            "last_average": self._fragments[0].last_average(),
+            "pending_steps": self._step - min(fragment.sent_after for fragment in self._fragments),
+            "sent_after": tuple(fragment.sent_after for fragment in self._fragments),
+            "in_flight": tuple((self._fragments.index(each), each.named(means)) for each, means in in_flight),
+            "last_average": self._last_average(),
             "sync": self.sync.state_dict(),
-            "outer": None if self.outer is None else copy.deepcopy(self.outer.state_dict()),
+            "outer": None if self._outer is None else copy.deepcopy(self._outer.state_dict()),
         }
         return with_checksum(state)
+
+    def _last_average(self) -> dict[str, torch.Tensor]:
+        lasts = [pair for fragment in self._fragments for pair in fragment.lasts]
+        return {each.name: last.clone(memory_format=torch.contiguous_format) for each, last in lasts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
-        Load the model and the optimizer as well: with a state, entering leaves the model alone.
+        Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
+        fragments may be another one, unless something was in flight.
 
         Raises:
             StateError: It is not such a state, or is of another model.
@@ -430,10 +692,11 @@ class LocalSGD(Joinable):
         """
         if self._fragments:
             raise StepError("load the state before the context is entered")
-        loaded = checked_state(state, self._averaged_now(), has_outer=self._make_outer is not None)
+        averaged = self._averaged_now()
+        parts = fragments_of(averaged, self._schedule.num_fragments)
+        loaded = checked_state(state, parts, has_outer=self._make_outer is not None)
         self.sync.load_state_dict(loaded["sync"])
-        self._loaded = copy.deepcopy(loaded)
-        self._step, self._pending_steps = loaded["step"], loaded["pending_steps"]
+        self._loaded, self._step = copy.deepcopy(loaded), loaded["step"]
 
 
 class _Shadow(JoinHook):

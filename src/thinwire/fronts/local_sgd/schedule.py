@@ -18,6 +18,8 @@ class Schedule:
     warmup_steps: int
     has_ddp: bool
     has_subgroup: bool
+    num_fragments: int = 1
+    delay_steps: int = 0
 
     @property
     def meets_in_subgroups(self) -> bool:
@@ -25,7 +27,7 @@ class Schedule:
         return self.has_subgroup and not self.has_ddp
 
     def is_warm_up(self, step: int) -> bool:
-        """Return whether an averaging after `step` steps is exact and without outer optimizer."""
+        """Return whether an averaging after `step` steps is exact, of all fragments, at once and inside."""
         return step <= self.warmup_steps
 
     def gradients_in(self, step: int) -> Members | None:
@@ -37,10 +39,34 @@ class Schedule:
         return "subgroup" if self.has_subgroup else None
 
     def after(self, step: int) -> Members | None:
-        """Return over whom the parameters are averaged after `step` steps."""
+        """Return over whom parameters are averaged after `step` steps; not all of them, with fragments."""
         if self.is_warm_up(step):
             # Of a DDP model only at the end, so that all start the local phase from the same bits.
             return "group" if not self.has_ddp or step == self.warmup_steps else None
-        if (step - self.warmup_steps) % self.every_steps == 0:
+        if self.fragment_after(step) is not None:
             return "group"
         return "subgroup" if self.meets_in_subgroups else None
+
+    def fragment_after(self, step: int) -> int | None:
+        """Return which fragment's change is sent to the group after `step` steps, past the warm-up.
+
+        They take turns, evenly spread over `every_steps`; the last one is sent at its multiples.
+        """
+        if self.is_warm_up(step):
+            return None
+        place = (step - self.warmup_steps - 1) % self.every_steps + 1
+        turn, rest = divmod(place * self.num_fragments, self.every_steps)
+        # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
+        return turn - 1 if turn and rest < self.num_fragments else None
+
+    def rounds_sent(self, age: int, num_rounds: int) -> int:
+        """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
+
+        Evenly spread over the delay, and always the first one. When a round is waited for must not depend on
+        when it comes, which differs between processes: each would send the next one in another order.
+
+        Args:
+            age: Steps since the change was sent.
+            num_rounds: That the averaging takes.
+        """
+        return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
-from thinwire.checks import whole_number
+from thinwire.checks import number, whole_count, whole_number
 from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.fronts.ddp_model import is_sharded
 from thinwire.fronts.local_sgd.fragment import Averaged
@@ -24,17 +24,23 @@ __all__ = [
     "OUTER_EXAMPLE",
     "STATE_VERSION",
     "Outer",
+    "checked_device",
     "checked_optimizer",
     "checked_state",
+    "checked_streaming",
     "checked_transports",
+    "described_outer",
+    "identities",
     "new_outer",
     "unwrapped",
 ]
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
+LATER_KEYS = {"sent_after", "in_flight"}  # that a state of version 2 lacks
+DEFAULT_MIX = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
 
 
@@ -91,6 +97,43 @@ def checked_transports(
                 "subgroups of it: torch.distributed.new_subgroups(group_size=…)"
             )
     return group, inner
+
+
+def checked_streaming(
+    every_steps: int, fragments: object, delay_steps: object, mix: object
+) -> tuple[int, int, float]:
+    """Return the number of fragments, the delay in steps and the share that the model keeps.
+
+    Args:
+        every_steps: From one averaging of a fragment to the next.
+        fragments: As the user gave it.
+        delay_steps: As the user gave it.
+        mix: As the user gave it.
+
+    Raises:
+        ConfigError: They are of the wrong type or out of range, or do not fit each other.
+    """
+    num_fragments = whole_count("fragments", fragments, minimum=1)
+    delay = whole_count("delay_steps", delay_steps, minimum=0)
+    if num_fragments > every_steps:
+        raise ConfigError(
+            f"fragments={num_fragments} is more than every_steps={every_steps}; each is averaged after a "
+            "step of its own, so take at most as many"
+        )
+    if delay >= every_steps:
+        raise ConfigError(
+            f"delay_steps must be less than every_steps={every_steps}, got {delay}: a change is to be there "
+            "before the next one is sent"
+        )
+    if mix is None:
+        return num_fragments, delay, DEFAULT_MIX if delay else 0.0
+    share = float(number("mix", mix, minimum=0))
+    if not delay or share >= 1:
+        raise ConfigError(
+            "mix is the share, from 0 to below 1, that the model keeps of what it has become while an "
+            f"average was on its way; got {mix!r} with delay_steps={delay}"
+        )
+    return num_fragments, delay, share
 
 
 def checked_optimizer(
@@ -161,7 +204,7 @@ def new_outer(
             f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
             "moves it on in all the steps in which nothing was sent of it; "
             "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
-            stacklevel=3,
+            stacklevel=4,
         )
     if saved is not None:
         try:
@@ -171,38 +214,100 @@ def new_outer(
     return outer
 
 
-def checked_state(state: object, averaged: Sequence[Averaged], *, has_outer: bool) -> dict[str, Any]:
+def described_outer(outer: torch.optim.Optimizer | None) -> str:
+    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
+    if outer is None:
+        return "none"
+    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
+    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def identities(averaged: Iterable[Averaged]) -> dict[str, object]:
+    """Return, by name, what must stay as it is while averagings go on."""
+    return {
+        each.name: (id(each.tensor), tuple(each.value.shape), each.value.dtype, each.value.device)
+        for each in averaged
+    }
+
+
+def checked_device(name: str, given: torch.device | str | None) -> torch.device | None:
+    """Return a device.
+
+    Args:
+        name: Of the setting, for errors.
+        given: As the user gave it.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        return None if given is None else torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f'{name} must be a device such as "cpu", or None, got {given!r}') from error
+
+
+def checked_state(
+    state: object, fragments: Sequence[Sequence[Averaged]], *, has_outer: bool
+) -> dict[str, Any]:
     """Return a state, with its true checksum, once all of it has been checked.
 
     Args:
         state: As the user gave it.
-        averaged: What it must be of.
+        fragments: What it must be of.
         has_outer: Whether there is an outer optimizer to take its state.
 
     Raises:
-        StateError: It is none of LocalSGD's, of another version, damaged, or of another model.
+        StateError: It is none of LocalSGD's, of another version, damaged, or of another model; or something
+            was in flight, in other fragments.
     """
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("expected a state made by LocalSGD.state_dict()")
-    if state["version"] != STATE_VERSION:
+    version = state["version"]
+    if version not in (2, STATE_VERSION):
         raise StateError(
-            f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
+            f"the state is of version {version!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
-    if state.keys() != KEYS:
+    if state.keys() != (KEYS if version == 2 else KEYS | LATER_KEYS):
         raise StateError("expected a state made by LocalSGD.state_dict()")
     checked = {**state, "checksum": check_undamaged(state)}
-    for name in ("step", "pending_steps"):
-        whole_number(name, state[name], minimum=0, error=StateError)
+    step = whole_number("step", state["step"], minimum=0, error=StateError)
+    pending_steps = whole_number("pending_steps", state["pending_steps"], minimum=0, error=StateError)
+    if version == 2:
+        checked |= {"sent_after": (step - pending_steps,), "in_flight": ()}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
-    _check_last_average(state["last_average"], {each.name: each.spec.shape for each in averaged})
+    shapes = [{each.name: each.spec.shape for each in fragment} for fragment in fragments]
+    everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
+    _check_tensors("last_average", state["last_average"], everywhere)
+    _check_flights(checked, shapes)
     return checked
 
 
-def _check_last_average(tensors: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    """Refuse what does not say, of each fragment, when it was sent, and of some, what came back."""
+    for key in LATER_KEYS:
+        if not isinstance(state[key], list | tuple):
+            raise StateError(f"{key} must be a tuple, got {type(state[key]).__name__}")
+    for sent_after in state["sent_after"]:
+        whole_number("sent_after", sent_after, minimum=-1, error=StateError)
+    num_saved = len(state["sent_after"])
+    if not num_saved:
+        raise StateError("sent_after must hold a number for each fragment, got none")
+    if state["in_flight"] and num_saved != len(shapes):
+        raise StateError(
+            f"the state was saved while one of {num_saved} fragments was in flight, and here are "
+            f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
+        )
+    for item in state["in_flight"]:
+        if not isinstance(item, list | tuple) or len(item) != 2 or item[0] not in range(num_saved):
+            raise StateError("in_flight must hold pairs of a fragment's number and its mean changes")
+        _check_tensors(f"in_flight of fragment {item[0]}", item[1], shapes[item[0]])
+
+
+def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
     if not isinstance(tensors, Mapping):
-        raise StateError(f"last_average must map names to tensors, got {type(tensors).__name__}")
+        raise StateError(f"{key} must map names to tensors, got {type(tensors).__name__}")
     differing = sorted(map(str, shapes.keys() ^ tensors.keys()))
     if differing:
         raise StateError(
