@@ -341,8 +341,11 @@ def main() -> None:
     if "epfml" not in CONTENDERS:
         compare(arguments)
         return
-    with peers.installed(peers.EPFML) as folder:
-        sys.path.append(folder)
+    with peers.installed(["powersgd"]) as installed:
+        if installed.missing:
+            del CONTENDERS["epfml"]
+        else:
+            sys.path.append(installed.path)
         compare(arguments)
 
 

@@ -2,67 +2,81 @@
 
 Every contender trains a model of its own, the same at the start, on real text. They take turns within one
 run, a few steps each and in another order every time, so that a busy machine slows all of them: trust the
-ratios.
+ratios. Of those that average models every so many steps a turn is that many, and a step their mean.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
 
 import peers
 import plots
 import thinwire
-from in_lab import UNSHAPED, interface_sent_bytes, leave_job, run_in_lab
+from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import markdown_table, page, save, save_json
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.text import load_text, sample_batch
+from torchft_diloco import fragments, torchft_diloco
+from turns import Contender, Measured, take_turns
 
 BATCH = 4
-# PyTorch's PowerSGD averages whole gradients for at least two steps, and DDP then rebuilds its buckets.
-UNTIMED_STEPS = 4
 COMPUTE_ONLY = "compute only"
 IN_STEP = "compute only, in step"
+EXACT = "PyTorch exact"
 BASELINE = "PyTorch fp16 hook"
+# Over slow links, more of what is sent in few bits can be sent before the backward pass ends.
+SMALL_BUCKET_MB = 4
 RATES = ("100mbit", "1gbit", UNSHAPED)
+TORCHFT_LATE = "torchft DiLoCo, 3 fragments, 5 steps late"
+# DiLoCo's, ours and torchft's.
+EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM = 30, 0.7, 0.9
+
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Averaging: TypeAlias = Callable[[GPT, Optimizer], AbstractContextManager[object]]
 
 
 class Trainer:
-    """A contender's model, and a step of it. This one sends nothing."""
+    """A contender's model, and a step of it. This one sends nothing.
+
+    Attributes:
+        period_steps: Steps after which what it does begins again.
+    """
 
     bucket_cap_mb = 25
+    period_steps = 1
 
     def __init__(self, size: str) -> None:
         torch.manual_seed(0)
+        self.network = GPT(SIZES[size])
         self.model = DistributedDataParallel(
-            GPT(SIZES[size]), bucket_cap_mb=self.bucket_cap_mb, gradient_as_bucket_view=True
+            self.network, bucket_cap_mb=self.bucket_cap_mb, gradient_as_bucket_view=True
         )
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        self.optimizer = SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         self.attach()
 
     def attach(self) -> None:
         """Make the model average its gradients in the contender's way."""
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    def step(self, batch: Batch) -> None:
         with self.model.no_sync():
-            torch.autograd.backward(next_byte_loss(self.model, inputs, targets))
+            torch.autograd.backward(next_byte_loss(self.model, *batch))
         self.update()
 
     def update(self) -> None:
@@ -84,14 +98,18 @@ class InStep(Trainer):
 class Synced(Trainer):
     """PyTorch's own all-reduce."""
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        torch.autograd.backward(next_byte_loss(self.model, inputs, targets))
+    def step(self, batch: Batch) -> None:
+        torch.autograd.backward(next_byte_loss(self.model, *batch))
         self.update()
 
 
 class StockCast(Synced):
     def attach(self) -> None:
         self.model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+class SmallBuckets(StockCast):
+    bucket_cap_mb = SMALL_BUCKET_MB
 
 
 class StockPowerSGD(Synced):
@@ -114,19 +132,60 @@ class Epfml(Trainer):
         self.powersgd.optimizer_step(self.optimizer, self.aggregator)
 
 
-def ours(algorithm: Algorithm) -> Callable[[str], Trainer]:
+class Local(Trainer):
+    """Steps of its own on every host, within a context that averages models; sends when its optimizer steps.
+
+    Args:
+        size: Of the model.
+        averaging: Makes that context of model and optimizer.
+    """
+
+    period_steps = EVERY_STEPS
+
+    def __init__(self, size: str, averaging: Averaging) -> None:
+        torch.manual_seed(0)
+        self.network = GPT(SIZES[size])
+        self.optimizer = SGD(self.network.parameters(), lr=0.05, momentum=0.9)
+        averaging(self.network, self.optimizer).__enter__()
+
+    def step(self, batch: Batch) -> None:
+        torch.autograd.backward(next_byte_loss(self.network, *batch))
+        self.update()
+
+
+def ours(algorithm: Algorithm, *, bucket_cap_mb: int = Trainer.bucket_cap_mb) -> Callable[[str], Trainer]:
     class Ours(Synced):
         def attach(self) -> None:
             thinwire.attach(self.model, algorithm)
 
+    Ours.bucket_cap_mb = bucket_cap_mb
     return Ours
+
+
+def local(averaging: Averaging) -> Callable[[str], Trainer]:
+    return lambda size: Local(size, averaging)
+
+
+def torchft(num_fragments: int, delay_steps: int) -> Callable[[str], Trainer]:
+    return local(
+        lambda model, optimizer: torchft_diloco(
+            model,
+            optimizer,
+            fragments(model, num_fragments),
+            every_steps=EVERY_STEPS,
+            delay_steps=delay_steps,
+            outer_lr=OUTER_LR,
+            outer_momentum=OUTER_MOMENTUM,
+        )
+    )
 
 
 CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     COMPUTE_ONLY: Trainer,
     IN_STEP: InStep,
-    "PyTorch exact": Synced,
+    EXACT: Synced,
     BASELINE: StockCast,
+    f"{BASELINE}, small buckets": SmallBuckets,
     "PyTorch PowerSGD 4, one bucket": StockPowerSGD,
     "epfml PowerSGD 4": Epfml,
     "AllReduce()": ours(thinwire.AllReduce()),
@@ -134,7 +193,22 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "PowerSGD(matrix_rank=1)": ours(thinwire.PowerSGD(matrix_rank=1)),
     "PowerSGD(matrix_rank=4)": ours(thinwire.PowerSGD(matrix_rank=4)),
     "PowerSGD(matrix_rank=4, alternating=True)": ours(thinwire.PowerSGD(matrix_rank=4, alternating=True)),
+    "Quantize(bits=8)": ours(thinwire.Quantize(bits=8)),
+    "Quantize(bits=4)": ours(thinwire.Quantize(bits=4)),
+    "Quantize(bits=2)": ours(thinwire.Quantize(bits=2)),
+    "Quantize(bits=4), small buckets": ours(thinwire.Quantize(bits=4), bucket_cap_mb=SMALL_BUCKET_MB),
+    "Quantize(bits=2), small buckets": ours(thinwire.Quantize(bits=2), bucket_cap_mb=SMALL_BUCKET_MB),
+    "LocalSGD, 4 bits": local(
+        lambda model, optimizer: thinwire.LocalSGD(
+            model, optimizer, every_steps=EVERY_STEPS, algorithm=thinwire.Quantize(bits=4)
+        )
+    ),
+    "torchft DiLoCo": torchft(1, 0),
+    TORCHFT_LATE: torchft(3, 5),
 }
+# Those that send 16 or 32 bits of every gradient.
+WHOLE = (EXACT, BASELINE, f"{BASELINE}, small buckets", "AllReduce()", 'Cast("bf16")')
+PEERS = {"epfml PowerSGD 4": "powersgd", "torchft DiLoCo": "torchft", TORCHFT_LATE: "torchft"}
 
 
 @dataclass(frozen=True)
@@ -148,67 +222,45 @@ class Setting:
         return f"{self.hosts} hosts, {self.rate}"
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one host measured of one contender."""
-
-    step_ms: list[float]
-    sent_bytes: float
-
-
-def work(rounds: int, steps: int, size: str, out: Path) -> None:
-    """On each host: time every contender."""
+def work(names: Sequence[str], rounds: int, steps: int, size: str, out: Path) -> None:
+    """On each host: time contenders."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     text = load_text()
     draws = torch.Generator().manual_seed(dist.get_rank())
-    trainers = {name: make(size) for name, make in CONTENDERS.items()}
-    step_ms: dict[str, list[float]] = defaultdict(list)
-    sent_bytes: dict[str, int] = defaultdict(int)
-    for number in range(rounds + 1):
-        for name in random.Random(number).sample(list(trainers), len(trainers)):  # the same on every host
-            trainer = trainers[name]
-            dist.barrier()
-            before = interface_sent_bytes()
-            for _ in range(steps if number else UNTIMED_STEPS):
-                inputs, targets = sample_batch(
-                    text.train,
-                    batch_size=BATCH,
-                    context_length=SIZES[size].context_length,
-                    generator=draws,
-                )
-                start = time.perf_counter()
-                trainer.step(inputs, targets)
-                if number:
-                    step_ms[name].append(1e3 * (time.perf_counter() - start))
-            if number:
-                sent_bytes[name] += interface_sent_bytes() - before
+    length = SIZES[size].context_length
+    trainers = {name: CONTENDERS[name](size) for name in names}
+    found = take_turns(
+        {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
+        lambda: sample_batch(text.train, batch_size=BATCH, context_length=length, generator=draws),
+        rounds=rounds,
+        steps=steps,
+    )
     if dist.get_rank() == 0:
-        told = {
-            name: {"step_ms": step_ms[name], "sent_bytes": sent_bytes[name] / len(step_ms[name])}
-            for name in trainers
-        }
-        out.write_text(json.dumps(told))
+        out.write_text(json.dumps({name: asdict(measured) for name, measured in found.items()}))
     leave_job()
 
 
-def measured(setting: Setting, arguments: argparse.Namespace, packages: str) -> dict[str, Result]:
-    """Run all contenders in the lab."""
+def measured(
+    setting: Setting, names: Sequence[str], arguments: argparse.Namespace, packages: str
+) -> dict[str, Measured]:
+    """Run contenders in the lab."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         script = [__file__, f"--work={out}", f"--rounds={arguments.rounds}"]
-        script += [f"--steps={arguments.steps}", f"--size={arguments.size}"]
+        script += [f"--steps={arguments.steps}", f"--size={arguments.size}", "--contenders", *names]
         run_in_lab(setting.hosts, setting.rate, script, packages=packages)
-        results = {name: Result(**result) for name, result in json.loads(out.read_text()).items()}
+        results = {name: Measured(**result) for name, result in json.loads(out.read_text()).items()}
+    num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
+    exact_bytes = 4 * num_parameters * 2 * (setting.hosts - 1) / setting.hosts
     for name, result in results.items():
-        compressed = result.sent_bytes < results["PyTorch exact"].sent_bytes / 5
-        assert compressed == ("PowerSGD" in name or name in (COMPUTE_ONLY, IN_STEP)), (
-            f"{name}: {result.sent_bytes} bytes"
-        )
+        is_whole = name in WHOLE
+        sends_whole = result.sent_bytes > exact_bytes / 3
+        assert sends_whole == is_whole, f"{name}: {result.sent_bytes} bytes, exact {exact_bytes}"
     return results
 
 
-def table(results: dict[str, Result]) -> str:
+def table(results: dict[str, Measured]) -> str:
     alone = median(results[COMPUTE_ONLY].step_ms)
     baseline = median(results[BASELINE].step_ms)
     rows = [
@@ -233,6 +285,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
+    parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -240,26 +293,31 @@ def parsed_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parsed_arguments()
     if arguments.work is not None:
-        work(arguments.rounds, arguments.steps, arguments.size, arguments.work)
+        work(arguments.contenders, arguments.rounds, arguments.steps, arguments.size, arguments.work)
         return
-    with peers.installed(peers.EPFML) as packages:
-        compare(arguments, packages)
+    names = [COMPUTE_ONLY, BASELINE]
+    names = [name for name in CONTENDERS if name in (*names, *(arguments.contenders or CONTENDERS))]
+    wanted = {PEERS[name] for name in names if name in PEERS}
+    with peers.installed(wanted) as installed:
+        names = [name for name in names if PEERS.get(name) not in installed.missing]
+        compare(names, arguments, installed.path)
 
 
-def compare(arguments: argparse.Namespace, packages: str) -> None:
+def compare(names: Sequence[str], arguments: argparse.Namespace, packages: str) -> None:
     num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
     explanation = (
         f"A GPT of {num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a host and step, SGD with "
         f"momentum, Gloo, `gradient_as_bucket_view`, one thread a process. {arguments.rounds} rounds of "
-        f"{arguments.steps} steps each. MB are those of host 0's interface. The hosts share one machine's "
-        "processors."
+        f"{arguments.steps} steps each; a turn of local SGD and DiLoCo is {EVERY_STEPS} steps, with one "
+        f"averaging of each fragment. Small buckets are of {SMALL_BUCKET_MB} MB, the others of DDP's 25. MB "
+        "are those of host 0's interface. The hosts share one machine's processors."
     )
     for hosts in arguments.hosts:
         by_rate, sections = {}, [explanation]
         for rate in arguments.rates:
             setting = Setting(hosts, rate)
             print(f"{setting} …", flush=True)
-            by_rate[rate] = measured(setting, arguments, packages)
+            by_rate[rate] = measured(setting, names, arguments, packages)
             sections.append(f"## {setting}\n\n{table(by_rate[rate])}")
             print(sections[-1], flush=True)
         name = f"{hosts}-hosts"
@@ -273,7 +331,8 @@ def compare(arguments: argparse.Namespace, packages: str) -> None:
             rate: {algorithm: median(each.step_ms) for algorithm, each in results.items()}
             for rate, results in by_rate.items()
         }
-        picture = plots.step_time(medians, name.replace("-", " "), baselines=(COMPUTE_ONLY, IN_STEP))[0]
+        baselines = [each for each in (COMPUTE_ONLY, IN_STEP) if each in names]
+        picture = plots.step_time(medians, name.replace("-", " "), baselines=baselines)[0]
         sections.append(f"![step time against link rate]({picture})")
         print(save(page("Whole steps over a slow network", *sections), "network", name))
 

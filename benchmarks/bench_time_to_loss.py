@@ -1,7 +1,9 @@
-"""Wall-clock time to the same held-out loss over a slow network, in `thinwire lab`.
+"""Time to the same held-out loss over a slow network, in `thinwire lab`.
 
 Exact averaging trains for a fixed number of steps; the loss it ends with is what all others must reach, with
-the same learning rate and the same batches. The clock stands still while the loss is measured.
+the same learning rate and the same batches. What loss a step ends with does not depend on the network, so
+every algorithm trains once, without a slow link; then all take turns over each link, a few steps each, and a
+loss's time is its steps times the median step. So a busy machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,223 +27,301 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+import peers
 import plots
 import thinwire
-from in_lab import interface_sent_bytes, leave_job, run_in_lab
+from in_lab import UNSHAPED, leave_job, run_in_lab
 from lstm import new_lstm
 from pages import markdown_table, page, save, save_json
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
+from thinwire.demo.model import GPT, SIZES, GPTConfig, next_byte_loss
 from thinwire.demo.text import batch_generator, fixed_batches, load_text, sample_batch
+from torchft_diloco import torchft_diloco
+from turns import Contender, take_turns
 
 NUM_HOSTS = 2
 CONTEXT_LENGTH = 64
 BATCH_SIZE = 8
 MAX_GRADIENT_NORM = 1.0
 WARMUP_STEPS = 30
-EVALUATE_EVERY_STEPS = 20
+EVALUATE_EVERY_STEPS = 30
 HELDOUT_BATCHES = 32
 SEED = 0
 EXACT = "AllReduce()"
-SIXTEEN_BIT = 'Cast("fp16")'
+SIXTEEN_BIT = 'Cast("bf16")'
+SMALL_BUCKET_MB = 4
+DILOCO_EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM = 30, 0.7, 0.9
 
 TASKS: dict[str, Callable[[], nn.Module]] = {
     "GPT": lambda: GPT(GPTConfig(layers=3, heads=4, width=128, context_length=CONTEXT_LENGTH)),
     "LSTM": new_lstm,
+    "larger GPT": lambda: GPT(SIZES["medium"]),
 }
 # The best of five each for exact averaging after 300 steps, on another seed; of GPT, as in bench_quality.py.
+# Of the larger GPT with AdamW the best of three after 120; with SGD it was not searched for.
 OPTIMIZERS: dict[str, dict[str, Callable[[nn.Module], Optimizer]]] = {
     "SGD": {
         "GPT": lambda model: SGD(model.parameters(), lr=0.12, momentum=0.9),
         "LSTM": lambda model: SGD(model.parameters(), lr=4.0, momentum=0.9),
+        "larger GPT": lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9),
     },
     "AdamW": {
         "GPT": lambda model: AdamW(model.parameters(), lr=2e-3),
         "LSTM": lambda model: AdamW(model.parameters(), lr=2e-3),
+        "larger GPT": lambda model: AdamW(model.parameters(), lr=1e-3),
     },
 }
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One lab: all algorithms run in it, one after the other."""
+    """What is trained with what."""
 
     task: str
     optimizer: str
-    rate: str
 
     def __str__(self) -> str:
-        return f"{self.task}, {self.optimizer}, {self.rate}"
-
-
-class Reached(NamedTuple):
-    """When a loss was reached."""
-
-    seconds: float
-    steps: float
+        return f"{self.task}, {self.optimizer}"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One training: steps, seconds on the clock, held-out loss and bytes sent at each evaluation."""
+    """One training: steps and held-out loss at each evaluation."""
 
     algorithm: str
     steps: list[int]
-    seconds: list[float]
     losses: list[float]
-    sent_bytes: list[int]
 
-    def when(self, target: float) -> Reached | None:
-        """When the loss reaches `target`, linear between evaluations; None if never."""
+    def when(self, target: float) -> float | None:
+        """Steps until the loss reaches `target`, linear between evaluations; None if it never does."""
         for i in range(1, len(self.losses)):
             if self.losses[i] <= target:
                 share = (self.losses[i - 1] - target) / (self.losses[i - 1] - self.losses[i])
-                between = [
-                    each[i - 1] + share * (each[i] - each[i - 1]) for each in (self.seconds, self.steps)
-                ]
-                return Reached(*between)
+                return self.steps[i - 1] + share * (self.steps[i] - self.steps[i - 1])
         return None
 
 
-Averaging = Callable[[nn.Module, Optimizer], AbstractContextManager[nn.Module]]
+@dataclass(frozen=True)
+class TimedCurve:
+    """A training over a link, for the picture."""
+
+    algorithm: str
+    seconds: list[float]
+    losses: list[float]
 
 
-def each_step(algorithm: Algorithm) -> Averaging:
+@dataclass(frozen=True)
+class Way:
+    """A way to average.
+
+    Attributes:
+        averaging: A context in which what it yields is trained.
+        period_steps: Steps after which what it does begins again.
+    """
+
+    averaging: Callable[[nn.Module, Optimizer], AbstractContextManager[nn.Module]]
+    period_steps: int = 1
+
+
+def each_step(algorithm: Algorithm) -> Way:
     @contextmanager
     def averaging(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
-        wrapped = DistributedDataParallel(model)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=SMALL_BUCKET_MB, gradient_as_bucket_view=True)
         thinwire.attach(wrapped, algorithm)
         yield wrapped
 
-    return averaging
+    return Way(averaging)
 
 
-def every_ten_steps(outer: Callable[[list[torch.Tensor]], Optimizer] | None = None) -> Averaging:
+def now_and_then(
+    every_steps: int, algorithm: Algorithm, outer: Callable[[list[torch.Tensor]], Optimizer] | None = None
+) -> Way:
     @contextmanager
     def averaging(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
-        with thinwire.LocalSGD(model, optimizer, every_steps=10, outer=outer):
+        with thinwire.LocalSGD(model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer):
             yield model
 
-    return averaging
+    return Way(averaging, every_steps)
 
 
-ALGORITHMS: dict[str, Averaging] = {
+def nesterov(parameters: list[torch.Tensor]) -> SGD:
+    return SGD(parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+
+
+@contextmanager
+def torchft(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
+    with torchft_diloco(
+        model,
+        optimizer,
+        [model],
+        every_steps=DILOCO_EVERY_STEPS,
+        outer_lr=OUTER_LR,
+        outer_momentum=OUTER_MOMENTUM,
+    ):
+        yield model
+
+
+TORCHFT = "torchft DiLoCo"
+ALGORITHMS: dict[str, Way] = {
     EXACT: each_step(thinwire.AllReduce()),
-    SIXTEEN_BIT: each_step(thinwire.Cast("fp16")),
+    SIXTEEN_BIT: each_step(thinwire.Cast("bf16")),
     "PowerSGD(matrix_rank=4)": each_step(thinwire.PowerSGD(matrix_rank=4)),
     "PowerSGD(matrix_rank=8)": each_step(thinwire.PowerSGD(matrix_rank=8)),
-    "LocalSGD(every_steps=10)": every_ten_steps(),
-    "LocalSGD, DiLoCo's outer": every_ten_steps(lambda p: SGD(p, lr=0.7, momentum=0.9, nesterov=True)),
+    "Quantize(bits=8)": each_step(thinwire.Quantize(bits=8)),
+    "Quantize(bits=4)": each_step(thinwire.Quantize(bits=4)),
+    "Quantize(bits=2)": each_step(thinwire.Quantize(bits=2)),
+    "TopK()": each_step(thinwire.TopK()),
+    "LocalSGD(every_steps=10)": now_and_then(10, thinwire.AllReduce()),
+    "LocalSGD(every_steps=10), 4 bits": now_and_then(10, thinwire.Quantize(bits=4)),
+    "DiLoCo's outer": now_and_then(DILOCO_EVERY_STEPS, thinwire.AllReduce(), nesterov),
+    "DiLoCo's outer, 4 bits": now_and_then(DILOCO_EVERY_STEPS, thinwire.Quantize(bits=4), nesterov),
+    TORCHFT: Way(torchft, DILOCO_EVERY_STEPS),
 }
 
 
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
 class Work:
-    """On each host: all algorithms in turn."""
+    """On each host: some algorithms in turn."""
 
-    def __init__(self, setting: Setting, target_steps: int, most_steps: int) -> None:
-        self.setting, self.target_steps, self.most_steps = setting, target_steps, most_steps
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
         self.text = load_text()
-        self.target = -math.inf
 
-    def curves(self) -> list[Curve]:
-        """One an algorithm; the first, exact, sets the target."""
-        found = []
-        for name, averaging in ALGORITHMS.items():
-            found.append(self._train(name, averaging))
-            if name == EXACT:
-                self.target = found[0].losses[-1]
-            if dist.get_rank() == 0:
-                print(name, found[-1].steps[-1], "steps", f"{found[-1].seconds[-1]:.1f} s", flush=True)
-        return found
-
-    def _train(self, name: str, averaging: Averaging) -> Curve:
+    def curve(self, name: str, target: float, most_steps: int) -> Curve:
+        """Train until a loss is reached, or for as many steps."""
         torch.manual_seed(SEED)
         model = TASKS[self.setting.task]()
         optimizer = OPTIMIZERS[self.setting.optimizer][self.setting.task](model)
         peak = optimizer.param_groups[0]["lr"]
-        curve = Curve(name, [0], [0.0], [self._loss(model)], [0])
-        most_steps = self.target_steps if name == EXACT else self.most_steps
-        with averaging(model, optimizer) as called:
-            while curve.steps[-1] < most_steps and curve.losses[-1] > self.target:
-                dist.barrier()
-                start_seconds, start_bytes = time.perf_counter(), interface_sent_bytes()
+        curve = Curve(name, [0], [self._loss(model)])
+        with ALGORITHMS[name].averaging(model, optimizer) as called:
+            while curve.steps[-1] < most_steps and curve.losses[-1] > target:
                 for step in range(curve.steps[-1], curve.steps[-1] + EVALUATE_EVERY_STEPS):
                     optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / WARMUP_STEPS)
-                    self._step(called, optimizer, step)
-                dist.barrier()
-                curve.seconds.append(curve.seconds[-1] + time.perf_counter() - start_seconds)
-                curve.sent_bytes.append(curve.sent_bytes[-1] + interface_sent_bytes() - start_bytes)
+                    train(called, optimizer, self._batch(step))
                 curve.steps.append(step + 1)
                 curve.losses.append(self._loss(model))
+                if dist.get_rank() == 0:
+                    print(name, curve.steps[-1], f"{curve.losses[-1]:.4f}", flush=True)
         return curve
 
-    def _step(self, called: nn.Module, optimizer: Optimizer, step: int) -> None:
+    def step_ms(self, names: Sequence[str], rounds: int, steps: int) -> dict[str, object]:
+        """Time whole steps of algorithms in turns."""
+        contenders = {}
+        for name in names:
+            torch.manual_seed(SEED)
+            model = TASKS[self.setting.task]()
+            optimizer = OPTIMIZERS[self.setting.optimizer][self.setting.task](model)
+            called = ALGORITHMS[name].averaging(model, optimizer).__enter__()
+            contenders[name] = Contender[Batch](
+                partial(train, called, optimizer),
+                ALGORITHMS[name].period_steps,
+            )
+        numbers = count()
+        found = take_turns(contenders, lambda: self._batch(next(numbers)), rounds=rounds, steps=steps)
+        return {name: asdict(measured) for name, measured in found.items()}
+
+    def _batch(self, step: int) -> Batch:
         generator = batch_generator(seed=SEED, step=step, process_rank=dist.get_rank())
-        inputs, targets = sample_batch(
+        return sample_batch(
             self.text.train, batch_size=BATCH_SIZE, context_length=CONTEXT_LENGTH, generator=generator
         )
-        optimizer.zero_grad()
-        torch.autograd.backward(next_byte_loss(called, inputs, targets))
-        nn.utils.clip_grad_norm_(called.parameters(), MAX_GRADIENT_NORM)
-        optimizer.step()
 
     @torch.no_grad()
     def _loss(self, model: nn.Module) -> float:
-        """Held-out, that of the first host on all, so that all end at the same step."""
+        """Held-out, each host on its part, so that all end at the same step."""
         batches = fixed_batches(
             self.text.heldout, batches=HELDOUT_BATCHES, batch_size=BATCH_SIZE, context_length=CONTEXT_LENGTH
         )
-        losses = [next_byte_loss(model, inputs, targets) for inputs, targets in batches]
-        mean = torch.stack(losses).mean()
-        dist.broadcast(mean, src=0)
+        losses = [
+            next_byte_loss(model, *batch) for batch in islice(batches, dist.get_rank(), None, NUM_HOSTS)
+        ]
+        mean = torch.stack(losses).mean() / NUM_HOSTS
+        dist.all_reduce(mean)
         return mean.item()
 
 
-def work(setting: Setting, arguments: argparse.Namespace) -> None:
+def train(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
+    optimizer.zero_grad()
+    torch.autograd.backward(next_byte_loss(model, *batch))
+    nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+    optimizer.step()
+
+
+def work(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    curves = Work(setting, arguments.target_steps, arguments.most_steps).curves()
+    on_host = Work(Setting(arguments.tasks[0], arguments.optimizers[0]))
+    names = arguments.algorithms
+    if arguments.part == "curve":
+        found: object = asdict(on_host.curve(names[0], arguments.target, arguments.most_steps))
+    else:
+        found = on_host.step_ms(names, arguments.rounds, arguments.steps)
     if dist.get_rank() == 0:
-        arguments.work.write_text(json.dumps([asdict(curve) for curve in curves]))
+        arguments.work.write_text(json.dumps(found))
     leave_job()
 
 
-def measured(setting: Setting, arguments: argparse.Namespace) -> list[Curve]:
-    """Run all algorithms in the lab."""
-    with TemporaryDirectory() as folder:
-        out = Path(folder, "curves.json")
-        script = [__file__, f"--work={out}", f"--target-steps={arguments.target_steps}"]
-        script += [f"--most-steps={arguments.most_steps}", f"--tasks={setting.task}"]
-        script += [f"--optimizers={setting.optimizer}", f"--rates={setting.rate}"]
-        run_in_lab(NUM_HOSTS, setting.rate, script)
-        curves = [Curve(**each) for each in json.loads(out.read_text())]
-    exact_bytes = curves[0].sent_bytes[-1] / curves[0].steps[-1]
-    for curve in curves[1:]:
-        sent_bytes = curve.sent_bytes[-1] / curve.steps[-1]
-        assert sent_bytes < exact_bytes / 1.8, f"{curve.algorithm} sent {sent_bytes} bytes per step"
-    return curves
+class Lab:
+    """Runs parts of the benchmark on the hosts of a lab."""
+
+    def __init__(self, arguments: argparse.Namespace, packages: str) -> None:
+        self.arguments, self.packages = arguments, packages
+
+    def curve(self, setting: Setting, name: str, target: float) -> Curve:
+        """Train, unless the file of curves has it; add it there."""
+        keep: Path = self.arguments.curves
+        key = {"setting": str(setting), "seed": SEED}
+        lines = keep.read_text(encoding="utf-8").splitlines() if keep.exists() else []
+        for line in map(json.loads, lines):
+            if key.items() <= line.items() and line["curve"]["algorithm"] == name:
+                return Curve(**line["curve"])
+        steps = self.arguments.target_steps if name == EXACT else self.arguments.most_steps
+        part = ["--part=curve", f"--target={target}", f"--most-steps={steps}"]
+        curve = self._run(setting, UNSHAPED, [name], part)
+        with keep.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(key | {"curve": curve}) + "\n")
+        return Curve(**curve)
+
+    def times(self, setting: Setting, rate: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Time steps over a link."""
+        part = ["--part=times", f"--rounds={self.arguments.rounds}", f"--steps={self.arguments.steps}"]
+        found: dict[str, dict[str, Any]] = self._run(setting, rate, names, part)
+        return found
+
+    def _run(self, setting: Setting, rate: str, names: Sequence[str], part: Sequence[str]) -> Any:
+        with TemporaryDirectory() as folder:
+            out = Path(folder, "found.json")
+            script = [__file__, f"--work={out}", f"--tasks={setting.task}"]
+            script += [f"--optimizers={setting.optimizer}", *part, "--algorithms", *names]
+            run_in_lab(NUM_HOSTS, rate, script, packages=self.packages)
+            return json.loads(out.read_text())
 
 
-def table(by_rate: dict[str, list[Curve]]) -> str:
+def table(curves: Sequence[Curve], times: dict[str, dict[str, Any]]) -> str:
     """One row an algorithm; the target is the last loss of exact."""
-    names = list(ALGORITHMS)
+    target = curves[0].losses[-1]
+    sixteen = next(curve for curve in curves if curve.algorithm == SIXTEEN_BIT).when(target)
     rows = []
-    for index, name in enumerate(names):
-        cells, steps, loss = [], [], ""
-        for curves in by_rate.values():
-            target = curves[0].losses[-1]
-            reached, sixteen = curves[index].when(target), curves[1].when(target)
-            loss = f"{curves[index].losses[-1]:.3f}"
-            if reached is None:
-                cells += [f"> {curves[index].seconds[-1]:.0f}", ""]
-                steps.append("not reached")
+    for curve in curves:
+        steps = curve.when(target)
+        cells = []
+        for by_name in times.values():
+            ms, of_sixteen = (median(by_name[name]["step_ms"]) for name in (curve.algorithm, SIXTEEN_BIT))
+            if steps is None:
+                cells += [f"{ms:.0f}", f"> {curve.steps[-1] * ms / 1e3:.0f}", ""]
                 continue
-            cells += [f"{reached.seconds:.1f}", f"{sixteen.seconds / reached.seconds:.1f}" if sixteen else ""]
-            steps.append(f"{reached.steps:.0f}")
-        sent = curves[index].sent_bytes[-1] / curves[index].steps[-1] / 1e6
-        rows.append([name, *cells, " / ".join(steps), loss, f"{sent:.2f}"])
-    header = ["", *[cell for rate in by_rate for cell in (f"s at {rate}", "faster than 16-bit")]]
-    return markdown_table([*header, "steps", "last loss", "MB sent per step"], rows)
+            faster = "" if sixteen is None else f"{sixteen * of_sixteen / (steps * ms):.2f}"
+            cells += [f"{ms:.0f}", f"{steps * ms / 1e3:.0f}", faster]
+        sent_bytes = next(iter(times.values()))[curve.algorithm]["sent_bytes"]
+        reached = f"> {curve.steps[-1]}" if steps is None else f"{steps:.0f}"
+        rows.append([curve.algorithm, reached, f"{curve.losses[-1]:.3f}", *cells, f"{sent_bytes / 1e6:.3f}"])
+    header = ["", "steps", "last loss"]
+    for rate in times:
+        header += [f"ms per step at {rate}", "s", "sooner than 16 bits"]
+    return markdown_table([*header, "MB sent per step"], rows)
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -248,44 +330,74 @@ def num_parameters(model: nn.Module) -> int:
 
 def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=["GPT", "LSTM"])
     parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
     parser.add_argument("--target-steps", type=int, default=300, help="of exact")
     parser.add_argument("--most-steps", type=int, default=600, help="of all others")
+    parser.add_argument("--rounds", type=int, default=6, help="turns of each when steps are timed")
+    parser.add_argument("--steps", type=int, default=10, help="of a turn")
+    parser.add_argument("--curves", type=Path, default=Path("time-to-loss.jsonl"), help="trainings, kept")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=float, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parsed_arguments()
     if arguments.work is not None:
-        setting = Setting(arguments.tasks[0], arguments.optimizers[0], arguments.rates[0])
-        work(setting, arguments)
+        work(arguments)
         return
-    sizes = [f"{task}: {num_parameters(make()) / 1e6:.1f} M parameters" for task, make in TASKS.items()]
+    names = [name for name in ALGORITHMS if name in (EXACT, SIXTEEN_BIT, *arguments.algorithms)]
+    with peers.installed(["torchft"] if TORCHFT in names else []) as installed:
+        if installed.missing:
+            names.remove(TORCHFT)
+        compare(names, Lab(arguments, installed.path), arguments)
+
+
+def compare(names: Sequence[str], lab: Lab, arguments: argparse.Namespace) -> None:
+    sizes = [f"{task}: {num_parameters(TASKS[task]()) / 1e6:.1f} M parameters" for task in arguments.tasks]
     sections = [
-        f"{NUM_HOSTS} hosts, {BATCH_SIZE} windows of {CONTEXT_LENGTH} bytes each a step, of the standard "
-        f"library of this Python. {', '.join(sizes)}. "
-        "The learning rate is constant after "
-        f"{WARMUP_STEPS} steps, the best for exact averaging, the same for all. Exact trains for "
+        f"{NUM_HOSTS} hosts, {BATCH_SIZE} windows of {CONTEXT_LENGTH} bytes each per step, of the standard "
+        f"library of this Python. {', '.join(sizes)}. The learning rate is constant after {WARMUP_STEPS} "
+        "steps, that for exact averaging, the same for all. Exact trains for "
         f"{arguments.target_steps} steps; how long it takes the others to reach its loss, within "
         f"{arguments.most_steps} steps (loss every {EVALUATE_EVERY_STEPS} steps, linear between). One seed. "
-        "The hosts share one machine's processors."
+        f"Buckets of {SMALL_BUCKET_MB} MB. DiLoCo, ours and torchft's, averages every {DILOCO_EVERY_STEPS} "
+        f"steps, outer SGD with rate {OUTER_LR} and Nesterov momentum {OUTER_MOMENTUM}. Seconds are steps "
+        f"times the median step over the link, timed in {arguments.rounds} turns of at least "
+        f"{arguments.steps} steps each. The hosts share one machine's processors."
     ]
     raw, figures = [], {}
     for task in arguments.tasks:
         for optimizer in arguments.optimizers:
-            by_rate = {}
-            for rate in arguments.rates:
-                setting = Setting(task, optimizer, rate)
-                print(f"{setting} …", flush=True)
-                by_rate[rate] = figures[str(setting)] = measured(setting, arguments)
-                raw += [asdict(setting) | asdict(curve) for curve in by_rate[rate]]
-            target = by_rate[arguments.rates[0]][0].losses[-1]
-            sections.append(f"## {task}, {optimizer}, to {target:.3f} nats a byte\n\n{table(by_rate)}")
-            print(sections[-1], flush=True)
+            setting = Setting(task, optimizer)
+            curves = [lab.curve(setting, EXACT, -math.inf)]
+            target = curves[0].losses[-1]
+            curves += [lab.curve(setting, name, target) for name in names if name != EXACT]
+            times = {rate: lab.times(setting, rate, names) for rate in arguments.rates}
+            for by_name in times.values():
+                for name in names[1:]:
+                    sent_bytes = by_name[name]["sent_bytes"]
+                    assert sent_bytes < by_name[EXACT]["sent_bytes"] / 1.8, f"{name} sent {sent_bytes} bytes"
+            for rate, by_name in times.items():
+                seconds = {name: median(each["step_ms"]) / 1e3 for name, each in by_name.items()}
+                figures[f"{setting}, {rate}"] = [
+                    TimedCurve(
+                        curve.algorithm,
+                        [seconds[curve.algorithm] * each for each in curve.steps],
+                        curve.losses,
+                    )
+                    for curve in curves
+                ]
+            raw.append(
+                {"setting": str(setting), "curves": [asdict(curve) for curve in curves], "times": times}
+            )
             save_json(raw, "time-to-loss")
+            sections.append(f"## {setting}, to {target:.3f} nats a byte\n\n{table(curves, times)}")
+            print(sections[-1], flush=True)
     sections.append(f"![loss against seconds]({plots.loss_against_time(figures)[0]})")
     print(save(page("Time to the same loss", *sections), "time-to-loss"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-__all__ = ["UNSHAPED", "interface_sent_bytes", "leave_job", "run_in_lab"]
+__all__ = ["UNSHAPED", "interface_sent_bytes", "leave_job", "own_address", "run_in_lab"]
 
 UNSHAPED = "unshaped"
 
@@ -30,7 +31,8 @@ def run_in_lab(hosts: int, rate: str, script: Sequence[str], *, packages: str = 
     """
     lab = [sys.executable, "-m", "thinwire", "lab", f"--hosts={hosts}"]
     lab += [] if rate == UNSHAPED else [f"--rate={rate}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": packages}
+    path = ":".join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     subprocess.run([*lab, "--", sys.executable, *script], check=True, env=environment)
 
 
@@ -46,3 +48,11 @@ def interface_sent_bytes() -> int:
     lines = Path("/proc/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith("eth0:"))
     return int(line.partition(":")[2].split()[8])
+
+
+def own_address() -> str:
+    """This host's address in the lab: the one from which it reaches the first host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 1))  # sends nothing
+        address: str = probe.getsockname()[0]
+        return address

@@ -34,14 +34,14 @@ def step_time(
     Args:
         medians_ms: By link rate, then algorithm.
         title: Of the figure, and part of its name.
-        baselines: The two that send nothing.
+        baselines: Those that send nothing, at most two.
     """
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rates = list(medians_ms)
     algorithms = list(medians_ms[rates[0]])
-    styles = dict(zip(baselines, ("k:", "k-."), strict=True))
+    styles = dict(zip(baselines, ("k:", "k-."), strict=False))
     for algorithm in algorithms:
-        is_peer = algorithm.startswith(("PyTorch", "epfml"))
+        is_peer = algorithm.startswith(("PyTorch", "epfml", "torchft"))
         style = styles.get(algorithm, "o--" if is_peer else "o-")
         axes.plot(rates, [medians_ms[rate][algorithm] for rate in rates], style, label=algorithm)
     axes.set(

@@ -158,7 +158,7 @@ class Message:
         if self.bits == 16:
             streams.append(on_the_wire(values).view(torch.uint8))
         else:
-            streams.append(pack(codes_of(values, chunk, scales, self.bits), self.bits))
+            streams.append(pack(codes_of(values, scales[chunk], self.bits), self.bits))
             streams.append(scales.view(-1).view(torch.uint8))
         packed = torch.cat(streams)
         return torch.nn.functional.pad(packed, (0, self.num_bytes - len(packed)))
@@ -174,7 +174,7 @@ class Message:
         chunk, starts, first_marks = self._of_entries(gathered.device)
         set_marks = unpack(marks, 1, self.num_marks)
         # The n-th mark that is set is the n-th entry's. All that are not go behind the last, and are cut off.
-        number = set_marks.cumsum(-1).sub_(1).masked_fill_(set_marks == 0, self.num_entries)
+        number = torch.where(set_marks > 0, set_marks.cumsum(-1) - 1, self.num_entries)
         places = torch.arange(self.num_marks, device=gathered.device).expand_as(number)
         behind = places.new_empty(len(gathered), self.num_entries + 1)
         high = behind.scatter_(1, number, places)[:, :-1] - first_marks
@@ -191,7 +191,7 @@ class Message:
             .view(len(gathered), self.num_chunks, 2)
         )
         codes = unpack(codes, self.bits, self.num_entries)
-        return Entries(places, values_of(codes, chunk, scales, self.bits, dtype), scales)
+        return Entries(places, values_of(codes, scales[:, chunk], self.bits, dtype), scales)
 
     def _streams(self, gathered: torch.Tensor) -> Sequence[torch.Tensor]:
         return gathered[:, : sum(self.stream_bytes)].split_with_sizes(self.stream_bytes, dim=1)

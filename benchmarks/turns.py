@@ -1,0 +1,80 @@
+"""Timing several ways to train in turns, so that a busy machine slows all of them alike."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from statistics import mean
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+from in_lab import interface_sent_bytes
+
+__all__ = ["Contender", "Measured", "take_turns"]
+
+# PyTorch's PowerSGD averages whole gradients for at least two steps, and DDP then rebuilds its buckets.
+UNTIMED_STEPS = 4
+
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Contender(Generic[Batch]):
+    """A way to train.
+
+    Attributes:
+        step: Takes one step; its argument is drawn before the clock starts.
+        period_steps: Steps after which what it does begins again. A turn is that many, or several such.
+    """
+
+    step: Callable[[Batch], None]
+    period_steps: int = 1
+
+
+@dataclass
+class Measured:
+    """What one host measured of one contender.
+
+    Attributes:
+        step_ms: Of each step; of a contender with a longer period, its mean in each turn.
+        sent_bytes: By this host's interface, per step.
+    """
+
+    step_ms: list[float] = field(default_factory=list)
+    sent_bytes: float = 0.0
+
+
+def take_turns(
+    contenders: Mapping[str, Contender[Batch]], draw: Callable[[], Batch], *, rounds: int, steps: int
+) -> dict[str, Measured]:
+    """Time contenders in turns, in another order every round. Collective, between hosts of the lab.
+
+    Args:
+        contenders: By name, the same on all hosts.
+        draw: Returns what a step takes.
+        rounds: Turns of each, after one that does not count.
+        steps: Of a turn, at least.
+    """
+    found = {name: Measured() for name in contenders}
+    for number in range(rounds + 1):
+        for name in random.Random(number).sample(list(contenders), len(contenders)):
+            contender = contenders[name]
+            period_steps = contender.period_steps
+            # Whole periods, so that each turn begins where the last one did.
+            num_steps = -(-(steps if number else UNTIMED_STEPS) // period_steps) * period_steps
+            dist.barrier()
+            before_bytes, took_ms = interface_sent_bytes(), list[float]()
+            for _ in range(num_steps):
+                drawn = draw()
+                start = time.perf_counter()
+                contender.step(drawn)
+                took_ms.append(1e3 * (time.perf_counter() - start))
+            if number:
+                measured = found[name]
+                measured.step_ms += took_ms if period_steps == 1 else [mean(took_ms)]
+                measured.sent_bytes += (interface_sent_bytes() - before_bytes) / num_steps / rounds
+    return found
