@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from pool import Pool
-from thinwire.channel import ProcessGroupTransport, checked_group
+from thinwire.channel import ProcessGroupTransport, checked_group, process_group
 from thinwire.channel.process_group import ProcessGroupWork, named_failure, own_subgroup
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
@@ -159,6 +159,78 @@ def _refused() -> str:
     with failing, pytest.raises(CommunicationError) as caught:
         ProcessGroupTransport().all_reduce(torch.zeros(2, dtype=torch.int16), "step 3")
     return str(caught.value)
+
+
+# Groups with GPUs, of which there is none here
+
+
+def on_a_machine_with_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    *,
+    local_rank: str | None = None,
+    bound: torch.device | None = None,
+    size: int = 2,
+) -> ProcessGroupTransport:
+    """A process that has not called `torch.cuda.set_device`, in a group of some backends."""
+    group = SimpleNamespace(bound_device_id=bound, rank=lambda: 1, size=lambda: size)
+    monkeypatch.setattr(process_group, "checked_group", lambda given: group)
+    monkeypatch.setattr(dist, "get_backend_config", lambda given: config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    return ProcessGroupTransport()
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "backend"),
+    [
+        ("cuda:nccl", "cuda:0", "nccl"),
+        ("cpu:gloo,cuda:nccl", "cuda:0", "nccl"),  # also what torch chooses where no backend is named
+        ("cpu:gloo,cuda:gloo", "cpu", "gloo"),
+        ("cpu:gloo", "cpu", "gloo"),
+    ],
+)
+def test_messages_lie_where_the_fastest_backend_carries_them(
+    config: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, config)
+    assert transport.fast_device == torch.device(device)
+    assert transport.backend_for(transport.fast_device) == backend
+    assert transport.control_device.type == ("cpu" if "cpu" in config else "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert transport.fast_device == torch.device("cpu")
+
+
+def test_the_gpu_that_a_group_was_made_for_comes_before_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bound = torch.device("cuda", 1)
+    transport = on_a_machine_with_gpus(monkeypatch, "cuda:nccl", local_rank="1", bound=bound)
+    assert transport.fast_device == transport.control_device == bound
+
+
+@pytest.mark.parametrize("which", ["fast_device", "control_device"])
+def test_two_processes_on_one_gpu_are_refused(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, "cuda:nccl", local_rank="1")
+    with pytest.raises(ConfigError, match=r"has local rank 1, .* call torch\.cuda\.set_device\(local_rank\)"):
+        getattr(transport, which)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # each process sees its own only
+    assert getattr(transport, which) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("size", "operation"), [(1, dist.ReduceOp.SUM), (2, dist.ReduceOp.AVG)])
+def test_nccl_divides_by_itself(
+    size: int, operation: dist.ReduceOp.RedOpType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = on_a_machine_with_gpus(monkeypatch, "cpu:nccl", size=size)
+    with patch.object(dist, "all_reduce") as called:
+        transport.mean(message := torch.full((3,), 6.0), "a mean")
+    assert called.call_args.args[1] == operation
+    assert torch.equal(message, torch.full((3,), 6.0))
 
 
 def test_subgroups_of_neighbours(pool4: Pool) -> None:

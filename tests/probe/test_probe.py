@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from crash import listening_on
 from lab.test_lab import real
 from launcher import run_job, run_on_hosts, run_python
 from pool import Pool
+from thinwire.channel import ProcessGroupTransport
 from thinwire.cli.job import alone
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab.layout import Layout
@@ -74,6 +76,16 @@ def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:
 def _probed_here() -> Probe:
     assert dist.get_world_size() == 2
     return probe(budget_seconds=1.5)
+
+
+def test_a_group_whose_backend_was_left_to_torch_is_named() -> None:
+    """`dist.get_backend` calls it "undefined"."""
+    dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+    try:
+        transport = ProcessGroupTransport()
+        assert transport.backend_for(transport.fast_device) == "gloo"
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("budget", [0, -1.0, math.nan])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
@@ -211,6 +212,47 @@ def test_a_lane_in_flight_is_not_started_in_another_step() -> None:
     assert engine.stats().steps == 2
 
 
+def test_what_an_abandoned_step_has_sent_is_waited_for_before_the_next() -> None:
+    """The message may be the gradients themselves, to which the backend still writes."""
+    transport = noting()
+    engine = Engine(AllReduce(), transport)
+    step(engine)
+    transport.events.clear()
+    flats = random_gradients(buckets(), num_workers=1, seed=0)[0]
+    one = engine.begin()
+    one.start(engine.open(buckets()[0], flats[0].device), flats[0])
+    engine.abandon()
+    assert [event.split()[0] for event in transport.events] == ["send"]
+    step(engine)
+    assert [event.split()[0] for event in transport.events][:3] == ["send", "wait", "send"]
+    assert engine.stats().steps == 2
+
+
+def test_of_an_abandoned_step_what_failed_does_not_matter() -> None:
+    transport = noting()
+    engine = Engine(AllReduce(), transport)
+    step(engine)
+    transport.fail_at = transport.sent
+    flats = random_gradients(buckets(), num_workers=1, seed=0)[0]
+    engine.begin().start(engine.open(buckets()[0], flats[0].device), flats[0])
+    engine.abandon()
+    step(engine)
+    assert engine.stats().steps == 2
+
+
+def test_a_step_is_not_captured_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(PowerSGD(matrix_rank=2), noting())
+    lane = engine.open(buckets()[0], torch.device("cpu"))
+    capturing = True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    with FakeTensorMode():
+        flat = torch.zeros(sum(spec.numel for spec in buckets()[0]), device="cuda")
+    with pytest.raises(StepError, match="while a CUDA graph is captured"):
+        engine.begin().start(lane, flat)
+    step(engine)
+    assert engine.stats().steps == 1
+
+
 def test_finish_without_start_is_refused_and_counts_nothing() -> None:
     engine = Engine(PowerSGD(matrix_rank=2), noting())
     with pytest.raises(StepError, match="without start"):
@@ -342,6 +384,19 @@ def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, st
     assert left == {level: settings.get(level, "none") for level in left}
     assert len(inside) == 3
     assert {precision for both in inside for precision in both} <= {"ieee", "none"}
+
+
+def test_observers_see_the_users_settings() -> None:
+    """Inside, after these settings, torch refuses to tell the one that loggers and compilers ask for."""
+    seen = []
+    torch.set_float32_matmul_precision("high")
+    try:
+        engine = Engine(PowerSGD(matrix_rank=2), noting())
+        engine.observers.append(lambda committed: seen.append(torch.backends.cuda.matmul.allow_tf32))
+        step(engine)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == [True]
 
 
 def test_error_norm_and_relative_error_agree_with_the_matrix() -> None:

@@ -98,6 +98,9 @@ def register_ddp_comm_hook(
 class ThinwireStrategy(DDPStrategy):
     """DDP with Thinwire's averaging, on CPUs and GPUs alike; `strategy="thinwire"` is this with PowerSGD().
 
+    On GPUs Lightning builds DDP on a stream of its own and trains on another, so that averaging overlaps with
+    the backward pass. Torch warns of that ("AccumulateGrad node's stream does not match"): it is harmless.
+
     Takes what `DDPStrategy` takes, by position and by name, and an algorithm. In place of an algorithm a hook
     may be given as there (see `register_ddp_comm_hook`): `ddp_comm_hook`, `ddp_comm_state` and
     `ddp_comm_wrapper`, which `DDPStrategy` ignores silently on CPUs. With `post_localSGD_hook` the models are

@@ -40,7 +40,8 @@ def probe(
         group: The process group, None for the default one.
         budget_seconds: About how long it may take. Larger messages than fit in it are left out; three
             quarters are for averaging.
-        device: Where the messages lie; the CPU by default, the current GPU for NCCL.
+        device: Where the messages lie. By default the GPU that the group was made for, or else the current
+            one, where NCCL carries its tensors; the CPU elsewhere.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
         progress: Gets what is being measured, in words.
 
@@ -48,7 +49,8 @@ def probe(
         The same on every process.
 
     Raises:
-        ConfigError: The budget is not positive, or there is one process only.
+        ConfigError: The budget is not positive, there is one process only, or several processes of a
+            machine have the same GPU.
         AttachError: There is no process group.
         AgreementError: The processes have been given different arguments.
         CommunicationError: The backend failed.
@@ -58,9 +60,8 @@ def probe(
     transport = ProcessGroupTransport(group, device)
     if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
+    device = transport.fast_device if device is None else device
     agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
-    if device is None:
-        device = torch.device("cuda" if dist.get_backend(transport.group) == "nccl" else "cpu")
     meter = _Meter(transport, device, progress)
     timings = list(meter.timings(0.75 * budget_seconds))
     if all_pairs is None:
@@ -71,7 +72,7 @@ def probe(
     pairs = [meter.pair(each, pair_bytes) for each in chosen]
     return Probe(
         world_size=transport.size,
-        backend=dist.get_backend(transport.group),
+        backend=transport.backend_for(device),
         device=device.type,
         timings=timings,
         pairs=pairs,
@@ -142,5 +143,5 @@ class _Meter:
         return PairTiming(processes, message_bytes, everyone[processes[0]][0])
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)

@@ -180,11 +180,16 @@ class Engine:
     def begin(self, *, pipelined: bool = False) -> Step:
         """Return a new step. Several may be open side by side, over lanes of their own.
 
+        It blocks while messages of abandoned steps are under way.
+
         Args:
             pipelined: Whether starting a bucket may wait for messages of those before it, to send what comes
                 next of them in time; for algorithms that want it. For callers that have something to compute
                 between their buckets.
         """
+        for step in self._steps:
+            if not step.is_open:
+                step.drain()
         self._steps = [step for step in self._steps if step.is_open]
         # Those under way count, so that errors of steps side by side name different ones.
         number = self.steps + len(self._steps)
@@ -226,7 +231,6 @@ class Engine:
         """Forget all steps under way. Memory is as it was before them."""
         for step in self._steps:
             step.abandon()
-        self._steps = []
 
     def _ended(self, step: Step, committed: bool) -> None:
         self._gradient_bytes += step.gradient_bytes

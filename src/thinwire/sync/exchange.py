@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from thinwire.algorithms import (
     Requests,
 )
 from thinwire.channel import Transport, Work
-from thinwire.errors import ConfigError
+from thinwire.errors import CommunicationError, ConfigError
 
 __all__ = ["Exchange", "Task", "answered", "shown"]
 
@@ -210,6 +210,16 @@ class Exchange:
         """Forget all buckets; they write nothing any more."""
         for task in [*self.tasks, *self._joining]:
             task.close()
+
+    def drain(self) -> None:
+        """Wait for what was under way when it was closed; whether that has failed no longer matters.
+
+        Until then the backend may write to the messages, which may lie in the gradients themselves.
+        """
+        for each in self._rounds:
+            for _, sent in each.sent:
+                with suppress(CommunicationError):
+                    sent.work.wait()
         self._rounds = []
 
 

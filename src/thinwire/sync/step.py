@@ -18,6 +18,7 @@ from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes
 from thinwire.sync.precision import full_precision
 from thinwire.sync.regrouping import copy_back, regrouped
+from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
 
 __all__ = ["Step"]
@@ -61,6 +62,7 @@ class Step:
         self._ended = ended
         self._pipelined = pipelined and lanes.algorithm.pipelines_buckets
         self._exchange = Exchange(wire, f"step {number}")
+        self._streams = Streams()
         self._buckets: list[Bucket] = []
         self._held: list[Bucket] = []
         self._copied: list[Bucket] = []
@@ -78,10 +80,11 @@ class Step:
 
         Raises:
             StepError: The step has ended; or the bucket is in it already: the last backward pass was
-                interrupted; or it is in flight in another step.
+                interrupted; or it is in flight in another step; or a CUDA graph is being captured.
             CommunicationError: The message could not be sent.
         """
         self._check_open()
+        refuse_capture(flat.device)
         if any(bucket.specs == lane.specs for bucket in [*self._buckets, *self._held]):
             self.abandon()
             raise StepError(
@@ -95,6 +98,7 @@ class Step:
                 "first"
             )
         with self._clock.inside(self._traffic), full_precision(flat.device):
+            self._streams.note(flat.device)
             self._came.append(lane.specs)
             self.num_parameters += len(lane.specs)
             self.gradient_bytes += flat.nbytes
@@ -115,7 +119,8 @@ class Step:
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
         lanes = self._all_lanes
         scale = lanes.settings.loss_scale
-        bucket = Bucket(lane.specs, flat, None if scale is None else scale(flat.device), self._wire.rank)
+        loss_scale = None if scale is None else scale(flat.device).reshape(())
+        bucket = Bucket(lane.specs, flat, loss_scale, self._wire.rank)
         if not self._buckets:
             # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the
             # first one has no residual, a later one may.
@@ -165,6 +170,7 @@ class Step:
             if not self._buckets and not self._held:
                 raise StepError("finish() was called without start(): there are no gradients to average")
             self._all_lanes.check_loaded()
+            self._streams.gather()
             self._send_held()
             if self._used:
                 self._exchange.close_with(keep_unapplied(self._buckets, self._used, self._all_lanes.memory))
@@ -276,7 +282,12 @@ class Step:
         if self.is_open:
             for lane in self.lanes:
                 lane.is_in_flight = False
+            self._streams.release()
         self.is_open = False
+
+    def drain(self) -> None:
+        """Wait for the messages that were under way when the step was abandoned."""
+        self._exchange.drain()
 
     def _check_open(self) -> None:
         if not self.is_open:

@@ -1,0 +1,70 @@
+"""The streams of accelerators that a step runs on: all of them before its end, and all again behind it."""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.errors import StepError
+
+__all__ = ["Streams", "current_stream", "refuse_capture"]
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream on which this thread launches a device's kernels; None where there is none."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+class Streams:
+    """Orders what a step does on several streams.
+
+    DDP runs all hooks on the stream that was current when it was built. In the first step of a static graph,
+    in a join's shadow steps and with several devices they may differ. What is allocated on one stream goes
+    back to it when it is freed, whoever still reads it.
+    """
+
+    def __init__(self) -> None:
+        self._used: dict[torch.device, list[torch.Stream]] = {}
+
+    def note(self, device: torch.device) -> None:
+        """Take note that a bucket is started on the current stream of its device."""
+        stream = current_stream(device)
+        if stream is not None and stream not in self._used.setdefault(device, []):
+            self._used[device].append(stream)
+
+    def gather(self) -> None:
+        """Let the current streams wait for those that were noted. Cost: none where they are the same."""
+        for here, noted in self._pairs():
+            here.wait_stream(noted)
+
+    def release(self) -> None:
+        """Let those that were noted wait for the current ones, so that they may reuse what is freed."""
+        for here, noted in self._pairs():
+            noted.wait_stream(here)
+
+    def _pairs(self) -> list[tuple[torch.Stream, torch.Stream]]:
+        here = {device: current_stream(device) for device in self._used}
+        return [
+            (stream, noted)
+            for device, stream in here.items()
+            for noted in self._used[device]
+            if stream is not None and noted != stream
+        ]
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Refuse to be captured in a CUDA graph.
+
+    Each replay would start from the memory of before the capture, and count no step.
+
+    Args:
+        device: Of the gradients.
+
+    Raises:
+        StepError: The current stream is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise StepError(
+            "a step was started while a CUDA graph is captured: each replay would start from the same "
+            "memory and count no step; capture the forward and backward pass without averaging, and average "
+            "outside"
+        )
