@@ -16,6 +16,7 @@ from thinwire.algorithms.low_bit.quantize import Quantize
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.requests import (
+    AllFinite,
     AllGather,
     AllToAll,
     Commit,
@@ -30,6 +31,7 @@ from thinwire.algorithms.sparse.topk import TopK
 
 __all__ = [
     "Algorithm",
+    "AllFinite",
     "AllGather",
     "AllReduce",
     "AllToAll",

@@ -45,7 +45,7 @@ class Bucket:
         specs: The parameters, in the order their gradients lie in `flat`.
         flat: Their gradients one after the other, shape (sum of elements,), each in its parameter's
             order of memory. The exchange turns it into the mean, in place.
-        loss_scale: What the loss was multiplied by, a tensor of one element; None if it was not.
+        loss_scale: What the loss was multiplied by, a tensor of shape (); None if it was not.
         rank: This member's place in the group.
     """
 

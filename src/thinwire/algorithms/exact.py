@@ -9,7 +9,7 @@ import torch
 
 from thinwire.algorithms.base import NO_CHOICES, Algorithm, Bucket, BucketPlan, Choices, Memory
 from thinwire.algorithms.error_feedback import ERROR, Compensated, compensated, keep_remainder
-from thinwire.algorithms.requests import Commit, Mean, Requests, all_finite
+from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.plan import ParameterSpec, Route
 
 __all__ = ["AllReduce", "UncompressedPlan", "exchange_uncompressed"]
@@ -87,6 +87,6 @@ def exchange_uncompressed(
     if mean is not bucket.flat:
         bucket.flat.copy_(mean[: len(bucket.flat)])
     # The gradients, and not the mean, whose type may be wider: what is infinite in either is so in them.
-    yield Commit(lambda: all_finite(bucket.flat), writes=has_residual or always_checks)
+    yield Commit(AllFinite((bucket.flat,)), writes=has_residual or always_checks)
     if has_residual:
         keep_remainder(memory, names, sent, mean[len(bucket.flat) :])

@@ -8,7 +8,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from thinwire.algorithms import accelerators
+
 __all__ = [
+    "AllFinite",
     "AllGather",
     "AllToAll",
     "Commit",
@@ -91,6 +94,23 @@ class Commit:
     writes: bool = True
 
 
+@dataclass(frozen=True, eq=False)
+class AllFinite:
+    """Healthy, for a `Commit`, if every element of some tensors is finite.
+
+    The engine looks at those of all buckets at once: on an accelerator, with a few launches.
+
+    Args:
+        tensors: As all members have received them.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+
+    def __call__(self) -> torch.Tensor:
+        """Return `all_finite` of the tensors."""
+        return all_finite(*self.tensors)
+
+
 Request: TypeAlias = Mean | AllGather | AllToAll | Jointly | Commit
 
 Requests: TypeAlias = Generator["Request | tuple[Message, ...]", Any, None]
@@ -106,10 +126,21 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
 
     Tensors without elements are finite. They may lie on several devices; the answer is on the first one's.
     """
-    extremes = [
-        torch.stack(torch.aminmax(each)).double() for each in tensors if each.numel()
-    ]  # NaN wins both
-    if not extremes:
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    if not kinds:
         return torch.tensor(True)
-    on_one_device = [pair.to(extremes[0].device, non_blocking=True) for pair in extremes]
-    return torch.cat(on_one_device).isfinite().all()
+    found = [_all_finite_of(*kind, alike) for kind, alike in kinds.items()]
+    if len(found) == 1:
+        return found[0]
+    return torch.stack([each.to(found[0].device, non_blocking=True) for each in found]).all()
+
+
+def _all_finite_of(device: torch.device, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return whether tensors of one device and type are finite. NaN wins every minimum and maximum."""
+    if accelerators.pays_per_launch(device):
+        return torch.stack(list(torch._foreach_norm(tensors, torch.inf))).amax() < torch.inf
+    extremes = torch.stack([each for tensor in tensors for each in torch.aminmax(tensor)])
+    return extremes.isfinite().all()

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import record_function
 
 from thinwire.algorithms import (
+    AllFinite,
     AllGather,
     AllToAll,
     Choices,
@@ -21,6 +22,7 @@ from thinwire.algorithms import (
     Replanning,
     Request,
     Requests,
+    all_finite,
 )
 from thinwire.channel import Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
@@ -201,7 +203,11 @@ class Exchange:
 
     def is_healthy(self) -> torch.Tensor:
         """Return whether all that was received may be used, as a tensor of one bool; not read back."""
-        healths = [gate.is_healthy() for gate in self.gates]
+        asked = [gate.is_healthy for gate in self.gates]
+        received = [tensor for each in asked if isinstance(each, AllFinite) for tensor in each.tensors]
+        healths = [each() for each in asked if not isinstance(each, AllFinite)]
+        if received:
+            healths.insert(0, all_finite(*received))
         if not healths:
             return torch.tensor(True)
         return torch.stack([each.to(healths[0].device, non_blocking=True) for each in healths]).all()

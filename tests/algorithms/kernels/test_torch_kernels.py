@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.kernels import torch_kernels
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, stacked
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
@@ -56,13 +59,14 @@ def test_matrices_at_equal_distances_are_one_batch(
     expected = run()
     batches = []
 
-    def batch_for(group: MatrixGroup) -> torch.Tensor | None:
-        batches.append(stacked(group.matrices))
+    def noted(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        batches.append(stacked(tensors))
         return batches[-1]
 
-    monkeypatch.setattr(torch_kernels, "_batch_for", batch_for)
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(torch_kernels, "stacked", noted)
     got = run()
-    assert [each is not None and each.shape == (3, 18, 33) for each in batches] == [True] * 3
+    assert [each is not None and each.shape == (3, 18, 33) for each in batches] == [True] * 4
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 

@@ -7,11 +7,14 @@ skinny products are several times faster that way.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+
+from thinwire.algorithms import accelerators
 
 __all__ = [
     "DEPENDENT_BELOW",
@@ -20,8 +23,13 @@ __all__ = [
     "Terms",
     "add_errors",
     "add_scaled",
+    "families",
+    "joined",
+    "parted",
+    "round_all_into",
     "round_into",
     "stacked",
+    "widened",
 ]
 
 # A row is dependent on those before it if the squared sine of its angle to their span is below this.
@@ -91,6 +99,48 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
+def families(batches: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return which batches are to be treated as one, by index.
+
+    On accelerators those of matrices of one shape, type and device; on the CPU each is one.
+
+    Args:
+        batches: Shape (matrices, rows, columns) each.
+    """
+    found: dict[object, list[int]] = defaultdict(list)
+    for index, batch in enumerate(batches):
+        is_joined = accelerators.pays_per_launch(batch.device)
+        found[(batch.shape[1:], batch.dtype, batch.device) if is_joined else index].append(index)
+    return list(found.values())
+
+
+def joined(batches: Sequence[torch.Tensor], family: Sequence[int]) -> torch.Tensor:
+    """Return the batches of a family as one.
+
+    Args:
+        batches: All of them.
+        family: One of `families`.
+    """
+    return batches[family[0]] if len(family) == 1 else torch.cat([batches[index] for index in family])
+
+
+def parted(
+    wholes: Sequence[torch.Tensor], batches: Sequence[torch.Tensor], found: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Return what was made of the families, batch by batch: views.
+
+    Args:
+        wholes: One for each family, with as many matrices.
+        batches: All of them, as given to `families`.
+        found: The families.
+    """
+    results: dict[int, torch.Tensor] = {}
+    for whole, family in zip(wholes, found, strict=True):
+        sizes = [len(batches[index]) for index in family]
+        results.update(zip(family, whole.split_with_sizes(sizes), strict=True))
+    return [results[index] for index in range(len(batches))]
+
+
 def add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
     """Add a residual, in units of the unscaled loss, to a gradient in units of the scaled one.
 
@@ -112,6 +162,53 @@ def add_errors(group: MatrixGroup, loss_scale: torch.Tensor | None) -> None:
     for matrix, error in zip(group.matrices, group.errors, strict=True):
         if error is not None:
             add_scaled(matrix, error, loss_scale)
+
+
+def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return flat gradients in a wider type: copies, on accelerators all in one tensor; themselves in theirs.
+
+    Args:
+        gradients: Flat, of one type and device.
+        dtype: The type.
+    """
+    if not gradients or gradients[0].dtype == dtype:
+        return list(gradients)
+    if not accelerators.pays_per_launch(gradients[0].device):
+        return [gradient.to(dtype) for gradient in gradients]
+    sizes = [gradient.numel() for gradient in gradients]
+    wide = gradients[0].new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
+    torch._foreach_copy_(wide, gradients)
+    return list(wide)
+
+
+def round_all_into(
+    gradients: Sequence[torch.Tensor],
+    means: Sequence[torch.Tensor],
+    errors: Sequence[torch.Tensor | None],
+    loss_scale: torch.Tensor | None,
+) -> None:
+    """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them.
+
+    Args:
+        gradients: Flat, of one type and device.
+        means: Of the same lengths, in fp32 or fp64; overwritten.
+        errors: In the type of the means; all of them None to forget it.
+        loss_scale: What the loss was multiplied by, None for 1.
+    """
+    if not gradients or not accelerators.pays_per_launch(gradients[0].device):
+        for gradient, mean, error in zip(gradients, means, errors, strict=True):
+            round_into(gradient, mean, error, loss_scale)
+        return
+    limit = min(torch.finfo(gradients[0].dtype).max, torch.finfo(means[0].dtype).max)
+    torch._foreach_clamp_max_(means, limit)
+    torch._foreach_clamp_min_(means, -limit)
+    torch._foreach_copy_(gradients, means)
+    known = [error for error in errors if error is not None]
+    if known:
+        torch._foreach_sub_(means, widened(gradients, means[0].dtype))
+        if loss_scale is not None:
+            torch._foreach_div_(means, loss_scale)
+        torch._foreach_add_(known, means)
 
 
 def round_into(

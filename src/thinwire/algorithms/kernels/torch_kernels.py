@@ -4,7 +4,8 @@ A matrix is far larger than its factors, and products as thin as these wait for 
 is how often a matrix is read and written. So it is taken in blocks of rows that stay in a core's cache.
 
 On accelerators what counts for small matrices is the number of operations: matrices of one shape that lie at
-equal distances, as those of a model's equal layers do in a bucket, are one batch.
+equal distances, as those of a model's equal layers do in a bucket, are one batch, and what is done to each
+element is done to the matrices of all groups by one operation.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch.nn.functional import pad
+from torch.nn.functional import pad, threshold
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.kernels.base import Kernels
 from thinwire.algorithms.kernels.matrices import (
     DEPENDENT_BELOW,
@@ -23,6 +25,9 @@ from thinwire.algorithms.kernels.matrices import (
     Terms,
     add_errors,
     add_scaled,
+    families,
+    joined,
+    parted,
     stacked,
 )
 
@@ -44,6 +49,9 @@ class TorchKernels(Kernels):
         add_error: bool,
     ) -> list[torch.Tensor]:
         """As `Kernels.products`; every matrix is read once, and written once where its residual is added."""
+        if add_error and _pay_per_launch(groups):
+            _add_all_errors(groups, loss_scale)
+            add_error = False
         return [
             _products(group, right, loss_scale, add_error=add_error)
             for group, right in zip(groups, rights, strict=True)
@@ -58,11 +66,14 @@ class TorchKernels(Kernels):
         add_error: bool,
     ) -> list[torch.Tensor]:
         """As `Kernels.projections`; every matrix is read once, and updated first if its residual is added."""
+        if add_error and _pay_per_launch(groups):
+            _add_all_errors(groups, loss_scale)
+            add_error = False
         owns = []
         for group, left in zip(groups, lefts, strict=True):
             batch = _batch_for(group)
             if add_error:
-                _add_errors(group, batch, loss_scale)
+                add_errors(group, loss_scale)
             if batch is not None:
                 owns.append(torch.bmm(left, batch))
                 continue
@@ -79,20 +90,50 @@ class TorchKernels(Kernels):
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
     ) -> None:
-        """As `Kernels.reconstruct`; every matrix is read and written once, and its error written once."""
+        """As `Kernels.reconstruct`; every matrix is read and written once, and its error written once.
+
+        On accelerators every matrix once more.
+        """
+        if _pay_per_launch(groups):
+            self._reconstruct_all(groups, errors, terms, loss_scale)
+            return
         for group, of_group, found in zip(groups, errors, terms, strict=True):
             sent = found[-1].pair(found[-1].own)
+            _reconstruct_each(group, of_group, sent, [term.pair(term.mean) for term in found], loss_scale)
+
+    def _reconstruct_all(
+        self,
+        groups: Sequence[MatrixGroup],
+        errors: Sequence[Sequence[torch.Tensor] | None],
+        terms: Sequence[Terms],
+        loss_scale: torch.Tensor | None,
+    ) -> None:
+        """Do it in place: with the matrix added to a product elsewhere, torch would copy it there first."""
+        kept = [index for index, of_group in enumerate(errors) if of_group is not None]
+        self.subtract_own([groups[index] for index in kept], [terms[index][-1] for index in kept])
+        written = [error for of_group in errors if of_group is not None for error in of_group]
+        if written:
+            torch._foreach_copy_(written, [matrix for index in kept for matrix in groups[index].matrices])
+            if loss_scale is not None:
+                torch._foreach_div_(written, loss_scale)
+        for group, found in zip(groups, terms, strict=True):
             pairs = [term.pair(term.mean) for term in found]
             batch = _batch_for(group)
-            of_batch = None if batch is None or of_group is None else stacked(of_group)
-            if batch is not None and (of_group is None or of_batch is not None):
-                _reconstruct_batch(batch, of_batch, sent, pairs, loss_scale)
-            else:
-                _reconstruct_each(group, of_group, sent, pairs, loss_scale)
+            if batch is None:
+                _reconstruct_each(group, None, pairs[-1], pairs, loss_scale)
+                continue
+            torch.bmm(pairs[0][0].mT, pairs[0][1], out=batch)
+            for left, right in pairs[1:]:
+                batch.baddbmm_(left.mT, right)
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
         """As `Kernels.subtract_own`; every matrix is read once and written once."""
         for group, found in zip(groups, factors, strict=True):
+            batch = _batch_for(group)
+            if batch is not None:
+                left, right = found.pair(found.own)
+                batch.baddbmm_(left.mT, right, alpha=-1)
+                continue
             for matrix, left, right in zip(group.matrices, *found.pair(found.own), strict=True):
                 for block in _row_blocks(matrix):
                     matrix[block].addmm_(left[:, block].t(), right, alpha=-1)
@@ -110,9 +151,13 @@ class TorchKernels(Kernels):
             by_device[batch.device].append(index)
         bases: dict[int, torch.Tensor] = {}
         for indices in by_device.values():
-            once = _orthonormal_pass([batches[index].double() for index in indices])
-            for index, basis in zip(indices, _orthonormal_pass(once), strict=True):
-                bases[index] = basis.to(batches[index].dtype)
+            here = [batches[index] for index in indices]
+            found = families(here)
+            wholes = [joined(here, family) for family in found]
+            once = _orthonormal_pass([whole.double() for whole in wholes], are_scaled=False)
+            twice = _orthonormal_pass(once, are_scaled=True)
+            results = [basis.to(whole.dtype) for basis, whole in zip(twice, wholes, strict=True)]
+            bases.update(zip(indices, parted(results, here, found), strict=True))
         return [bases[index] for index in range(len(batches))]
 
 
@@ -121,8 +166,6 @@ def _products(
 ) -> torch.Tensor:
     batch = _batch_for(group)
     if batch is not None:
-        if add_error:
-            _add_errors(group, batch, loss_scale)
         return torch.bmm(right, batch.mT)
     left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
     for matrix, error, q, p in zip(group.matrices, group.errors, right, left, strict=True):
@@ -132,23 +175,6 @@ def _products(
             # Not M Qᵀ: of that MKL's last bits depend on where in a bucket the matrix lies.
             torch.mm(q, matrix[block].t(), out=p[:, block])
     return left
-
-
-def _reconstruct_batch(
-    batch: torch.Tensor,
-    errors: torch.Tensor | None,
-    sent: tuple[torch.Tensor, torch.Tensor],
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    loss_scale: torch.Tensor | None,
-) -> None:
-    if errors is not None:
-        torch.baddbmm(batch, sent[0].mT, sent[1], alpha=-1, out=errors)
-        if loss_scale is not None:
-            errors.div_(loss_scale)
-    (left, right), *rest = pairs
-    torch.bmm(left.mT, right, out=batch)
-    for left, right in rest:
-        batch.baddbmm_(left.mT, right)
 
 
 def _reconstruct_each(
@@ -176,33 +202,45 @@ def _reconstruct_each(
 def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
     """Yield slices of rows that fit in a core's cache; all rows at once on an accelerator."""
     rows, columns = matrix.shape
-    step = max(1, BLOCK_BYTES // (matrix.itemsize * columns)) if matrix.device.type == "cpu" else rows
+    is_cut = not accelerators.pays_per_launch(matrix.device)
+    step = max(1, BLOCK_BYTES // (matrix.itemsize * columns)) if is_cut else rows
     for start in range(0, rows, step):
         yield slice(start, start + step)
 
 
+def _pay_per_launch(groups: Sequence[MatrixGroup]) -> bool:
+    return all(accelerators.pays_per_launch(group.matrices[0].device) for group in groups)
+
+
 def _batch_for(group: MatrixGroup) -> torch.Tensor | None:
     """Return all matrices as one tensor, a view, if that serves; else None."""
-    return stacked(group.matrices) if group.matrices[0].device.type != "cpu" else None
+    return stacked(group.matrices) if accelerators.pays_per_launch(group.matrices[0].device) else None
 
 
-def _add_errors(group: MatrixGroup, batch: torch.Tensor | None, loss_scale: torch.Tensor | None) -> None:
-    known = [error for error in group.errors if error is not None]
-    errors = stacked(known) if batch is not None and len(known) == len(group.matrices) else None
-    if batch is None or errors is None:
-        add_errors(group, loss_scale)
-    else:
-        add_scaled(batch, errors, loss_scale)
+def _add_all_errors(groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | None) -> None:
+    """As `add_errors`, of all groups by one operation; with a loss scale by one for each matrix."""
+    known = [
+        (matrix, error)
+        for group in groups
+        for matrix, error in zip(group.matrices, group.errors, strict=True)
+        if error is not None
+    ]
+    if loss_scale is None and known:
+        torch._foreach_add_([matrix for matrix, _ in known], [error for _, error in known])
+    for matrix, error in known if loss_scale is not None else ():
+        matrix.addcmul_(error, loss_scale.to(error.dtype))
 
 
-def _orthonormal_pass(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Apply one factorisation of all Gram matrices."""
+def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> list[torch.Tensor]:
+    """Apply one factorisation of all Gram matrices; `are_scaled` if all rows are of length 1 or 0, nearly."""
     max_rows = max(batch.shape[1] for batch in batches)
-    grams = [_padded(each @ each.mT, max_rows) for each in batches]
-    transforms = _inverse_cholesky(torch.cat(grams)).split_with_sizes([len(batch) for batch in batches])
+    grams = torch.cat([_padded(each @ each.mT, max_rows) for each in batches])
+    transforms = _inverse_cholesky(grams, are_scaled=are_scaled)
     return [
         transform[:, : each.shape[1], : each.shape[1]] @ each
-        for transform, each in zip(transforms, batches, strict=True)
+        for transform, each in zip(
+            transforms.split_with_sizes([len(batch) for batch in batches]), batches, strict=True
+        )
     ]
 
 
@@ -211,18 +249,29 @@ def _padded(grams: torch.Tensor, rows: int) -> torch.Tensor:
     return pad(grams, (0, missing, 0, missing)) if missing else grams
 
 
-def _inverse_cholesky(grams: torch.Tensor) -> torch.Tensor:
-    """Return the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent."""
-    lengths = grams.diagonal(dim1=1, dim2=2)
-    scale = torch.where(lengths > 0, lengths.rsqrt(), 0.0)
-    cosines = grams * scale.unsqueeze(2) * scale.unsqueeze(1)
-    inverse = torch.diag_embed(scale)
-    for row in range(grams.shape[1]):
-        pivot = cosines[:, row, row]
-        root = torch.where(pivot > DEPENDENT_BELOW, pivot.rsqrt(), 0.0)
-        # In place on views: with *= each would be written back to its place once more.
-        inverse[:, row].mul_(root.unsqueeze(1))
-        below = cosines[:, row + 1 :, row] * root.unsqueeze(1)
-        inverse[:, row + 1 :].sub_(below.unsqueeze(2) * inverse[:, row].unsqueeze(1))
-        cosines[:, row + 1 :, row + 1 :].sub_(below.unsqueeze(2) * below.unsqueeze(1))
-    return inverse
+def _inverse_cholesky(grams: torch.Tensor, *, are_scaled: bool) -> torch.Tensor:
+    """Return the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent.
+
+    By elimination in [G | I], which becomes [D Lᵀ | L⁻¹]; W is D^(−1/2) L⁻¹. Divided by infinity, a
+    dependent row takes nothing from those below it.
+    """
+    rows = grams.shape[1]
+    scale = None if are_scaled else _above(grams.diagonal(dim1=1, dim2=2), 0.0).rsqrt()
+    if scale is not None:
+        grams = grams * scale.unsqueeze(2) * scale.unsqueeze(1)
+    identity = torch.eye(rows, dtype=grams.dtype, device=grams.device)
+    both = torch.cat([grams, identity.expand_as(grams)], dim=2)
+    for row in range(rows - 1):
+        right = slice(row + 1, rows + row + 1)  # L⁻¹ has nothing yet in the columns behind
+        over_pivot = both[:, row, right] / _above(both[:, row, row : row + 1], DEPENDENT_BELOW)
+        both[:, row + 1 :, right].addcmul_(
+            both[:, row + 1 :, row].unsqueeze(2), over_pivot.unsqueeze(1), value=-1
+        )
+    roots = _above(both.diagonal(dim1=1, dim2=2), DEPENDENT_BELOW).rsqrt()
+    inverse = both[:, :, rows:] * roots.unsqueeze(2)
+    return inverse if scale is None else inverse.mul_(scale.unsqueeze(1))
+
+
+def _above(values: torch.Tensor, limit: float) -> torch.Tensor:
+    """Return the values that are above a limit, and infinity for the others: one operation."""
+    return threshold(values, limit, torch.inf)

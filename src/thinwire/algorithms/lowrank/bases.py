@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows
-from thinwire.algorithms.kernels.matrices import MatrixGroup
-from thinwire.algorithms.lowrank.slots import FACTOR
+from thinwire.algorithms.kernels.matrices import MatrixGroup, families, joined, parted, stacked
+from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
+from thinwire.algorithms.requests import Jointly, Message, Request
 
 __all__ = ["StartingBases", "fitted", "random_rows"]
 
@@ -19,6 +22,9 @@ SEED_STRIDE = 1_000_003
 
 class StartingBases:
     """Makes the bases of a bucket.
+
+    On accelerators those of all buckets are made at once, at the end of the step before. On the CPU each
+    bucket's are made when it starts, while messages of those before it are under way.
 
     Args:
         seed: Of the random rows, the same on every process.
@@ -42,22 +48,79 @@ class StartingBases:
             groups: The matrices.
             left: Whether for the rows of the matrices, not their columns.
         """
-        return orthonormal_rows([self._rows(memory, group, left=left) for group in groups])
+        drawn = self._drawn(memory, groups, left=left)
+        bases = [_kept(memory, group, like) for group, like in zip(groups, drawn, strict=True)]
+        missing = [index for index, basis in enumerate(bases) if basis is None]
+        factors = memory[FACTOR]
+        items = [
+            (torch.stack([fitted(factors.get(label), drawn[i]) for label in groups[i].labels]), drawn[i])
+            for i in missing
+        ]
+        made = dict(zip(missing, orthonormal_bases(items), strict=True))
+        return [made[index] if basis is None else basis for index, basis in enumerate(bases)]
 
-    def _rows(self, memory: Memory, group: MatrixGroup, *, left: bool) -> torch.Tensor:
-        matrix = group.matrices[0]
-        shape = (group.matrix_rank, matrix.shape[0 if left else 1])
-        if self._warm_start:
-            key = (shape, matrix.device)
-            if key not in self._first_rows:
-                self._first_rows[key] = random_rows(self._seed, shape, matrix.device)
-            drawn = self._first_rows[key]
+    def ahead(
+        self, memory: Memory, factors: Sequence[torch.Tensor]
+    ) -> Generator[Request | tuple[Message, ...], Any, list[torch.Tensor] | None]:
+        """Make what the next step starts from, for all buckets at once; None where that does not pay.
+
+        Args:
+            memory: Only read.
+            factors: What this step leaves, (matrices, r, columns) each, in units of the unscaled loss.
+        """
+        if not self._warm_start or not factors or not accelerators.pays_per_launch(factors[0].device):
+            return None
+        drawn = self._rows(memory, [(each.shape[1], each.shape[2]) for each in factors], factors[0])
+        made: list[torch.Tensor] = yield Jointly(orthonormal_bases, list(zip(factors, drawn, strict=True)))
+        return made
+
+    def _drawn(self, memory: Memory, groups: Sequence[MatrixGroup], *, left: bool) -> list[torch.Tensor]:
+        like = groups[0].matrices[0]
+        shapes = [(group.matrix_rank, group.matrices[0].shape[0 if left else 1]) for group in groups]
+        return self._rows(memory, shapes, like)
+
+    def _rows(
+        self, memory: Memory, shapes: Sequence[tuple[int, int]], like: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Return random rows of some shapes, on the device and in the type of `like`."""
+        seed = self._seed if self._warm_start else self._seed + SEED_STRIDE * memory.step
+        known = self._first_rows if self._warm_start else {}
+        for shape in shapes:
+            if (shape, like.device) not in known:
+                known[shape, like.device] = random_rows(seed, shape, like.device)
+        return [known[shape, like.device].to(like.dtype) for shape in shapes]
+
+
+def _kept(memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tensor | None:
+    """Return the bases of a group that were made ahead, as one batch; None if not all of them were."""
+    bases = [memory[BASIS].get(label) for label in group.labels]
+    fitting = [each for each in bases if each is not None and each.shape == like.shape]
+    if len(fitting) < len(bases) or any(each.dtype != like.dtype for each in fitting):
+        return None
+    batch = stacked(fitting)
+    return torch.stack(fitting) if batch is None else batch
+
+
+def orthonormal_bases(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return bases of the rows of factors, in which dead rows are replaced.
+
+    One function for all: buckets whose `Jointly` names it are served by one call.
+
+    Args:
+        items: Of each batch the factors, (matrices, r, columns), and what replaces dead rows, (r, columns).
+    """
+    factors = [rows for rows, _ in items]
+    found = families(factors)
+    wholes = []
+    for family in found:
+        rows, drawn = joined(factors, family), items[family[0]][1]
+        if accelerators.pays_per_launch(rows.device):
+            is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
+            wholes.append(torch.where(is_dead, drawn, rows))
         else:
-            drawn = random_rows(self._seed + SEED_STRIDE * memory.step, shape, matrix.device)
-        drawn = drawn.to(matrix.dtype)
-        rows = torch.stack([fitted(memory[FACTOR].get(label), drawn) for label in group.labels])
-        is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
-        return rows.addcmul_(is_dead.to(rows.dtype), drawn)
+            is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
+            wholes.append(rows.addcmul_(is_dead.to(rows.dtype), drawn))
+    return parted(orthonormal_rows(wholes), factors, found)
 
 
 def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.packing import as_sent, packed, unpacked
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
-from thinwire.algorithms.requests import Commit, Jointly, Mean, Requests, all_finite
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Mean, Requests
 from thinwire.plan import ParameterSpec
 
 __all__ = ["BatchedPowerSGD"]
@@ -113,7 +113,8 @@ class BatchedPlan(LowRankPlan):
         if self.config.error_feedback and residual is None:
             residual = torch.empty_like(flat)
             errors = _rows(residual, columns)
-        yield Commit(lambda: all_finite(*received))
+        remembered = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
+        yield Commit(AllFinite(tuple(received)))
         written = [errors[index : index + 1] or None for index in range(len(parts))]
         reconstruct(parts, written, [[Factors(basis, own, mean)] for basis in lefts], scale)
         _write_last_row(flat, matrices[-1])
@@ -125,7 +126,8 @@ class BatchedPlan(LowRankPlan):
             memory[ERROR].update(
                 zip((spec.name for spec in bucket.specs), bucket.split(residual), strict=True)
             )
-        self.remember(memory, [label], [Factors(left, own, mean)], scale)
+        for slot, tensors in remembered.items():
+            memory[slot].update(tensors)
 
 
 def _rows(flat: torch.Tensor, columns: int) -> list[torch.Tensor]:

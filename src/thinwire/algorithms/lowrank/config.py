@@ -13,7 +13,7 @@ import torch
 from thinwire.algorithms.base import Algorithm, Memory
 from thinwire.algorithms.cast import WireDtype, short_name_of, wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.lowrank.slots import FACTOR, SENT
+from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
@@ -53,7 +53,7 @@ class LowRankRoute(Route):
 class LowRank(Algorithm):
     """The settings; `PowerSGD` says what each means."""
 
-    slots = (ERROR, FACTOR, SENT)
+    slots = (ERROR, FACTOR, BASIS, SENT)
     always_shown = ("matrix_rank",)
 
     matrix_rank: int

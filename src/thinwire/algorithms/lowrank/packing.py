@@ -6,6 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from thinwire.algorithms import accelerators
+from thinwire.algorithms.kernels.matrices import widened
+
 __all__ = ["as_sent", "packed", "uncompressed_means", "unpacked"]
 
 
@@ -25,6 +28,8 @@ def packed(
     if dtype == torch.float16:
         limit = torch.finfo(dtype).max
         factors = [torch.where(each.isinf(), each, each.clamp(-limit, limit)) for each in factors]
+    if factors and accelerators.pays_per_launch(factors[0].device):
+        uncompressed = widened(uncompressed, factors[0].dtype)  # torch joins unlike types one by one
     return torch.cat([part.reshape(-1) for part in [*factors, *uncompressed]]).to(dtype)
 
 

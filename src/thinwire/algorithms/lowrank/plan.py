@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import torch
 
-from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory
+from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.kernels.matrices import Terms
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.slots import FACTOR, SENT
-from thinwire.algorithms.requests import Requests
+from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
+from thinwire.algorithms.requests import Message, Request, Requests
 
 __all__ = ["LowRankPlan"]
 
@@ -69,30 +69,43 @@ class LowRankPlan(BucketPlan):
             memory: That of all buckets.
         """
 
-    def remember(
-        self, memory: Memory, labels: Sequence[str], terms: Terms, loss_scale: torch.Tensor | None
-    ) -> None:
-        """Keep the factors of a group, in units of the unscaled loss.
+    def to_remember(
+        self, memory: Memory, labels: Sequence[Sequence[str]], terms: Sequence[Terms], bucket: Bucket
+    ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
+        """Return what to keep of the groups of a bucket behind the gate, in units of the unscaled loss.
 
         Args:
-            memory: Written.
-            labels: Of the group's matrices.
-            terms: Their factors, by iteration.
-            loss_scale: What the loss was multiplied by, None for 1.
+            memory: Only read.
+            labels: Of each group's matrices.
+            terms: Of each group its factors, by iteration.
+            bucket: Its loss scale is that of the factors.
         """
-        factors = terms[-1].mean
-        own = [term.own.flatten(1) for term in terms]
-        sent = torch.cat(own, dim=1) if len(own) > 1 else own[0]
-        if loss_scale is not None:
-            factors, sent = factors / loss_scale, sent / loss_scale
+        factors = [found[-1].mean for found in terms]
+        owns = [[term.own.flatten(1) for term in found] for found in terms]
+        sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
+        if bucket.loss_scale is not None:
+            factors = list(torch._foreach_div(factors, bucket.loss_scale))
+            sent = list(torch._foreach_div(sent, bucket.loss_scale))
+        kept: dict[Slot, Sequence[torch.Tensor]] = {}
         if self.config.warm_start:
-            memory[FACTOR].update(zip(labels, factors.unbind(), strict=True))
+            bases = yield from self.bases.ahead(memory, factors)
+            kept = {FACTOR: factors} if bases is None else {FACTOR: factors, BASIS: bases}
         if self.config.error_feedback:
-            memory[SENT].update(zip(labels, sent.unbind(), strict=True))
+            kept[SENT] = sent
+        return {
+            slot: {
+                label: tensor
+                for of_group, batch in zip(labels, batches, strict=True)
+                for label, tensor in zip(of_group, batch.unbind(), strict=True)
+            }
+            for slot, batches in kept.items()
+        }
 
     def adopt(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
         refitted = []
+        for label in self.labels:
+            memory[BASIS].pop(label, None)  # of the factor that was there, and of other random rows
         for route in self.compressed:
             factor = memory[FACTOR].get(route.label)
             if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:

@@ -14,14 +14,14 @@ import torch
 from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.kernels.dispatch import reconstruct
-from thinwire.algorithms.kernels.matrices import MatrixGroup, round_into, stacked
+from thinwire.algorithms.kernels.matrices import MatrixGroup, round_all_into, widened
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.budget import measured, within_bytes, within_error
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import FACTOR, SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
-from thinwire.algorithms.requests import Commit, Requests, all_finite
+from thinwire.algorithms.requests import AllFinite, Commit, Requests
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
@@ -279,6 +279,11 @@ class PowerSGDPlan(LowRankPlan):
         return tuple(_ShapeGroup(*key, tuple(indices)) for key, indices in groups.items())
 
     @cached_property
+    def grouped(self) -> tuple[int, ...]:
+        """The parameters that are compressed, by index, group after group."""
+        return tuple(index for shape_group in self.shape_groups for index in shape_group.indices)
+
+    @cached_property
     def uncompressed(self) -> tuple[int, ...]:
         """The parameters that travel uncompressed, by index."""
         return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
@@ -286,23 +291,25 @@ class PowerSGDPlan(LowRankPlan):
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
         """As `LowRankPlan.compress`: one or two rounds for each iteration."""
         names, gradients = [spec.name for spec in bucket.specs], bucket.gradients
-        groups = [self._matrices(bucket, memory, shape_group) for shape_group in self.shape_groups]
+        groups = self._matrices(bucket, memory)
         sent = compensated(bucket, memory, self.uncompressed, self.config.message_dtype(bucket.flat.dtype))
         rounds = alternate if self.config.alternating else approximate
         found = yield from rounds(self.config, self.bases, groups, sent.parts, memory, bucket)
+        labels = [group.labels for group in groups]
+        remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
         errors = self._errors(bucket, memory)
-        yield Commit(lambda: all_finite(*found.received))
+        yield Commit(AllFinite(tuple(found.received)))
         written = [
             [errors[name].view(shape_group.shape) for name in group.labels] if errors else None
             for shape_group, group in zip(self.shape_groups, groups, strict=True)
         ]
         reconstruct(groups, written, found.terms, bucket.loss_scale)
-        for shape_group, group, terms in zip(self.shape_groups, groups, found.terms, strict=True):
-            self.remember(memory, group.labels, terms, bucket.loss_scale)
-            for index, matrix in zip(shape_group.indices, group.matrices, strict=True):
-                if gradients[index].dtype != matrix.dtype:
-                    round_into(gradients[index], matrix.view(-1), errors.get(names[index]), bucket.loss_scale)
-        memory[ERROR].update(errors)
+        if bucket.flat.dtype != bucket.specs[0].memory_dtype:
+            means = [matrix.view(-1) for group in groups for matrix in group.matrices]
+            of_names = [errors.get(name) for group in groups for name in group.labels]
+            round_all_into([gradients[index] for index in self.grouped], means, of_names, bucket.loss_scale)
+        for slot, tensors in {ERROR: errors, **remembered}.items():
+            memory[slot].update(tensors)
         count = len(self.uncompressed)
         if count:
             means = list(found.uncompressed[:count])
@@ -313,19 +320,23 @@ class PowerSGDPlan(LowRankPlan):
         for name in sent_names:
             memory[SENT].pop(name, None)
 
-    def _matrices(self, bucket: Bucket, memory: Memory, shape_group: _ShapeGroup) -> MatrixGroup:
+    def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
         """Return gradients and residuals as matrices: views unless the gradient is of 16 bits."""
-        names = [bucket.specs[index].name for index in shape_group.indices]
-        errors = [memory[ERROR].get(name) for name in names]
-        dtype = bucket.specs[0].memory_dtype
-        return MatrixGroup(
-            names,
-            matrices=[
-                bucket.gradients[index].to(dtype).view(shape_group.shape) for index in shape_group.indices
-            ],
-            errors=[None if error is None else error.view(shape_group.shape) for error in errors],
-            matrix_rank=shape_group.matrix_rank,
-        )
+        gradients = [bucket.gradients[index] for index in self.grouped]
+        wide = dict(zip(self.grouped, widened(gradients, bucket.specs[0].memory_dtype), strict=True))
+        groups = []
+        for shape_group in self.shape_groups:
+            names = [bucket.specs[index].name for index in shape_group.indices]
+            errors = [memory[ERROR].get(name) for name in names]
+            groups.append(
+                MatrixGroup(
+                    names,
+                    matrices=[wide[index].view(shape_group.shape) for index in shape_group.indices],
+                    errors=[None if error is None else error.view(shape_group.shape) for error in errors],
+                    matrix_rank=shape_group.matrix_rank,
+                )
+            )
+        return groups
 
     def _errors(self, bucket: Bucket, memory: Memory) -> dict[str, torch.Tensor]:
         """Return where to write residuals, by name: the tensors of memory, or new ones in a batch."""
@@ -334,7 +345,7 @@ class PowerSGDPlan(LowRankPlan):
             labels = [bucket.specs[index].name for index in shape_group.indices]
             kept = [memory[ERROR][label] for label in labels if label in memory[ERROR]]
             like = bucket.gradients[shape_group.indices[0]]
-            if len(kept) < len(labels) or (like.device.type != "cpu" and stacked(kept) is None):
+            if len(kept) < len(labels):
                 kept = list(like.new_empty(len(labels), like.numel(), dtype=bucket.specs[0].memory_dtype))
             errors.update(zip(labels, kept, strict=True))
         return errors

@@ -11,7 +11,7 @@ from thinwire.algorithms.base import Slot
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR
 
-__all__ = ["FACTOR", "SENT", "square"]
+__all__ = ["BASIS", "FACTOR", "SENT", "square"]
 
 # Rows that begin with a cache line are read and written faster; from here on that makes no message longer.
 LINE_ELEMENTS = 16
@@ -62,6 +62,9 @@ def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], t
 FACTOR = Slot("factor", check=_check_factor)
 """The last mean factor of a route, (matrix rank, columns), or after a turn of `alternating` (matrix rank,
 rows); fp32 (fp64 of fp64 gradients), in units of the unscaled loss."""
+
+BASIS = Slot("basis", is_saved=False)
+"""An orthonormal basis of the factor's rows, which the next step starts from, if it was made ahead of it."""
 
 SENT = Slot("sent", is_local=True, is_saved=False)
 """This process's own part of it, which shows how much was not sent."""

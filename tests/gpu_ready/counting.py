@@ -1,0 +1,267 @@
+"""Kernel launches, bytes and host waits of an accelerator's steps, counted on tensors without values.
+
+The real code runs on tensors of the device "meta": all that it does there it would do on a GPU. What one
+operation launches is a table here, read off torch's sources for CUDA.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from thinwire.channel.transport import Operation, Transport, Work
+from thinwire.plan import ParameterSpec
+
+# Views, allocations and questions to the host's own part of a tensor launch nothing.
+FREE = {
+    *("alias", "as_strided", "detach", "diagonal", "expand", "lift_fresh", "permute", "reshape", "select"),
+    *(
+        "set_",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "t",
+        "transpose",
+        "unbind",
+        "unsqueeze",
+        "view",
+    ),
+    *("_reshape_alias", "_unsafe_view", "is_same_size", "record_stream", "resize_"),
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+}
+
+# Kernels of operations that take more than one.
+KERNELS = {"isfinite": 4, "constant_pad_nd": 2, "diag_embed": 2, "eye": 2, "linalg_vector_norm": 1}
+
+# `_foreach_` operations: so many tensors, and blocks of elements, fit into the arguments of one kernel.
+TENSORS_OF_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36}
+BLOCKS_OF_A_LAUNCH, BLOCK_ELEMENTS = 320, 65536
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a step costs on an accelerator.
+
+    Attributes:
+        launches: Kernels.
+        bytes: That they read and write.
+        waits: Times that the host waits for the device.
+    """
+
+    launches: int
+    bytes: int
+    waits: int
+
+
+class Counting(TorchDispatchMode):
+    """Counts while it is on; what is asked of a tensor without values is answered with one, or true."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launches: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        given = list(_tensors_in((*args, *kwargs.values())))
+        if any(each.is_meta for each in given) and name in ("_local_scalar_dense", "equal", "is_nonzero"):
+            self.waits[name] += 1
+            return 1
+        if given and name.endswith("_") and name not in FREE and all(each.is_meta for each in given):
+            out = args[0] if func._schema.returns else None  # in place, of what has no values: nothing to do
+        elif name == "threshold":  # frequent, and slow in torch where there are no values
+            out = torch.empty_like(args[0])
+        else:
+            out = func(*args, **kwargs)
+        results = list(_tensors_in((out,)))
+        devices = {each.device.type for each in [*given, *results]}
+        if "meta" not in devices:
+            return out
+        if "cpu" in devices and name in ("_to_copy", "copy_") and any(each.dim() for each in given):
+            is_asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+            self.waits[f"{name} between devices"] += not is_asynchronous
+        base = name if name in FREE else name.removesuffix("_")
+        if name not in FREE and base not in FREE and sum(each.numel() for each in [*given, *results]):
+            self._count(name, base, func._schema, args, kwargs, given, results)
+        return out
+
+    def _count(
+        self,
+        name: str,
+        base: str,
+        schema: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        given: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        kernels = KERNELS.get(base, 1)
+        written = list(results)
+        if base.startswith("_foreach"):
+            lists = [each for each in args if isinstance(each, list | tuple)]
+            kernels = _launches_of_lists(lists) + 2 * (base == "_foreach_norm")
+            written = list(lists[0]) if name.endswith("_") else written
+        elif base in ("addmm", "baddbmm") and (not name.endswith("_") or "out" in kwargs):
+            kernels = 2  # the tensor that is added is copied to the result first
+        elif base == "cat":
+            kernels = _launches_of_cat(given)
+        elif base == "_to_copy" and not any(each.numel() for each in results):
+            kernels = 0
+        self.launches[name] += kernels
+        overwrites = name in ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
+        read = given if not overwrites else given[len(written) :]
+        if "out" in kwargs:
+            read = [each for each in given if each is not kwargs["out"]]
+        self.bytes[name] += sum(map(_held_bytes, read)) + sum(map(_held_bytes, written))
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _launches_of_lists(lists: Sequence[Sequence[torch.Tensor]]) -> int:
+    blocks = sum(math.ceil(each.numel() / BLOCK_ELEMENTS) for each in lists[0])
+    tensors = len(lists[0]) / TENSORS_OF_A_LAUNCH[len(lists)]
+    return max(1, math.ceil(tensors), math.ceil(blocks / BLOCKS_OF_A_LAUNCH))
+
+
+def _launches_of_cat(given: Sequence[torch.Tensor]) -> int:
+    parts = [each for each in given if each.numel()]
+    if len({each.dtype for each in parts}) > 1:
+        return len(parts)
+    return math.ceil(len(parts) / 128)
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's own; of one that is expanded only what it holds."""
+    return tensor.element_size() * math.prod(
+        size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+class Done:
+    """A collective that is done at once."""
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self) -> None:
+        """Wait for nothing."""
+
+
+class Alike(Transport):
+    """A group of members that all do the same, of whom this is one; nothing that it does is counted.
+
+    A mean over such a group is the tensor itself, and takes no kernel: NCCL divides.
+    """
+
+    size, rank = 2, 0
+    control_device = torch.device("cpu")
+
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
+        """As `Transport.all_reduce`."""
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            if operation == "sum":
+                tensor.mul_(self.size)
+        return Done()
+
+    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.mean`."""
+        return Done()
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_gather`."""
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            output.copy_(tensor.expand_as(output))
+        return Done()
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_to_all`."""
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            output.copy_(tensor[self.rank].expand_as(output))
+        return Done()
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        """As `Transport.broadcast`."""
+        return Done()
+
+
+def on_meta() -> AbstractContextManager[object]:
+    """Return a context in which steps can be made on the device "meta", which autocast does not know."""
+    return patch.object(torch, "autocast", lambda device_type, *, enabled: nullcontext())
+
+
+def counted(run: Callable[[], object], *, untold: int = 1) -> tuple[Counted, Counting]:
+    """Return what the last of some runs cost, after `untold` that are not counted, and where.
+
+    Args:
+        run: One step.
+        untold: Steps before.
+    """
+    with on_meta():
+        for _ in range(untold):
+            with Counting():
+                run()
+        with Counting() as counting:
+            run()
+    totals = (counting.launches, counting.bytes, counting.waits)
+    return Counted(*(sum(each.values()) for each in totals)), counting
+
+
+# Models, as DDP's buckets: parameters in reverse, 1 MiB first, then 25 MiB each.
+
+
+def gpt2_small() -> dict[str, tuple[int, ...]]:
+    """The shapes of GPT-2 small, 124 million parameters."""
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (50257, 768), "wpe.weight": (1024, 768)}
+    for layer in range(12):
+        block = f"h.{layer}."
+        for name, shape in {
+            "ln_1": (768,), "attn.c_attn": (768, 2304), "attn.c_proj": (768, 768),
+            "ln_2": (768,), "mlp.c_fc": (768, 3072), "mlp.c_proj": (3072, 768),
+        }.items():  # fmt: skip
+            shapes[f"{block}{name}.weight"] = shape
+            shapes[f"{block}{name}.bias"] = shape[-1:]
+    return {**shapes, "ln_f.weight": (768,), "ln_f.bias": (768,)}
+
+
+def buckets_of(
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float32
+) -> list[tuple[ParameterSpec, ...]]:
+    """Return the buckets that DDP would make of parameters of some shapes."""
+    buckets: list[list[ParameterSpec]] = [[]]
+    limit_bytes, held_bytes = 1 << 20, 0
+    for name, shape in reversed(shapes.items()):
+        spec = ParameterSpec.of(name, torch.empty(shape, dtype=dtype, device="meta"))
+        if held_bytes >= limit_bytes:
+            buckets.append([])
+            limit_bytes, held_bytes = 25 << 20, 0
+        buckets[-1].append(spec)
+        held_bytes += spec.gradient_bytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+def flats_of(buckets: Sequence[tuple[ParameterSpec, ...]]) -> list[torch.Tensor]:
+    """Return gradients of buckets, without values."""
+    return [
+        torch.empty(sum(spec.numel for spec in bucket), dtype=bucket[0].dtype, device="meta")
+        for bucket in buckets
+    ]

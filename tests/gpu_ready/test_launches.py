@@ -1,0 +1,151 @@
+"""What steps cost an accelerator may only become less: launches, bytes and host waits of GPT-2 small.
+
+Limits are what was counted when they were written. Lower them when a change lowers the count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from gpu_ready.counting import Alike, Counted, Counting, buckets_of, counted, flats_of, gpt2_small, on_meta
+from thinwire import BatchedPowerSGD, PowerSGD
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.registry import REGISTRY
+from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.fronts.tensors import StepFront
+from thinwire.sync import Engine, Settings, engine_of
+
+ONE_LAYER = {name: shape for name, shape in gpt2_small().items() if name.startswith("h.0.")}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most that a step may cost.
+
+    Attributes:
+        launches: Kernels.
+        passes: Bytes read and written, over those of the gradients.
+        waits: Times that the host waits for the device.
+    """
+
+    launches: int
+    passes: float
+    waits: int = 1
+
+    def holds(self, found: Counted, gradient_bytes: int) -> bool:
+        """Return whether a count is within it."""
+        passes = found.bytes / gradient_bytes
+        return found.launches <= self.launches and passes <= self.passes and found.waits <= self.waits
+
+
+def bytes_of(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> int:
+    return sum(spec.gradient_bytes for bucket in buckets_of(shapes, dtype) for spec in bucket)
+
+
+def step_of(
+    algorithm: Algorithm,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Counted:
+    """What the second step costs, which has a residual and factors."""
+    engine = Engine(algorithm, Alike(), settings=Settings(**settings))
+    buckets = buckets_of(shapes, dtype)
+    return counted(lambda: engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True))[0]
+
+
+GPT2_SMALL = {
+    1: Limit(372, 10.1),
+    4: Limit(408, 10.3),
+    8: Limit(456, 10.5),
+    32: Limit(744, 11.9),
+}
+
+
+@pytest.mark.parametrize("matrix_rank", GPT2_SMALL)
+def test_gpt2_small_by_matrix_rank(matrix_rank: int) -> None:
+    found = step_of(PowerSGD(matrix_rank=matrix_rank), gpt2_small())
+    limit = GPT2_SMALL[matrix_rank]
+    assert limit.holds(found, bytes_of(gpt2_small(), torch.float32)), (found, limit)
+
+
+def scale(device: torch.device) -> torch.Tensor:
+    return torch.empty((), device=device)
+
+
+SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
+    "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(356, 49.5)),
+    "loss scale": (PowerSGD(matrix_rank=4), torch.float32, {"loss_scale": scale}, Limit(484, 12.3)),
+    "alternating": (PowerSGD(matrix_rank=4, alternating=True), torch.float32, {}, Limit(289, 9.2)),
+    "batched": (BatchedPowerSGD(), torch.float32, {}, Limit(397, 11.1)),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_gpt2_small_by_setting(name: str) -> None:
+    algorithm, dtype, settings, limit = SETTINGS[name]
+    found = step_of(algorithm, gpt2_small(), dtype, **settings)
+    assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
+
+
+# Of one layer, in two buckets. What has no row here is to be counted and given one.
+REGISTERED = {
+    "AllReduce()": Limit(0, 0.0, 0),
+    'Cast("fp16")': Limit(4, 3.1, 0),
+    'Cast("bf16")': Limit(4, 3.1, 0),
+    "PowerSGD(matrix_rank=1)": Limit(114, 10.1),
+    "PowerSGD(matrix_rank=2)": Limit(126, 10.2),
+    "PowerSGD(matrix_rank=4)": Limit(150, 10.3),
+    "PowerSGD(matrix_rank=8)": Limit(198, 10.5),
+    "PowerSGD(matrix_rank=4, alternating=True)": Limit(93, 9.2),
+    "PowerSGD(matrix_rank=2, alternating=True)": Limit(81, 9.1),
+    'PowerSGD(matrix_rank=2, wire_dtype="bf16")': Limit(136, 10.2),
+    "BatchedPowerSGD(matrix_rank=1)": Limit(123, 11.1),
+}
+
+
+@pytest.mark.parametrize("code", [variant.code for each in REGISTRY for variant in each.variants])
+def test_every_algorithm_that_there_is(code: str) -> None:
+    (algorithm,) = (
+        variant.algorithm for each in REGISTRY for variant in each.variants if variant.code == code
+    )
+    found = step_of(algorithm, ONE_LAYER)
+    limit = REGISTERED[code]
+    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+
+
+def parameters_of(shapes: dict[str, tuple[int, ...]]) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes.values()]
+
+
+def test_the_front_of_tensors() -> None:
+    """One bucket. Beside the algorithm's: each gradient is copied to the bucket, and these are joined."""
+    parameters = parameters_of(ONE_LAYER)
+    front = StepFront(parameters, PowerSGD(matrix_rank=4), transport=Alike())
+    gradients = [torch.empty_like(parameter) for parameter in parameters]
+    found, _ = counted(lambda: front.average(gradients))
+    limit = Limit(169, 15.3)
+    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+
+
+def test_the_front_of_local_sgd() -> None:
+    """Beside the algorithm's and the optimizer's: the change since the last average, and the way back."""
+    model = torch.nn.Module()
+    for number, parameter in enumerate(parameters_of(ONE_LAYER)):
+        model.register_parameter(str(number), parameter)
+        parameter.grad = torch.empty_like(parameter)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    algorithm = PowerSGD(matrix_rank=4)
+    with (
+        on_meta(),
+        Counting(),  # its entry asks tensors for values
+        LocalSGD(model, optimizer, every_steps=1, algorithm=algorithm, process_group=Alike()) as local,
+    ):
+        found, _ = counted(optimizer.step)
+        assert engine_of(local.sync).counts().compression_ratio > 5
+    limit = Limit(206, 34.3, 3)
+    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)

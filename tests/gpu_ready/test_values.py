@@ -1,0 +1,92 @@
+"""What accelerators compute, run on the CPU: the means, residuals and states that the CPU computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from catalog import buckets, random_gradients
+from thinwire import BatchedPowerSGD, PowerSGD
+from thinwire.algorithms import Algorithm, accelerators
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.lowrank.slots import BASIS
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
+
+LOW_RANK = [
+    PowerSGD(matrix_rank=2),
+    PowerSGD(matrix_rank=6),
+    PowerSGD(matrix_rank=2, power_iterations=2, min_compression_ratio=1),
+    PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
+    PowerSGD(matrix_rank=2, warm_start=False, wire_dtype="bf16"),
+    PowerSGD(matrix_rank=2, error_feedback=False),
+    BatchedPowerSGD(),
+]
+
+
+def in_dtype(dtype: torch.dtype) -> list[tuple[ParameterSpec, ...]]:
+    return [
+        tuple(ParameterSpec(spec.name, spec.shape, spec.stride, dtype) for spec in bucket)
+        for bucket in buckets()
+    ]
+
+
+def run(algorithm: Algorithm, dtype: torch.dtype, **settings: Any) -> tuple[list[torch.Tensor], Simulation]:
+    """The means of six steps, of which the third is not finite."""
+    layout = in_dtype(dtype)
+    simulation = Simulation(algorithm, layout, num_workers=2, **settings)
+    means = []
+    for step in range(6):
+        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        given = [[flat.to(dtype) for flat in of_worker] for of_worker in gradients]
+        if step == 2:
+            given[1][0][7] = torch.inf
+        simulation.step(given)
+        means.append(torch.cat(given[0]).float())
+    return means, simulation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
+def test_the_same_as_on_the_cpu(
+    algorithm: Algorithm, scaled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    settings = {"loss_scale": lambda device: torch.tensor(8.0)} if scaled else {}
+    expected, before = run(algorithm, dtype, **settings)
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    got, after = run(algorithm, dtype, **settings)
+    tolerance = 1e-4 if dtype == torch.float32 and "bf16" not in str(algorithm) else 3e-2
+    for a, b in zip(got, expected, strict=True):
+        assert a.isnan().all() == b.isnan().all()
+        assert a.isnan().all() or (a - b).norm() < tolerance * b.norm()
+    errors = [dict(simulation.state_dicts()[0]["error"]) for simulation in (before, after)]
+    assert errors[0].keys() == errors[1].keys()
+    for name, error in errors[0].items():
+        assert (error - errors[1][name]).norm() <= tolerance * error.norm() + 1e-6
+    assert after.syncs[0].stats().compression_ratio > 2
+    assert bool(after.engines[0].memory[BASIS]) == algorithm.warm_start  # type: ignore[attr-defined]
+    assert not before.engines[0].memory[BASIS]
+
+
+def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run makes the bases that the other has made ahead; switching the algorithm forgets them."""
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    algorithm, layout = PowerSGD(matrix_rank=2), buckets()[:1]
+    first, second = (Simulation(algorithm, layout, num_workers=1) for _ in range(2))
+    for seed in range(3):
+        first.step(random_gradients(layout, num_workers=1, seed=seed))
+    second.syncs[0].load_state_dict(first.state_dicts()[0])
+    assert first.engines[0].memory[BASIS]
+    assert not second.engines[0].memory[BASIS]
+    means = []
+    for simulation in (first, second):
+        simulation.step(gradients := random_gradients(layout, num_workers=1, seed=3))
+        means.append(gradients[0][0])
+    assert torch.equal(*means)
+    first.syncs[0].use(PowerSGD(matrix_rank=2, seed=1))
+    assert not first.engines[0].memory[BASIS]
