@@ -67,7 +67,7 @@ def test_the_same_as_on_the_cpu(
     assert errors[0].keys() == errors[1].keys()
     for name, error in errors[0].items():
         assert (error - errors[1][name]).norm() <= tolerance * error.norm() + 1e-6
-    assert after.syncs[0].stats().compression_ratio > 2
+    assert after.syncs[0].stats().compression_ratio > 1.5
     assert bool(after.engines[0].memory[BASIS]) == algorithm.warm_start  # type: ignore[attr-defined]
     assert not before.engines[0].memory[BASIS]
 
