@@ -46,7 +46,7 @@ SMALL_BUCKET_MB = 4
 RATES = ("100mbit", "1gbit", UNSHAPED)
 TORCHFT_LATE = "torchft DiLoCo, 3 fragments, 5 steps late"
 # DiLoCo's, ours and torchft's.
-EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM = 30, 0.7, 0.9
+EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM, MIX = 30, 0.7, 0.9, 0.5
 
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 Averaging: TypeAlias = Callable[[GPT, Optimizer], AbstractContextManager[object]]
@@ -166,7 +166,25 @@ def local(averaging: Averaging) -> Callable[[str], Trainer]:
     return lambda size: Local(size, averaging)
 
 
-def torchft(num_fragments: int, delay_steps: int) -> Callable[[str], Trainer]:
+def diloco(algorithm: Algorithm, num_fragments: int = 1, delay_steps: int = 0) -> Callable[[str], Trainer]:
+    def nesterov(parameters: list[torch.Tensor]) -> SGD:
+        return SGD(parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+
+    return local(
+        lambda model, optimizer: thinwire.LocalSGD(
+            model,
+            optimizer,
+            every_steps=EVERY_STEPS,
+            algorithm=algorithm,
+            outer=nesterov,
+            fragments=num_fragments,
+            delay_steps=delay_steps,
+            mix=MIX if delay_steps else None,
+        )
+    )
+
+
+def torchft(num_fragments: int = 1, delay_steps: int = 0) -> Callable[[str], Trainer]:
     return local(
         lambda model, optimizer: torchft_diloco(
             model,
@@ -174,6 +192,7 @@ def torchft(num_fragments: int, delay_steps: int) -> Callable[[str], Trainer]:
             fragments(model, num_fragments),
             every_steps=EVERY_STEPS,
             delay_steps=delay_steps,
+            mix=MIX if delay_steps else 0.0,
             outer_lr=OUTER_LR,
             outer_momentum=OUTER_MOMENTUM,
         )
@@ -198,12 +217,10 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "Quantize(bits=2)": ours(thinwire.Quantize(bits=2)),
     "Quantize(bits=4), small buckets": ours(thinwire.Quantize(bits=4), bucket_cap_mb=SMALL_BUCKET_MB),
     "Quantize(bits=2), small buckets": ours(thinwire.Quantize(bits=2), bucket_cap_mb=SMALL_BUCKET_MB),
-    "LocalSGD, 4 bits": local(
-        lambda model, optimizer: thinwire.LocalSGD(
-            model, optimizer, every_steps=EVERY_STEPS, algorithm=thinwire.Quantize(bits=4)
-        )
-    ),
-    "torchft DiLoCo": torchft(1, 0),
+    "DiLoCo": diloco(thinwire.AllReduce()),
+    "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
+    "DiLoCo, 4 bits, 3 fragments, 5 steps late": diloco(thinwire.Quantize(bits=4), 3, 5),
+    "torchft DiLoCo": torchft(),
     TORCHFT_LATE: torchft(3, 5),
 }
 # Those that send 16 or 32 bits of every gradient.

