@@ -8,7 +8,7 @@ import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,27 +17,34 @@ from launcher import EXAMPLES, TOLD, Running, started_python
 from stand_ins import stand_ins
 
 STEP = re.compile(r"step (\d+), process (\d+) of (\d+): loss (\d+\.\d+)")
-SAVE_EVERY, STEPS = 5, 60
-LIMIT_SECONDS = 100.0
+SAVE_EVERY, STEPS, LOST_AT = 5, 60, 22
+LIMIT_SECONDS = 180.0
 
 
-def agent(store: Path, checkpoint: Path, log: Path, stand_in: list[str]) -> AbstractContextManager[Running]:
+def agent(
+    store: Path, log: Path, launch: list[str], *, address: str, last_call_seconds: int
+) -> AbstractContextManager[Running]:
     """One machine's torchrun: two processes, in a job of one or two machines.
 
     They meet by a file: what torchrun finds there, it loads as a pickle, and a store that many machines can
     reach would listen on all addresses. By default torchrun gives every restart the same store, in which Gloo
-    finds addresses of dead processes. They wait so long for a second machine that both begin together on a
-    busy computer too.
+    finds addresses of dead processes.
+
+    Args:
+        store: The file.
+        log: What it and its processes print.
+        launch: The script and its arguments.
+        address: Of the machine; torchrun ranks machines by it.
+        last_call_seconds: If it is the first to come, how long it waits for the other. It is taken for lost
+            10 seconds after its last sign of life, so that a busy computer is not.
     """
     command = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2"]
-    command += ["--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job", "--local-addr=127.0.0.1"]
+    command += ["--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job", f"--local-addr={address}"]
+    alive = "keep_alive_interval=1,keep_alive_max_attempt=10"
     command += [f"--rdzv-endpoint={store}"]
-    command += [
-        "--rdzv-conf=store_type=file,last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=3"
-    ]
+    command += [f"--rdzv-conf=store_type=file,last_call_timeout={last_call_seconds},{alive}"]
     settings = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command += [*stand_in, str(EXAMPLES / "elastic.py"), str(checkpoint)]
-    return started_python(*command, environment=settings, stdout=str(log), stderr=str(log))
+    return started_python(*command, *launch, environment=settings, stdout=str(log), stderr=str(log))
 
 
 def processes_of(parent: int) -> list[int]:
@@ -60,18 +67,26 @@ def wait_until(happened: Callable[[], bool], log: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 def test_a_lost_machine_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
-    store, checkpoint, log = tmp_path / "store", tmp_path / "checkpoint.pt", tmp_path / "log"
-    log.touch()
-    with (
-        stand_ins() as stand_in,
-        # The one that stays comes first: torchrun ranks machines by address and process number.
-        agent(store, checkpoint, log, stand_in) as staying,
-        agent(store, checkpoint, tmp_path / "other log", stand_in) as leaving,
-    ):
+    store, log, other_log = tmp_path / "store", tmp_path / "log", tmp_path / "other log"
+    for path in (store, log, other_log):
+        path.touch()
+    with ExitStack() as opened:
+        stand_in = opened.enter_context(stand_ins())
+        script = [str(EXAMPLES / "elastic.py"), str(tmp_path / "checkpoint.pt")]
+        # It stands still when it is to be lost: however late that is seen, the job has not gone on.
+        still = [*stand_in, str(Path(__file__).with_name("standing_still.py")), f"step {LOST_AT},", *script]
+        leaving = opened.enter_context(
+            agent(store, other_log, still, address="127.0.0.2", last_call_seconds=100)
+        )
+        # Who comes first decides how long the second is waited for; who comes second completes the job.
+        wait_until(lambda: b"torch.rendezvous.job" in store.read_bytes(), other_log)
+        staying = opened.enter_context(
+            agent(store, log, [*stand_in, *script], address="127.0.0.1", last_call_seconds=1)
+        )
         try:
-            wait_until(lambda: "step 22," in log.read_text(), log)
+            wait_until(lambda: f"step {LOST_AT}," in log.read_text(), log)
             lost = processes_of(leaving.pid)
             everyone = [*processes_of(staying.pid), *lost]
             assert len(lost) == 3
@@ -95,7 +110,7 @@ def assert_went_on(output: str) -> None:
     of_two = {(step, process): loss for step, process, size, loss in told if size == 2}
     assert {size for _, _, size, _ in told} == {2, 4}
     lost_at, resumed_at = max(step for step, _ in of_four), min(step for step, _ in of_two)
-    assert lost_at >= 22
+    assert lost_at == LOST_AT
     assert resumed_at % SAVE_EVERY == 0
     assert resumed_at <= lost_at < resumed_at + SAVE_EVERY + 1
     assert {step for step, _ in of_two} == set(range(resumed_at, STEPS))

@@ -67,7 +67,7 @@ class PairTiming:
     Attributes:
         processes: Their ranks.
         message_bytes: Its size.
-        seconds: One direction, the median.
+        seconds: One direction, the fastest of several.
     """
 
     processes: tuple[int, int]
