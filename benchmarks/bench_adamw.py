@@ -12,12 +12,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from pages import RESULTS_FOLDER, markdown_table, page, save
 from stacked import StackedGPT
-from thinwire import AllReduce, Cast, LocalSGD, PowerSGD
+from thinwire import AllReduce, Cast, LocalSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.demo.model import GPT, GPTConfig, heldout_loss
@@ -126,18 +128,26 @@ class LocalTraining:
         front: Callable[..., LocalSGD],
     ) -> None:
         self._gradients = stacked.gradients
-        self._own = [new_optimizers(models, setting.inner, rates) for models in stacked.models]
+        self._own: list[list[Optimizer]] = [[] for _ in stacked.models]
+        self._inside = [ExitStack() for _ in stacked.models]
+        fronts: list[list[LocalSGD]] = [[] for _ in stacked.models]
+        for lane, rate in enumerate(rates):
+            groups = InProcessTransport.group(setting.members)
+            for rank, (models, group) in enumerate(zip(stacked.models, groups, strict=True)):
+                optimizers = new_optimizers(models[lane : lane + 1], setting.inner, [rate])
+                self._own[rank] += optimizers
+                fronts[rank].append(front(models[lane], optimizers[-1], process_group=group))
         self.optimizers = [each for optimizers in self._own for each in optimizers]
-        groups = InProcessTransport.group(setting.members)
-        self._fronts = [
-            front(models, optimizers[-1], process_group=group)
-            for models, optimizers, group in zip(stacked.models, self._own, groups, strict=True)
-        ]
-        self._inside = [ExitStack() for _ in groups]
-        run_members(setting.members, lambda rank: self._inside[rank].enter_context(self._fronts[rank]))
+        self._front = fronts[0][0]
+
+        def enter(rank: int) -> None:
+            for each in fronts[rank]:
+                self._inside[rank].enter_context(each)
+
+        run_members(setting.members, enter)
 
     def step(self) -> None:
-        """Step every member's models by themselves; the front averages them when it is time."""
+        """Step every member's models by themselves; the fronts average them when it is time."""
         clip(self._gradients)
         run_members(len(self._own), self._step)
 
@@ -148,7 +158,7 @@ class LocalTraining:
     def finish(self) -> float:
         """Average what is left; return how many times fewer bytes than in fp32 were sent."""
         run_members(len(self._inside), lambda rank: self._inside[rank].close())
-        return self._fronts[0].stats().compression_ratio
+        return self._front.stats().compression_ratio
 
 
 Method = Callable[[StackedGPT, Setting, Sequence[float]], Averaging | LocalTraining]
@@ -159,14 +169,19 @@ def averaging(algorithm: Algorithm) -> Method:
 
 
 def local(
-    every_steps: int, algorithm: Algorithm | None = None, outer: tuple[float, float] | None = None
+    every_steps: int,
+    algorithm: Algorithm | None = None,
+    outer: tuple[float, float] | None = None,
+    **options: Any,
 ) -> Method:
     """LocalSGD; `outer` is rate and momentum of a Nesterov optimizer."""
-    front = partial(LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce())
-    if outer is None:
-        return partial(LocalTraining, front=front)
-    make_outer = partial(SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
-    return partial(LocalTraining, front=partial(front, outer=make_outer))
+    make_outer = None
+    if outer is not None:
+        make_outer = partial(SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
+    front: Callable[..., LocalSGD] = partial(
+        LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce(), outer=make_outer, **options
+    )
+    return partial(LocalTraining, front=front)
 
 
 METHODS: dict[str, Method] = {
@@ -174,9 +189,26 @@ METHODS: dict[str, Method] = {
     "bf16": averaging(Cast("bf16")),
     "PowerSGD, matrix rank 16": averaging(PowerSGD(matrix_rank=16)),
     "PowerSGD, matrix rank 4": averaging(PowerSGD(matrix_rank=4)),
-    "LocalSGD every 4": local(4),
-    "LocalSGD every 10": local(10),
-    "LocalSGD every 30": local(30),
+    **{f"Quantize, {bits} bits": averaging(Quantize(bits=bits)) for bits in (8, 4, 3, 2, 1)},
+    **{
+        f"Quantize, {bits} bits, error feedback": averaging(Quantize(bits=bits, error_feedback=True))
+        for bits in (4, 2, 1)
+    },
+    "TopK, 1/32": averaging(TopK(density=1 / 32)),
+    **{f"LocalSGD every {steps}": local(steps) for steps in (1, 4, 10, 30)},
+    **{f"LocalSGD every {steps}, 4 bits": local(steps, Quantize(bits=4)) for steps in (4, 10, 30)},
+    **{f"LocalSGD every {steps}, 2 bits": local(steps, Quantize(bits=2)) for steps in (10, 30)},
+    **{
+        f"LocalSGD every {steps}, 4 bits, outer {rate:g}/{momentum:g}": local(
+            steps, Quantize(bits=4), (rate, momentum)
+        )
+        for steps in (10, 30)
+        for rate, momentum in ((1.0, 0.5), (0.7, 0.9), (0.7, 0.6))
+    },
+    "LocalSGD every 30, 4 bits, 4 fragments": local(30, Quantize(bits=4), fragments=4),
+    "LocalSGD every 30, 4 bits, 4 fragments, 5 steps late": local(
+        30, Quantize(bits=4), fragments=4, delay_steps=5
+    ),
 }
 
 
@@ -300,21 +332,30 @@ def records(path: Path) -> list[Record]:
 
 
 def add_runs(arguments: argparse.Namespace) -> None:
-    """Train what the file lacks: every rate with every seed, of each method as many side by side as asked."""
+    """Train what the file lacks: every rate with every seed, of each method some side by side."""
     setting = Setting(arguments.members, arguments.inner, arguments.model, arguments.steps)
     lanes = [Lane(rate, seed) for rate in arguments.rates for seed in arguments.seeds]
+    done = {(each.method, each.setting, each.lane) for each in records(arguments.file)}
+    together = []
     for name in arguments.methods:
-        done = {
-            each.lane for each in records(arguments.file) if (each.method, each.setting) == (name, setting)
-        }
-        missing = [lane for lane in lanes if lane not in done]
-        for start in range(0, len(missing), arguments.side_by_side):
-            now = missing[start : start + arguments.side_by_side]
-            for lane, outcome in zip(now, train(setting, now, METHODS[name]), strict=True):
+        missing = [lane for lane in lanes if (name, setting, lane) not in done]
+        starts = range(0, len(missing), arguments.side_by_side)
+        together += [(name, missing[start : start + arguments.side_by_side]) for start in starts]
+    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
+        training = {pool.submit(train_named, name, setting, now): (name, now) for name, now in together}
+        for future in as_completed(training):
+            name, now = training[future]
+            for lane, outcome in zip(now, future.result(), strict=True):
                 record = Record(name, setting, lane, outcome)
                 with arguments.file.open("a") as file:
                     file.write(record.line() + "\n")
                 print(record.line(), file=sys.stderr)
+
+
+def train_named(name: str, setting: Setting, lanes: Sequence[Lane]) -> list[Outcome]:
+    """Train with a method of `METHODS`, in a process of its own."""
+    torch.set_num_threads(1)
+    return train(setting, lanes, METHODS[name])
 
 
 def add_page(arguments: argparse.Namespace) -> None:
@@ -439,11 +480,11 @@ def main() -> None:
         "--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4], help="for tuning: from 1000 on"
     )
     training.add_argument("--side-by-side", type=int, default=5, help="trainings in one pass")
+    training.add_argument("--jobs", type=int, default=1, help="processes, one thread each")
     making = commands.add_parser("page", help="of all that the file holds")
     making.set_defaults(command=add_page)
     making.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     arguments.command(arguments)
 
 
