@@ -76,7 +76,7 @@ class Counting(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        given = list(_tensors_in((*args, *kwargs.values())))
+        given = list(tensors_in((*args, *kwargs.values())))
         if any(each.is_meta for each in given) and name in ("_local_scalar_dense", "equal", "is_nonzero"):
             self.waits[name] += 1
             return 1
@@ -86,7 +86,7 @@ class Counting(TorchDispatchMode):
             out = torch.empty_like(args[0])
         else:
             out = func(*args, **kwargs)
-        results = list(_tensors_in((out,)))
+        results = list(tensors_in((out,)))
         devices = {each.device.type for each in [*given, *results]}
         if "meta" not in devices:
             return out
@@ -128,12 +128,12 @@ class Counting(TorchDispatchMode):
         self.bytes[name] += sum(map(_held_bytes, read)) + sum(map(_held_bytes, written))
 
 
-def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors_in(value)
+            yield from tensors_in(value)
 
 
 def _launches_of_lists(lists: Sequence[Sequence[torch.Tensor]]) -> int:

@@ -216,6 +216,7 @@ class Exchange:
         """Forget all buckets; they write nothing any more."""
         for task in [*self.tasks, *self._joining]:
             task.close()
+        self.tasks, self._joining = [], []  # with what they have received
 
     def drain(self) -> None:
         """Wait for what was under way when it was closed; whether that has failed no longer matters.

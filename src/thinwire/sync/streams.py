@@ -26,10 +26,15 @@ class Streams:
         self._used: dict[torch.device, list[torch.Stream]] = {}
 
     def note(self, device: torch.device) -> None:
-        """Take note that a bucket is started on the current stream of its device."""
-        stream = current_stream(device)
-        if stream is not None and stream not in self._used.setdefault(device, []):
-            self._used[device].append(stream)
+        """Take note that a bucket is started on the current stream of its device.
+
+        It comes behind the buckets before it: they may have made what is kept for all.
+        """
+        stream, used = current_stream(device), self._used.setdefault(device, [])
+        if stream is not None and stream not in used:
+            for earlier in used:
+                stream.wait_stream(earlier)
+            used.append(stream)
 
     def gather(self) -> None:
         """Let the current streams wait for those that were noted. Cost: none where they are the same."""
