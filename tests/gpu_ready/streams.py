@@ -1,7 +1,7 @@
 """Races between streams, and memory that is freed too early, found without a GPU.
 
-Every operation is a kernel on the current one of some simulated streams. Torch's own CUDA sanitizer judges: of
-two kernels that use one memory, and of which one writes it, one must be ordered behind the other.
+Every operation is a kernel on the current one of some simulated streams. Torch's own CUDA sanitizer judges:
+of two kernels that use one memory, and of which one writes it, one must be ordered behind the other.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Device(TorchDispatchMode):
 
     Attributes:
         races: Kernels that are not ordered behind another one that uses the same memory.
-        early_frees: Kernels whose result was freed, and so given back to the stream that it was made on, which
-            went on while another one might still use it.
+        early_frees: Kernels whose result was freed, and so given back to the stream that it was made on,
+            which went on while another one might still use it.
     """
 
     def __init__(self) -> None:

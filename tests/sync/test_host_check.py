@@ -56,7 +56,7 @@ def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[i
             assert a.isnan().all()
         elif not bad_steps or (not turns and getattr(entry.algorithm, "warm_start", True)):
             torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-        else:
+        elif step not in bad_steps:
             assert a.isfinite().all()
 
 
