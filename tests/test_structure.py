@@ -137,7 +137,7 @@ def test_the_public_names() -> None:
         "all_gather_grad",
         "AgreementError", "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CheckpointError",
         "CommunicationError",
-        "ConfigError",
+        "ConfigError", "DiLoCo",
         "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "NonfiniteError",
         "Plan", "PowerSGD", "Quantize", "StateError",
         "Stats", "StepError", "ThinwireError", "TopK", "__version__", "attach", "hooks", "join",

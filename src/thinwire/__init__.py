@@ -23,7 +23,7 @@ from thinwire.errors import (
 )
 from thinwire.fronts.attach import attach
 from thinwire.fronts.join import join
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
 from thinwire.plan import Plan
 from thinwire.sync import GradientSync
 from thinwire.sync.stats import Stats
@@ -41,6 +41,7 @@ __all__ = [
     "CheckpointError",
     "CommunicationError",
     "ConfigError",
+    "DiLoCo",
     "GradientError",
     "GradientSync",
     "JSONLWriter",

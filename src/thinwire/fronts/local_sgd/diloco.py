@@ -1,0 +1,170 @@
+"""`DiLoCo`: local SGD with an outer Nesterov step and few bits, by defaults that fit the group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from thinwire.algorithms import Algorithm, Quantize
+from thinwire.channel import Transport
+from thinwire.checks import number
+from thinwire.errors import ConfigError
+from thinwire.fronts.local_sgd.local_sgd import LocalSGD
+from thinwire.sync.nonfinite import OnNonfinite
+
+__all__ = ["DiLoCo", "default_outer_lr", "default_outer_momentum"]
+
+FOUR_BITS = Quantize(bits=4)
+
+# By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales
+# Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
+# the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
+OUTER_LR_FROM_MEMBERS = ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8))
+
+# By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
+# 2509.10439), and 0.5 is a choice of ours.
+OUTER_MOMENTUM_FROM_STEPS = ((1, 0.5), (30, 0.9))
+
+
+def default_outer_lr(num_members: int) -> float:
+    """Return the outer learning rate for so many members that train on their own.
+
+    Examples:
+        >>> [default_outer_lr(members) for members in (1, 2, 3, 4, 16)]
+        [0.4, 0.5, 0.5, 0.6, 0.8]
+    """
+    return _last_reached(OUTER_LR_FROM_MEMBERS, num_members)
+
+
+def default_outer_momentum(every_steps: int) -> float:
+    """Return the outer momentum for so many steps from one averaging to the next.
+
+    Examples:
+        >>> [default_outer_momentum(every_steps) for every_steps in (1, 29, 30, 500)]
+        [0.5, 0.5, 0.9, 0.9]
+    """
+    return _last_reached(OUTER_MOMENTUM_FROM_STEPS, every_steps)
+
+
+def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
+    return [chosen for least, chosen in table if value >= least][-1]
+
+
+class DiLoCo(LocalSGD):
+    """Train each process on its own for many steps, then take an outer step along the mean of their changes.
+
+    A context manager around the training loop, as `LocalSGD`, which it is: see there what is averaged, when,
+    and what is refused. The outer optimizer is SGD with Nesterov's momentum on the last averaged parameters;
+    changes travel in four bits a number. With `fragments` and `delay_steps` it is Streaming DiLoCo: the model
+    is averaged in parts, one at a time, while training goes on.
+
+    Sources: Douillard et al., "DiLoCo" (arXiv 2311.08105, algorithm 1) and "Streaming DiLoCo" (arXiv
+    2501.18512, algorithm 2); Thérien et al., "MuLoCo" (arXiv 2505.23725), for Muon inside.
+
+    Args:
+        model: As of `LocalSGD`.
+        optimizer: Trains the model (AdamW, Muon); of several, the one that steps last.
+        every_steps: Steps from one averaging of a parameter to the next.
+        algorithm: How the changes become their mean over the group.
+        outer_lr: Learning rate of the outer optimizer; None to choose by the number of members (0.4 with
+            one, 0.5 from two on, 0.6 from four, 0.8 from eight), or 1.0 with an algorithm that sends few
+            entries (`TopK`: that is SparseLoCo).
+        outer_momentum: Its momentum, from 0 to below 1; None to choose by `every_steps` (0.9 from 30 on, 0.5
+            below), or 0.0 with an algorithm that sends few entries.
+        outer_device: Where the last averages and the momentum are kept: "cpu" to spare an accelerator's
+            memory.
+        fragments: As of `LocalSGD`: in how many parts the model is averaged.
+        delay_steps: As of `LocalSGD`: steps from sending a change to applying what became of it.
+        mix: As of `LocalSGD`: the share of its own that a model keeps then.
+        warmup_steps: Steps at the start that are plain data-parallel training.
+        subgroup: This process's fast subgroup. A subgroup counts as one member.
+        average_buffers: Whether to average floating buffers that the model saves, without outer optimizer.
+        process_group: As of `LocalSGD`.
+        grad_scaler: The `GradScaler`, if there is one.
+        on_nonfinite: As of `LocalSGD`.
+
+    Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
+        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven.
+        GradientError: A parameter can't be averaged by the algorithm.
+
+    Examples:
+        >>> import thinwire
+        >>> model = nn.Linear(64, 32)  # in a process group
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with thinwire.DiLoCo(model, optimizer, every_steps=30) as local:
+        ...     for _ in range(60):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         optimizer.step()
+        >>> print(local)
+        DiLoCo(every_steps=30), Quantize(bits=4)
+        >>> local.stats().compression_ratio > 200
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every_steps: int = 30,
+        algorithm: Algorithm = FOUR_BITS,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        outer_device: torch.device | str | None = None,
+        fragments: int = 1,
+        delay_steps: int = 0,
+        mix: float | None = None,
+        warmup_steps: int = 0,
+        subgroup: dist.ProcessGroup | Transport | None = None,
+        average_buffers: bool = True,
+        process_group: dist.ProcessGroup | Transport | None = None,
+        grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
+    ) -> None:
+        self._outer_lr = None if outer_lr is None else number("outer_lr", outer_lr, minimum=0)
+        self._outer_momentum = (
+            None if outer_momentum is None else number("outer_momentum", outer_momentum, minimum=0)
+        )
+        if self._outer_momentum is not None and self._outer_momentum >= 1:
+            raise ConfigError(f"outer_momentum must be from 0 to below 1, got {outer_momentum!r}")
+        super().__init__(
+            model,
+            optimizer,
+            every_steps=every_steps,
+            warmup_steps=warmup_steps,
+            subgroup=subgroup,
+            average_buffers=average_buffers,
+            algorithm=algorithm,
+            outer=self._nesterov,
+            process_group=process_group,
+            grad_scaler=grad_scaler,
+            on_nonfinite=on_nonfinite,
+            fragments=fragments,
+            delay_steps=delay_steps,
+            mix=mix,
+            outer_device=outer_device,
+        )
+
+    def _nesterov(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return the outer optimizer; made on entry, when the group is known."""
+        # Of few entries at a time error feedback takes the place of momentum (SparseLoCo, arXiv 2508.15706).
+        is_sparse = self.sync.algorithm.sends_few_entries
+        lr = 1.0 if is_sparse else default_outer_lr(self.num_replicas)
+        momentum = 0.0 if is_sparse else default_outer_momentum(self._schedule.every_steps)
+        lr = lr if self._outer_lr is None else self._outer_lr
+        momentum = momentum if self._outer_momentum is None else self._outer_momentum
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+
+    @property
+    def num_replicas(self) -> int:
+        """Members that train on their own: processes of the group, or its subgroups."""
+        subgroup = self._exact.get("subgroup")
+        return self._engine.transport.size // (1 if subgroup is None else subgroup.transport.size)

@@ -1,0 +1,202 @@
+"""`DiLoCo`: its defaults, and what users do around an inner optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
+
+from members import Member, run
+from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
+from thinwire.fronts.local_sgd import DiLoCo
+from training import batch_of, error_of, flat, new_model, train_step
+
+
+def diloco(member: Member, **settings: Any) -> DiLoCo:
+    return DiLoCo(member.model, member.optimizer, process_group=member.transport, **settings)
+
+
+# Defaults
+
+
+@pytest.mark.parametrize(
+    ("size", "settings", "lr", "momentum"),
+    [
+        (1, {}, 0.4, 0.9),
+        (2, {}, 0.5, 0.9),
+        (4, {"every_steps": 10}, 0.6, 0.5),
+        (4, {"pair": True}, 0.5, 0.9),
+        (9, {"every_steps": 500}, 0.8, 0.9),
+        (2, {"outer_lr": 0.7, "outer_momentum": 0}, 0.7, 0.0),
+        (2, {"algorithm": TopK()}, 1.0, 0.0),
+    ],
+    ids=str,
+)
+def test_the_outer_optimizer_fits_the_members_and_the_distance(
+    size: int, settings: dict[str, Any], lr: float, momentum: float
+) -> None:
+    for group, name in run(size, _outer, settings):
+        assert (group["lr"], group["momentum"], group["nesterov"]) == (lr, momentum, momentum > 0)
+        assert name.startswith("DiLoCo(every_steps=")
+
+
+def _outer(member: Member, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    own = {"subgroup": member.pair} if settings.get("pair") else settings
+    with diloco(member, **own) as local:
+        assert local.outer is not None
+        return local.outer.param_groups[0], str(local)
+
+
+def test_changes_travel_in_four_bits_and_the_outer_state_lies_where_asked() -> None:
+    for ratio, devices, state, agreed in run(2, _few_bits):
+        assert ratio > 6 * 10
+        assert devices == {"cpu"}
+        assert state == 6
+        assert agreed
+
+
+def _few_bits(member: Member) -> tuple[float, set[str], int, bool]:
+    with diloco(member, every_steps=10, outer_device="cpu") as local:
+        member.train(20)
+    assert local.sync.algorithm == Quantize(bits=4)
+    assert local.outer is not None
+    kept = [each["momentum_buffer"] for each in local.outer.state.values()]
+    return local.stats().compression_ratio, {each.device.type for each in kept}, len(kept), member.agreed()
+
+
+# What users do besides
+
+
+def test_with_all_that_a_loop_has() -> None:
+    """Clipping, accumulation, a scaler that skips, schedules inside and outside: as if written by hand."""
+    expected = _by_hand(num_workers=2)
+    assert (expected - flat(new_model(dtype=torch.float64))).norm() > 0.1
+    for parameters, steps, agreed in run(2, _loop):
+        assert (parameters - expected).norm() < 1e-11
+        assert steps == 12
+        assert agreed
+
+
+def losses(model: nn.Module, step: int, worker: int) -> list[Tensor]:
+    """Of two parts of a batch; worker 0's overflows in step 5."""
+    factor = torch.inf if (step, worker) == (5, 0) else 1.0
+    return [model(batch_of(2 * step + part, worker).double()).square().mean() * factor / 2 for part in (0, 1)]
+
+
+def _loop(member: Member) -> tuple[Tensor, int, bool]:
+    member.take(new_model(dtype=torch.float64))
+    model, member.optimizer = member.model, torch.optim.AdamW(member.model.parameters(), lr=1e-2)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    schedule = CosineAnnealingLR(member.optimizer, T_max=12)
+    settings: dict[str, Any] = {"algorithm": AllReduce(), "grad_scaler": scaler, "outer_momentum": 0.9}
+    with diloco(member, every_steps=4, outer_lr=0.8, **settings) as local:
+        assert local.outer is not None
+        outer_schedule = LinearLR(local.outer, start_factor=1.0, end_factor=0.5, total_iters=3)
+        for step in range(12):
+            member.optimizer.zero_grad()
+            for loss in losses(model, step, member.rank):
+                torch.autograd.backward(scaler.scale(loss))
+            scaler.unscale_(member.optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            scaler.step(member.optimizer)
+            scaler.update()
+            schedule.step()
+            if local.steps % 4 == 0:
+                outer_schedule.step()
+    return flat(model), local.steps, member.agreed()
+
+
+def _by_hand(num_workers: int) -> Tensor:
+    workers = [new_model(dtype=torch.float64) for _ in range(num_workers)]
+    optimizers = [torch.optim.AdamW(worker.parameters(), lr=1e-2) for worker in workers]
+    schedules = [CosineAnnealingLR(optimizer, T_max=12) for optimizer in optimizers]
+    theta, velocity = flat(workers[0]), torch.zeros(flat(workers[0]).shape, dtype=torch.float64)
+    for step in range(12):
+        for rank, (worker, optimizer) in enumerate(zip(workers, optimizers, strict=True)):
+            optimizer.zero_grad()
+            torch.autograd.backward(sum(losses(worker, step, rank), start=torch.zeros(())))
+            if (step, rank) != (5, 0):
+                nn.utils.clip_grad_norm_(worker.parameters(), 0.05)
+                optimizer.step()
+            else:
+                optimizer.zero_grad()
+                optimizer._opt_called = True  # type: ignore[attr-defined]
+            schedules[rank].step()
+        if step % 4 == 3:
+            gradient = theta - torch.stack([flat(worker) for worker in workers]).mean(0)
+            velocity = 0.9 * velocity + gradient
+            theta = theta - 0.8 * (1 - 0.5 * (step // 4) / 3) * (gradient + 0.9 * velocity)
+            for worker in workers:
+                nn.utils.vector_to_parameters(theta.clone(), worker.parameters())
+    return theta
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+def test_muon_inside() -> None:
+    for agreed, ratio, loss in run(2, _muon):
+        assert agreed
+        assert ratio > 30
+        assert loss < 0.5
+
+
+def _muon(member: Member) -> tuple[bool, float, float]:
+    model: Any = member.model
+    before = model(batch_of(99, 0)).square().mean().item()
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    biases = [parameter for parameter in model.parameters() if parameter.dim() != 2]
+    muon, member.optimizer = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(biases, lr=1e-2)
+    with diloco(member, every_steps=5, fragments=2, delay_steps=2) as local:
+        for step in range(20):
+            muon.zero_grad()
+            train_step(model, _Both(muon, member.optimizer), batch_of(step, member.rank))
+    after = model(batch_of(99, 0)).square().mean().item()
+    return member.agreed(), local.stats().compression_ratio, after / before
+
+
+class _Both(torch.optim.Optimizer):
+    """Two optimizers that step one after the other, as a loop would have them."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = optimizers
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"outer_lr": -1}, "ConfigError: outer_lr must be a number of at least 0"),
+        ({"outer_momentum": 1}, "ConfigError: outer_momentum must be from 0 to below 1, got 1"),
+        ({"outer_momentum": "0.9"}, "ConfigError: outer_momentum must be a number"),
+        ({"algorithm": PowerSGD}, "ConfigError: expected an algorithm such as"),
+    ],
+    ids=str,
+)
+def test_mistakes_raise_at_once_and_name_the_remedy(settings: dict[str, Any], message: str) -> None:
+    assert run(1, lambda member: error_of(lambda: diloco(member, **settings)))[0].startswith(message)
+
+
+def test_members_with_other_outer_rates_are_refused() -> None:
+    def body(member: Member) -> str:
+        return error_of(diloco(member, outer_lr=0.5 + 0.1 * member.rank).__enter__)
+
+    for message in run(2, body):
+        assert "process 0 has outer optimizer SGD(lr=0.5, momentum=0.9" in message
+
+
+def test_momentum_with_few_entries_is_warned_of() -> None:
+    def body(member: Member) -> None:
+        with pytest.warns(UserWarning, match="sends an entry only now and then"):
+            diloco(member, algorithm=TopK(), outer_momentum=0.9).__enter__()
+
+    run(1, body)
