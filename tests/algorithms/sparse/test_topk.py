@@ -41,7 +41,7 @@ def test_against_numpy(bits: int, merge: Any) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_with_a_decay_of_one_nothing_is_lost_and_buckets_do_not_matter(data: st.DataObject) -> None:
     """Sum of results + mean residual = sum of true means; the same bits whatever shares a bucket."""
     dtype = data.draw(st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]))

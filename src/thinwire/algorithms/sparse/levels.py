@@ -44,33 +44,39 @@ def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return on_the_wire(torch.where(peaks.isfinite(), ends, peaks))
 
 
-def codes_of(values: torch.Tensor, ends: torch.Tensor, bits: int) -> torch.Tensor:
+def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the number of each value's nearest level, and its sign in the bit above.
 
     Args:
         values: (entries,).
-        ends: The lowest and highest level of each one's chunk, bf16, (entries, 2).
+        chunk: Of each, int64, (entries,).
+        ends: The lowest and highest level of each chunk, bf16, (chunks, 2).
         bits: Of a code.
 
     Returns:
         uint8, (entries,).
     """
     lowest, step, highest_code = _steps(ends, bits, values.dtype)
-    codes = ((values.abs() - lowest) / step.where(step > 0, 1)).round_().clamp_(0, highest_code)
-    return codes.nan_to_num_(0).to(torch.uint8) | ((values < 0).to(torch.uint8) << bits - 1)
+    divisor = step.where(step > 0, 1).index_select(0, chunk)
+    codes = values.abs().sub_(lowest.index_select(0, chunk)).div_(divisor)
+    codes.round_().clamp_(0, highest_code).nan_to_num_(0)
+    return codes.to(torch.uint8) | ((values < 0).to(torch.uint8) << bits - 1)
 
 
-def values_of(codes: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+def values_of(
+    codes: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Return what codes stand for.
 
     Args:
-        codes: As from `codes_of`, (…, entries).
-        ends: The lowest and highest level of each one's chunk, bf16, (…, entries, 2).
+        codes: As from `codes_of`, (members, entries).
+        chunk: Of each, int64, (entries,).
+        ends: The lowest and highest level of each chunk, bf16, (members, chunks, 2).
         bits: Of a code.
         dtype: Of the values.
     """
     lowest, step, highest_code = _steps(ends, bits, dtype)
-    magnitudes = lowest + step * (codes & highest_code)
+    magnitudes = step.index_select(1, chunk).mul_(codes & highest_code).add_(lowest.index_select(1, chunk))
     return torch.where(codes > highest_code, -magnitudes, magnitudes)
 
 

@@ -22,7 +22,7 @@ from thinwire.algorithms.sparse.levels import SCALE_DTYPE, codes_of, end_levels,
 
 __all__ = ["Entries", "Message"]
 
-MAX_LOW_BITS = 16
+MAX_WORD_BITS = 16
 
 
 class Entries(NamedTuple):
@@ -65,7 +65,13 @@ class Message:
     @cached_property
     def low_bits(self) -> int:
         """Of each position, those that are sent as they are: so many that about half of the marks are set."""
-        return min(MAX_LOW_BITS, int(math.log2(1 / self.density)))
+        most = MAX_WORD_BITS if self.bits == 16 else MAX_WORD_BITS - self.bits
+        return min(most, int(math.log2(1 / self.density)))
+
+    @property
+    def word_bits(self) -> int:
+        """Of each entry, what is packed as one number: the low bits of its position, and its value's code."""
+        return self.low_bits if self.bits == 16 else self.low_bits + self.bits
 
     def marks_of(self, chunks: Chunks) -> int:
         """Return the bits that stand for the high bits of a chunk's positions."""
@@ -95,13 +101,13 @@ class Message:
         return sum(chunks.count * self.marks_of(chunks) for chunks in self.parts)
 
     @cached_property
-    def stream_bytes(self) -> tuple[int, int, int, int]:
-        """Bytes of marks, low bits, values and scales, in the order in which they are sent."""
+    def stream_bytes(self) -> tuple[int, int, int]:
+        """Bytes of marks, of words, and of scales (or of values in bf16), in the order of the message."""
+        scale_bits = self.num_entries * 16 if self.bits == 16 else self.num_chunks * self._scale_bits
         return (
             packed_bytes(self.num_marks, 1),
-            packed_bytes(self.num_entries, self.low_bits),
-            packed_bytes(self.num_entries, self.bits),
-            self.num_chunks * self._scale_bits // 8,
+            packed_bytes(self.num_entries, self.word_bits),
+            scale_bits // 8,
         )
 
     @property
@@ -112,25 +118,31 @@ class Message:
 
     @cached_property
     def _chunks(self) -> torch.Tensor:
-        """Of each chunk: where it begins in the bucket, marks less entries before it, and its entries.
+        """Of each chunk: where it begins in the bucket, marks less entries before, entries, parameter.
 
-        int64, (3, chunks).
+        int64, (4, chunks).
         """
         columns, marks, entries = [], 0, 0
         for chunks in self.parts:
             for run in chunks.runs:
                 for index in range(run.num_chunks):
-                    columns.append((run.first + index * chunks.length, marks - entries, chunks.kept))
+                    start = run.first + index * chunks.length
+                    columns.append((start, marks - entries, chunks.kept, run.parameter))
                     marks += self.marks_of(chunks)
                     entries += chunks.kept
         return torch.tensor(columns, dtype=torch.int64).T.contiguous()
 
     def _of_entries(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return of each entry its chunk, where that begins, and its mark if the high bits were zero."""
-        starts, shifts, kept = self._chunks.to(device, non_blocking=True)
+        starts, shifts, kept, _ = self._chunks.to(device, non_blocking=True)
         chunk = torch.arange(self.num_chunks, device=device)
         chunk = chunk.repeat_interleave(kept, output_size=self.num_entries)
         return chunk, starts[chunk], shifts[chunk] + torch.arange(self.num_entries, device=device)
+
+    def parameters(self, device: torch.device) -> torch.Tensor:
+        """Return the index of each entry's parameter, int64, (entries,)."""
+        _, _, kept, parameters = self._chunks.to(device, non_blocking=True)
+        return parameters.repeat_interleave(kept, output_size=self.num_entries)
 
     def packed(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the largest entries of a bucket as bytes.
@@ -153,14 +165,14 @@ class Message:
         positions, values, scales = torch.cat(found), torch.cat(picked), torch.cat(ends)
         marks = torch.zeros(self.num_marks, dtype=torch.uint8, device=flat.device)
         streams = [pack(marks.index_fill_(0, first_marks + (positions >> self.low_bits), 1), 1)]
-        if self.low_bits:
-            streams.append(pack(positions & (1 << self.low_bits) - 1, self.low_bits))
+        words = positions & (1 << self.low_bits) - 1
         if self.bits == 16:
-            streams.append(on_the_wire(values).view(torch.uint8))
+            scales = on_the_wire(values)
         else:
-            streams.append(pack(codes_of(values, scales[chunk], self.bits), self.bits))
-            streams.append(scales.view(-1).view(torch.uint8))
-        packed = torch.cat(streams)
+            words = (words << self.bits) + codes_of(values, chunk, scales, self.bits)
+        if self.word_bits:
+            streams.append(pack(words, self.word_bits))
+        packed = torch.cat([*streams, scales.view(-1).view(torch.uint8)])
         return torch.nn.functional.pad(packed, (0, self.num_bytes - len(packed)))
 
     def unpacked(self, gathered: torch.Tensor, dtype: torch.dtype) -> Entries:
@@ -170,28 +182,26 @@ class Message:
             gathered: uint8, (members, `num_bytes`).
             dtype: Of the values.
         """
-        marks, low, codes, scale_bytes = self._streams(gathered)
+        marks, words, scale_bytes = self._streams(gathered)
         chunk, starts, first_marks = self._of_entries(gathered.device)
         set_marks = unpack(marks, 1, self.num_marks)
         # The n-th mark that is set is the n-th entry's. All that are not go behind the last, and are cut off.
-        number = torch.where(set_marks > 0, set_marks.cumsum(-1) - 1, self.num_entries)
+        number = set_marks.cumsum(-1).sub_(1).masked_fill_(set_marks == 0, self.num_entries)
         places = torch.arange(self.num_marks, device=gathered.device).expand_as(number)
         behind = places.new_empty(len(gathered), self.num_entries + 1)
         high = behind.scatter_(1, number, places)[:, :-1] - first_marks
         places = starts + (high << self.low_bits)
-        if self.low_bits:
-            places += unpack(low, self.low_bits, self.num_entries)
         # Copied: bytes that begin anywhere can't be viewed as a type of several bytes.
+        scales = scale_bytes.clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
         if self.bits == 16:
-            scales = codes.clone(memory_format=torch.contiguous_format).view(SCALE_DTYPE)
+            if self.word_bits:
+                places += unpack(words, self.word_bits, self.num_entries)
             return Entries(places, scales.to(dtype), scales)
-        scales = (
-            scale_bytes.clone(memory_format=torch.contiguous_format)
-            .view(SCALE_DTYPE)
-            .view(len(gathered), self.num_chunks, 2)
-        )
-        codes = unpack(codes, self.bits, self.num_entries)
-        return Entries(places, values_of(codes, scales[:, chunk], self.bits, dtype), scales)
+        codes = unpack(words, self.word_bits, self.num_entries)
+        places += codes >> self.bits
+        scales = scales.view(len(gathered), self.num_chunks, 2)
+        codes = codes & (1 << self.bits) - 1
+        return Entries(places, values_of(codes, chunk, scales, self.bits, dtype), scales)
 
     def _streams(self, gathered: torch.Tensor) -> Sequence[torch.Tensor]:
         return gathered[:, : sum(self.stream_bytes)].split_with_sizes(self.stream_bytes, dim=1)

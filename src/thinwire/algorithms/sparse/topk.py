@@ -206,29 +206,26 @@ class TopKPlan(BucketPlan):
             torch._foreach_add_(parts, errors, alpha=self.config.error_decay)
 
     def _merge(self, result: torch.Tensor, sent: Entries, loss_scale: torch.Tensor | None) -> torch.Tensor:
-        """Add what members have sent to zeros, in their order, so that all members get the same bits."""
+        """Add what members have sent to zeros, in their order, so that all members get the same bits.
+
+        To count senders the result itself serves: another tensor of its length would cost more than all else.
+        """
         num_members = len(sent.places)
         values = sent.values if loss_scale is None else sent.values * loss_scale
         if self.config.merge == "members":
             values = values / num_members
         else:
-            senders = result.new_zeros(len(result), dtype=torch.int32)
             for places, own in zip(sent.places, sent.values, strict=True):
-                senders.index_add_(0, places, (own != 0).to(senders.dtype))
-            values = values / senders[sent.places].clamp_min_(1)
+                result.index_add_(0, places, (own != 0).to(result.dtype))
+            values = values / result[sent.places].clamp_min_(1)
+            result[sent.places] = 0
         for places, own in zip(sent.places, values, strict=True):
             result.index_add_(0, places, own)
         return result
 
     def _note(self, memory: Memory, own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
         """Keep, for each parameter, how much less remains of it than there was."""
-        parameters = torch.cat(
-            [
-                torch.full((run.num_chunks * chunks.kept,), run.parameter)
-                for chunks in self.message.parts
-                for run in chunks.runs
-            ]
-        ).to(own.device, non_blocking=True)
+        parameters = self.message.parameters(own.device)
         reduced = before.double().square() - after.double().square()
         reductions = reduced.new_zeros(len(self.specs)).index_add_(0, parameters, reduced)
         memory[REDUCTION].update(
