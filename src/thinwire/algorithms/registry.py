@@ -160,8 +160,14 @@ REGISTRY: tuple[Registered, ...] = (
         TopK,
         is_lossy=True,
         has_memory=True,
-        # Only with this decay nothing is forgotten.
-        variants=(Variant("TopK(error_decay=1)", TopK(error_decay=1), is_checked=True),),
+        # Only so nothing is forgotten.
+        variants=(
+            Variant(
+                'TopK(error_decay=1, merge="members")',
+                TopK(error_decay=1, merge="members"),
+                is_checked=True,
+            ),
+        ),
     ),
 )
 

@@ -65,8 +65,8 @@ def _by_itself(num_workers: int, merge: str) -> Tensor:
 )
 def test_an_outer_optimizer_with_momentum_is_warned_of(outer: Any) -> None:
     def body(member: Member) -> bool:
-        with pytest.warns(UserWarning, match="momentum, and TopK.* leave momentum out"):
+        with pytest.warns(UserWarning, match="momentum, and TopK.* leave momentum out") as caught:
             member.local(algorithm=TopK(), outer=outer).__enter__()
-        return True
+        return caught[0].filename == __file__
 
     assert run(1, body) == [True]

@@ -65,14 +65,18 @@ class TopK(Algorithm):
             128 that lie evenly between the smallest and the largest that is sent of the chunk. With 16, bf16.
         chunk: Entries of a chunk, at most 65,536. Chunks begin anew at each parameter, in the order of
             memory, so results do not depend on buckets.
-        error_decay: What the residual is multiplied by in each step, above 0 and at most 1. Below 1 what is
-            not sent is forgotten by and by: it is worth something only for as long as it still says where to
-            go. Only with 1 the sum of results and the mean residual is the sum of true means.
-        merge: "members" for the mean over all members, where what was not sent counts as zero. "senders" for
-            the mean over those that have sent an entry. Then an entry that only one member has
-            sent moves by all of that member's, up to as many times farther as there are members, and
-            results are larger than the mean of what was sent. The residual is in both cases what a member
-            has not sent itself, so under "senders" it does not tell what the group's result lacks.
+        error_decay: What the residual is multiplied by in each step, above 0 and at most 1. Below 1, what is
+            not sent is forgotten by and by: it is worth something only as long as it still says where to go.
+        merge: "senders" for the mean over those that have sent an entry, "members" for the mean over all,
+            where what was not sent counts as zero. With "senders" an entry that only one member has sent
+            moves by all of that member's, as many times farther as there are members. A byte GPT of 0.18 M
+            parameters, averaged every 15 steps of AdamW by 4 members for 600 steps (2 seeds), came
+            0.8 % below and just to the loss of averaging whole changes with "senders", and 5.4 % above with
+            "members"; 2 % above where the outer rate was 2.5.
+
+    The residual is what a member has not sent itself. With "members" and an `error_decay` of 1, the sum of
+    results and the mean residual is the sum of true means: nothing is lost. With "senders" results are larger
+    than the mean of what was sent, so the residual does not tell what they lack.
 
     Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for
     each chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; one host
@@ -97,7 +101,7 @@ class TopK(Algorithm):
     bits: int = 2
     chunk: int = 4096
     error_decay: float = 0.95
-    merge: Merge = "members"
+    merge: Merge = "senders"
 
     def __post_init__(self) -> None:
         for name in ("density", "error_decay"):
