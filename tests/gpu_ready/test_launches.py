@@ -100,7 +100,7 @@ REGISTERED = {
     "Quantize(bits=8)": Limit(161, 44.6, 0),
     "Quantize(bits=4)": Limit(421, 43.1, 0),
     "Quantize(bits=2)": Limit(445, 50.2, 0),
-    "TopK(error_decay=1)": Limit(942, 26.0),
+    'TopK(error_decay=1, merge="members")': Limit(942, 26.0),
     "PowerSGD(matrix_rank=1)": Limit(114, 10.1),
     "PowerSGD(matrix_rank=2)": Limit(126, 10.2),
     "PowerSGD(matrix_rank=4)": Limit(150, 10.3),

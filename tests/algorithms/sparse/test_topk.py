@@ -21,6 +21,7 @@ from thinwire.simulation import Simulation
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 
+KEEPS_ALL = TopK(error_decay=1, merge="members")
 LAYOUT = [(spec("weight", 30, 50, dtype=torch.float64), spec("bias", 30, dtype=torch.float64))]
 
 
@@ -52,6 +53,7 @@ def test_with_a_decay_of_one_nothing_is_lost_and_buckets_do_not_matter(data: st.
         bits=data.draw(st.sampled_from([2, 4, 8, 16])),
         chunk=data.draw(st.integers(1, 100)),
         error_decay=1,
+        merge="members",
     )
     num_workers, magnitude = data.draw(st.integers(1, 3)), 2.0 ** data.draw(st.integers(-8, 8))
     apart = Simulation(algorithm, [(each,) for each in specs], num_workers=num_workers)
@@ -77,7 +79,7 @@ def test_with_a_decay_of_one_nothing_is_lost_and_buckets_do_not_matter(data: st.
 def test_what_is_saved_by_three_goes_on_with_five() -> None:
     state, total = None, torch.zeros(1, dtype=torch.float64)
     for num_workers, steps in ((3, range(4)), (5, range(4, 8))):
-        simulation = Simulation(TopK(error_decay=1), LAYOUT, num_workers=num_workers)
+        simulation = Simulation(KEEPS_ALL, LAYOUT, num_workers=num_workers)
         for sync in simulation.syncs:
             if state is not None:
                 sync.load_state_dict(copy.deepcopy(state))
@@ -95,7 +97,7 @@ def test_from_another_algorithm_and_back_nothing_is_lost() -> None:
     first = PowerSGD(matrix_rank=1)
     simulation = Simulation(first, buckets(), num_workers=2)
     total = [torch.zeros(1, dtype=torch.float64) for _ in simulation.buckets]
-    for step, algorithm in enumerate([first, TopK(error_decay=1), first, TopK(error_decay=1), AllReduce()]):
+    for step, algorithm in enumerate([first, KEEPS_ALL, first, KEEPS_ALL, AllReduce()]):
         for sync in simulation.syncs:
             sync.use(algorithm)
         for seed in (2 * step, 2 * step + 1):
