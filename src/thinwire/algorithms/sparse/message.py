@@ -141,8 +141,8 @@ class Message:
 
     def parameters(self, device: torch.device) -> torch.Tensor:
         """Return the index of each entry's parameter, int64, (entries,)."""
-        _, _, kept, parameters = self._chunks.to(device, non_blocking=True)
-        return parameters.repeat_interleave(kept, output_size=self.num_entries)
+        chunks = self._chunks.to(device, non_blocking=True)
+        return chunks[3].repeat_interleave(chunks[2], output_size=self.num_entries)
 
     def packed(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the largest entries of a bucket as bytes.

@@ -76,11 +76,14 @@ class TopK(Algorithm):
 
     The residual is what a member has not sent itself. With "members" and an `error_decay` of 1, the sum of
     results and the mean residual is the sum of true means: nothing is lost. With "senders" results are larger
-    than the mean of what was sent, so the residual does not tell what they lack.
+    than the mean of what was sent, so the residual does not tell what they lack; and where uneven inputs are
+    divided by the contributors (`thinwire.join`), which raises what goes in, they are too large: use
+    "members" there.
 
     Cost per step: one round, an all-gather of (bits + 8) · density bits for each element, and 32 for
-    each chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; one host
-    synchronisation, for the finite check (none without `host_check`).
+    each chunk; the residual, fp32 (fp64 of fp64 gradients), of the size of the gradients; arithmetic of about
+    20 copies of the gradients on one CPU thread, and one more for each member; one host synchronisation, for
+    the finite check (none without `host_check`).
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range.
