@@ -16,8 +16,10 @@ from typing import cast
 import torch
 
 from thinwire.algorithms.kernels.base import Kernels
+from thinwire.algorithms.kernels.codes import CodeKernels
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
 from thinwire.algorithms.kernels.numba.limits import FACTOR_ROWS
+from thinwire.algorithms.kernels.torch_codes import TorchCodes
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "TORCH",
     "Backend",
     "backends",
+    "code_kernels_for",
     "kernels_for",
     "orthonormal_rows",
     "products",
@@ -43,11 +46,15 @@ class Backend:
         serves: Whether they serve matrices like this one at this matrix rank, in this process as it is now.
             Asked for every group of every step: cheap, reads nothing back from a device, imports nothing.
         load: Returns the kernels, or None where they can't be used; called only if they would serve.
+        serves_codes: The same of averaging in few bits: whether a tensor like this one is served.
+        load_codes: Returns the kernels for that, or None.
     """
 
     name: str
     serves: Callable[[torch.Tensor, int], bool]
     load: Callable[[], Kernels | None]
+    serves_codes: Callable[[torch.Tensor], bool]
+    load_codes: Callable[[], CodeKernels | None]
 
 
 def _numba_serves(like: torch.Tensor, matrix_rank: int) -> bool:
@@ -78,13 +85,31 @@ def _numba_kernels() -> Kernels | None:
     return cast("Kernels", module.NumbaKernels())
 
 
+def _numba_serves_codes(like: torch.Tensor) -> bool:
+    # With several threads as well: PyTorch's many passes over a part that stays in cache gain little by them.
+    return like.device.type == "cpu" and like.dtype == torch.float32
+
+
+@lru_cache(maxsize=1)
+def _numba_codes() -> CodeKernels | None:
+    if _numba_kernels() is None:
+        return None
+    module = import_module("thinwire.algorithms.kernels.numba.numba_codes")
+    return cast("CodeKernels", module.NumbaCodes())
+
+
 @lru_cache(maxsize=1)
 def _torch_kernels() -> Kernels:
     return TorchKernels()
 
 
-NUMBA = Backend("Numba", _numba_serves, _numba_kernels)
-TORCH = Backend("PyTorch", lambda like, matrix_rank: True, _torch_kernels)
+@lru_cache(maxsize=1)
+def _torch_codes() -> CodeKernels:
+    return TorchCodes()
+
+
+NUMBA = Backend("Numba", _numba_serves, _numba_kernels, _numba_serves_codes, _numba_codes)
+TORCH = Backend("PyTorch", lambda like, matrix_rank: True, _torch_kernels, lambda like: True, _torch_codes)
 
 backends: tuple[Backend, ...] = (NUMBA, TORCH)
 """By preference; the last one serves everything. The switch of tests and benchmarks, read at every call:
@@ -102,6 +127,21 @@ def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
     for backend in backends:
         if backend.serves(like, matrix_rank):
             kernels = backend.load()
+            if kernels is not None:
+                return kernels
+    names = ", ".join(backend.name for backend in backends)
+    raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+
+
+def code_kernels_for(like: torch.Tensor) -> CodeKernels:
+    """Return the kernels of the first backend that serves averaging in few bits.
+
+    Args:
+        like: What is averaged; its device and type count.
+    """
+    for backend in backends:
+        if backend.serves_codes(like):
+            kernels = backend.load_codes()
             if kernels is not None:
                 return kernels
     names = ", ".join(backend.name for backend in backends)

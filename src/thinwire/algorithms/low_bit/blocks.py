@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -84,6 +84,25 @@ class Blocks:
             flat[first * self.block : first * self.block + numel]
             for first, numel in zip(self.starts[:-1], self.numels, strict=True)
         ]
+
+    def pieces(self, some: slice) -> Iterator[tuple[slice, slice]]:
+        """Yield where blocks lie in the flat tensors, and where in rows of their own; both in elements.
+
+        Args:
+            some: The blocks.
+        """
+        offsets = accumulate(self.numels, initial=0)
+        for numel, first, stop, offset in zip(
+            self.numels, self.starts[:-1], self.starts[1:], offsets, strict=False
+        ):
+            start, end = max(first, some.start), min(stop, some.stop)
+            if start < end:
+                here = slice((start - first) * self.block, min((end - first) * self.block, numel))
+                there = (start - some.start) * self.block
+                yield (
+                    slice(offset + here.start, offset + here.stop),
+                    slice(there, there + here.stop - here.start),
+                )
 
     def spread(self, values: Sequence[int]) -> torch.Tensor:
         """Return a number for each tensor as one for each of its blocks."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from thinwire.algorithms.kernels.codes import CodeKernels
+from thinwire.algorithms.kernels.dispatch import code_kernels_for
 from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import Codebook
-from thinwire.algorithms.low_bit.codes import SCALE_BYTES, Coded, averaged, decoded, encoded
+from thinwire.algorithms.low_bit.coded import SCALE_BYTES, Coded
 from thinwire.algorithms.low_bit.rounding import Draws
 from thinwire.algorithms.requests import AllGather, AllToAll, Message, Request
 
@@ -29,7 +31,7 @@ class LowBitMean:
         own: Which blocks those are.
         blocks: Of all.
         codebook: The levels.
-        dtype: That of the computation.
+        kernels: What decodes.
     """
 
     coded: Coded
@@ -38,34 +40,48 @@ class LowBitMean:
     own: slice
     blocks: Blocks
     codebook: Codebook
-    dtype: torch.dtype
+    kernels: CodeKernels
 
     @property
     def scales(self) -> torch.Tensor:
         """Those of the mean, the same on all members: finite where all that was sent is finite."""
         return self.coded.scales
 
-    def rows(self) -> torch.Tensor:
-        """Return the mean, shape (blocks, block)."""
-        return decoded(self.coded, self.blocks.block, self.codebook, self.dtype)
+    def write(self, flat: torch.Tensor) -> None:
+        """Write the mean.
 
-    def unsent(self, rows: torch.Tensor) -> torch.Tensor:
+        Args:
+            flat: In the type that was averaged.
+        """
+        self.kernels.decode(self.coded, self.blocks, self.codebook, flat)
+
+    def as_sent(self, flat: torch.Tensor) -> None:
+        """Write what this member has sent: its own numbers, rounded.
+
+        Args:
+            flat: In the type that was averaged.
+        """
+        self.kernels.decode(self.sent, self.blocks, self.codebook, flat)
+
+    def unsent(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this member's residual.
 
         Its mean over the members and the mean in few bits add up to the true mean: what coding the mean has
         lost is owed by the member that knows it, for all.
 
         Args:
-            rows: What was to be sent.
+            flat: What was to be sent, only read.
         """
-        residual = rows - decoded(self.sent, self.blocks.block, self.codebook, self.dtype)
+        residual = self.kernels.remainder(flat, self.sent, self.blocks, self.codebook)
         if self.lost is not None:
-            residual[self.own] += self.blocks.num_members * self.lost
+            lost = (self.blocks.num_members * self.lost).view(-1)
+            for here, there in self.blocks.pieces(self.own):
+                residual[here] += lost[there]
         return residual
 
 
 def low_bit_mean(
-    rows: torch.Tensor,
+    flat: torch.Tensor,
     blocks: Blocks,
     codebook: Codebook,
     rank: int,
@@ -79,8 +95,9 @@ def low_bit_mean(
     is the same on all, to the bit.
 
     Args:
-        rows: Shape (blocks, block), fp32 or fp64, zeros behind the end of short blocks; only read.
-        blocks: Of the bucket.
+        flat: The tensors that `blocks` divides, one after the other, fp32 or fp64; only read, and not after
+            the first message.
+        blocks: Of them.
         codebook: The levels.
         rank: This member's place in the group.
         draws: For stochastic rounding, of this member and of the mean; None for the nearest level.
@@ -88,29 +105,23 @@ def low_bit_mean(
 
     Cost: two rounds, a message each, all in all the bytes of an all-reduce of codes and scales.
     """
-    own = blocks.own(rank)
+    own, kernels = blocks.own(rank), code_kernels_for(flat)
     of_member, of_mean = draws or (None, None)
-    sent = encoded(rows, blocks.lengths(rows.device), codebook, of_member)
+    sent = kernels.encoded(flat, blocks, codebook, of_member)
     members, share = blocks.num_members, blocks.share
     scales, codes = _filled(sent.scales, members * share), _filled(sent.codes, members * share)
     parts = [scales.view(torch.uint8).view(members, -1), codes.view(members, -1)]
     arrived = _taken_apart((yield AllToAll(torch.cat(parts, dim=1))), share)
 
     count = own.stop - own.start
-    received = Coded(arrived.codes[:, :count], arrived.scales[:, :count])
-    mean, lost = averaged(
-        received,
-        blocks,
-        own,
-        codebook,
-        rows.dtype,
-        None if of_mean is None else of_mean.of(own),
-        keeps_lost=keeps_lost,
-    )
+    received = Coded(arrived.codes[:, :count].contiguous(), arrived.scales[:, :count].contiguous())
+    lost = flat.new_empty(count, blocks.block) if keeps_lost else None
+    of_share = None if of_mean is None else of_mean.of(own)
+    mean = kernels.averaged(received, blocks, own, codebook, of_share, lost, flat.dtype)
     parts = [_filled(mean.scales, share).view(torch.uint8), _filled(mean.codes, share).view(-1)]
     gathered = _taken_apart((yield AllGather(torch.cat(parts))), share)
     coded = Coded(gathered.codes.flatten(0, 1)[: blocks.total], gathered.scales.flatten()[: blocks.total])
-    return LowBitMean(coded, sent, lost, own, blocks, codebook, rows.dtype)
+    return LowBitMean(coded, sent, lost, own, blocks, codebook, kernels)
 
 
 def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
@@ -124,5 +135,5 @@ def _taken_apart(rows: torch.Tensor, share: int) -> Coded:
     scale_bytes = share * SCALE_BYTES
     # Of several buckets' messages that travelled as one, a part may begin between two numbers.
     scales = rows[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-    members = len(rows)
-    return Coded(rows[:, scale_bytes:].reshape(members, share, -1), scales)
+    codes = rows[:, scale_bytes:].reshape(len(rows), share, -1 if share else 0)
+    return Coded(codes, scales)

@@ -7,14 +7,13 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal
 
-import torch
-
 from thinwire.algorithms.base import NO_CHOICES, Algorithm, Bucket, BucketPlan, Choices, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
+from thinwire.algorithms.kernels.matrices import round_into
 from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
-from thinwire.algorithms.low_bit.codes import block_bytes
+from thinwire.algorithms.low_bit.coded import block_bytes
 from thinwire.algorithms.low_bit.mean import low_bit_mean
 from thinwire.algorithms.low_bit.rounding import Draws, draws_for
 from thinwire.algorithms.requests import Commit, Requests, all_finite
@@ -153,15 +152,18 @@ class QuantizePlan(BucketPlan):
         if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
             yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
             return
+        if not self.blocks.total:
+            yield Commit(all_finite, writes=False)
+            return
         dtype = self.specs[0].memory_dtype
-        rows = self.blocks.rows(bucket.flat.to(dtype))
+        values = bucket.flat.to(dtype)
         if keeps_residual:
-            for part, name in zip(self.blocks.parts(rows), self.names, strict=True):
+            for part, name in zip(bucket.split(values), self.names, strict=True):
                 owed = memory[ERROR].get(name)
                 if owed is not None:
                     part.add_(owed if scale is None else owed * scale)
         found = yield from low_bit_mean(
-            rows,
+            values,
             self.blocks,
             CODEBOOKS[config.bits],
             bucket.rank,
@@ -170,18 +172,14 @@ class QuantizePlan(BucketPlan):
         )
         # Only the gathered scales are the same on all members: a gate on others would open for some.
         yield Commit(lambda: all_finite(found.scales.float()), writes=keeps_residual)
-        residual = found.unsent(rows) if keeps_residual else None
-        limit = torch.finfo(bucket.flat.dtype).max
-        mean = found.rows().clamp_(-limit, limit)
-        torch._foreach_copy_(list(bucket.gradients), self.blocks.parts(mean))
-        if residual is None:
-            return
-        if bucket.flat.dtype != dtype:
-            held = self.blocks.rows(bucket.flat.to(dtype))
-            residual += found.rows().sub_(held)
-        if scale is not None:
-            residual /= scale
-        memory[ERROR].update(zip(self.names, self.blocks.parts(residual), strict=True))
+        residual = found.unsent(values) if keeps_residual else None
+        found.write(values)
+        if values is not bucket.flat:
+            round_into(bucket.flat, values, residual, None)
+        if residual is not None:
+            if scale is not None:
+                residual /= scale
+            memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
 
     def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws] | None:
         """Return the draws of this member and of the mean, if there are any."""

@@ -24,6 +24,7 @@ __all__ = [
     "fetch",
     "first_lanes",
     "load",
+    "operation",
     "pointer",
     "splat",
     "store",
@@ -66,7 +67,7 @@ class _MaskModel(models.PrimitiveModel):
 vector, mask_of_lanes = VectorType("Vector"), MaskType("Mask")
 
 
-def _operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+def operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make an operation of compiled code of a function that emits it."""
 
     def decorated(emit: Callable[..., Any]) -> Any:
@@ -83,7 +84,7 @@ def _operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
     return decorated
 
 
-@_operation(types.CPointer(types.float32)(types.int64))  # type: ignore[no-untyped-call]
+@operation(types.CPointer(types.float32)(types.int64))  # type: ignore[no-untyped-call]
 def pointer(builder: Any, address: Any) -> Any:
     """Emit a pointer to fp32 numbers at an address.
 
@@ -94,7 +95,7 @@ def pointer(builder: Any, address: Any) -> Any:
     return builder.inttoptr(address, FLOAT.as_pointer())
 
 
-@_operation(vector(types.float32))
+@operation(vector(types.float32))
 def splat(builder: Any, number: Any) -> Any:
     """Emit a vector of one number.
 
@@ -105,7 +106,7 @@ def splat(builder: Any, number: Any) -> Any:
     return _repeated(builder, number)
 
 
-@_operation(mask_of_lanes(types.int64))
+@operation(mask_of_lanes(types.int64))
 def first_lanes(builder: Any, count: Any) -> Any:
     """Emit the mask of the first `count` of sixteen.
 
@@ -117,7 +118,7 @@ def first_lanes(builder: Any, count: Any) -> Any:
     return builder.icmp_unsigned("<", ir.Constant(INDICES, list(range(LANES))), counts)
 
 
-@_operation(vector(types.int64, mask_of_lanes))
+@operation(vector(types.int64, mask_of_lanes))
 def load(builder: Any, address: Any, mask: Any) -> Any:
     """Emit the load of numbers at an address; zeros outside the mask, where memory is not touched.
 
@@ -131,7 +132,7 @@ def load(builder: Any, address: Any, mask: Any) -> Any:
     return _call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)
 
 
-@_operation(types.void(types.int64, vector, mask_of_lanes))
+@operation(types.void(types.int64, vector, mask_of_lanes))
 def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
     """Emit the store of the numbers inside a mask.
 
@@ -145,7 +146,7 @@ def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
     return _call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
 
 
-@_operation(types.void(types.int64, vector))
+@operation(types.void(types.int64, vector))
 def stream(builder: Any, address: Any, numbers: Any) -> None:
     """Emit the store of numbers past the caches.
 
@@ -158,13 +159,13 @@ def stream(builder: Any, address: Any, numbers: Any) -> None:
     written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
 
 
-@_operation(types.void())
+@operation(types.void())
 def streamed(builder: Any) -> None:
     """Emit a fence: all threads see what was written past the caches."""
     builder.fence("seq_cst")
 
 
-@_operation(types.float32(vector))
+@operation(types.float32(vector))
 def total(builder: Any, numbers: Any) -> Any:
     """Emit the sum of a vector's numbers, in any order.
 
@@ -176,7 +177,7 @@ def total(builder: Any, numbers: Any) -> Any:
     return _call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
 
 
-@_operation(types.void(types.int64))
+@operation(types.void(types.int64))
 def fetch(builder: Any, address: Any) -> Any:
     """Emit a request for a line of memory, into a core's second cache.
 
@@ -190,17 +191,17 @@ def fetch(builder: Any, address: Any) -> Any:
 
 
 # A product and a sum may become one operation.
-@_operation(vector(vector, vector))
+@operation(vector(vector, vector))
 def _sum(builder: Any, x: Any, y: Any) -> Any:
     return builder.fadd(x, y, flags=("contract",))
 
 
-@_operation(vector(vector, vector))
+@operation(vector(vector, vector))
 def _difference(builder: Any, x: Any, y: Any) -> Any:
     return builder.fsub(x, y, flags=("contract",))
 
 
-@_operation(vector(vector, vector))
+@operation(vector(vector, vector))
 def _product(builder: Any, x: Any, y: Any) -> Any:
     return builder.fmul(x, y, flags=("contract",))
 

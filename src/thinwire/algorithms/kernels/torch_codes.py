@@ -1,0 +1,148 @@
+"""Codes by PyTorch: for every device and type, nearest and stochastic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from thinwire.algorithms.kernels.codes import CodeKernels
+from thinwire.algorithms.low_bit.blocks import Blocks
+from thinwire.algorithms.low_bit.codebooks import Codebook
+from thinwire.algorithms.low_bit.coded import Coded
+from thinwire.algorithms.low_bit.packing import pack, packed_bytes, unpack
+from thinwire.algorithms.low_bit.rounding import Draws
+
+__all__ = ["TorchCodes"]
+
+# So many are coded at a time on the CPU: they stay in a core's cache.
+CACHED_ELEMENTS = 1 << 16
+
+
+class TorchCodes(CodeKernels):
+    """PyTorch's operations on a row for each block; see `CodeKernels` for what each method does."""
+
+    def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+        """As `CodeKernels.encoded`; where blocks are short, a copy is filled up with zeros."""
+        return _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
+
+    def averaged(
+        self,
+        received: Coded,
+        blocks: Blocks,
+        own: slice,
+        codebook: Codebook,
+        draws: Draws | None,
+        lost: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> Coded:
+        """As `CodeKernels.averaged`."""
+        members, num_blocks = received.scales.shape
+        device, block = received.scales.device, blocks.block
+        lengths = blocks.lengths(device)[own]
+        levels = torch.tensor(codebook.levels, dtype=dtype, device=device)
+        mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
+        for some in _cached(mean, copies=members):
+            sent = Coded(received.codes[:, some], received.scales[:, some])
+            torch.sum(_decoded(sent, levels, block, codebook, divisor=members), 0, out=mean[some])
+            if not blocks.are_whole:
+                is_behind = torch.arange(block, device=device) >= lengths[some, None]
+                mean[some].masked_fill_(is_behind, 0)
+        coded = _encoded(mean, lengths, codebook, draws)
+        if lost is not None:
+            for some in _cached(mean):
+                part = Coded(coded.codes[some], coded.scales[some])
+                lost[some] -= _decoded(part, levels, block, codebook)
+        return coded
+
+    def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+        """As `CodeKernels.decode`; where blocks are short, by way of a copy."""
+        block = blocks.block
+        levels = torch.tensor(codebook.levels, dtype=flat.dtype, device=flat.device)
+        rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
+        for some in _cached(rows):
+            rows[some] = _decoded(Coded(coded.codes[some], coded.scales[some]), levels, block, codebook)
+        if not blocks.are_whole:
+            torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
+
+    def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+        """As `CodeKernels.remainder`."""
+        sent = torch.empty_like(flat)
+        self.decode(coded, blocks, codebook, sent)
+        return torch.sub(flat, sent, out=sent)
+
+
+def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
+    """Yield blocks that are worked on together."""
+    count, block = rows.shape
+    together = max(1, CACHED_ELEMENTS // (copies * block)) if rows.device.type == "cpu" else max(1, count)
+    return (slice(start, min(start + together, count)) for start in range(0, count, together))
+
+
+def _encoded(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook, draws: Draws | None) -> Coded:
+    num_blocks, block = rows.shape
+    size = packed_bytes(block, codebook.bits)
+    codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
+    scales = torch.empty(num_blocks, dtype=torch.bfloat16, device=rows.device)
+    levels = torch.tensor(codebook.levels, dtype=rows.dtype, device=rows.device)
+    for some in _cached(rows):
+        part = rows[some]
+        scales[some] = _scales(part, lengths[some], codebook)
+        units = part * _inverse(scales[some], rows.dtype)[:, None]
+        if draws is None:
+            places = _nearest(units, levels, codebook)
+        else:
+            places = _drawn(units, levels, draws.of(some).uniform(block, rows.dtype))
+        codes[some] = pack(places, codebook.bits)
+    return Coded(codes, scales)
+
+
+def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Return the scale of each block, in bf16."""
+    tiny = torch.finfo(torch.bfloat16).tiny
+    magnitudes = rows.abs()
+    largest = magnitudes.amax(1)
+    if codebook.statistic == "largest":
+        wanted = (largest / codebook.levels[-1]).float()
+        scales = wanted.bfloat16()
+        # Not below what is wanted, or the largest would be cut off.
+        raised = (scales.view(torch.int16) + 1).view(torch.bfloat16)
+        scales = torch.where(scales.float() < wanted, raised, scales)
+    else:
+        # Of shares of the largest: squares of the numbers themselves could leave the range.
+        shares = magnitudes * torch.where(largest < tiny, 0, 1 / largest)[:, None]
+        if codebook.statistic == "mean magnitude":
+            scales = (largest * (shares.sum(1) / lengths)).bfloat16()
+        else:
+            scales = (largest * (shares.square().sum(1) / lengths).sqrt()).bfloat16()
+    return torch.where(scales < tiny, 0, scales)  # one over it would not be finite; NaN stays
+
+
+def _inverse(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    wide = scales.to(dtype)
+    return torch.where(wide > 0, 1 / wide, 0)
+
+
+def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Return the place of the level that is nearest, uint8."""
+    if codebook.is_linear:
+        last = codebook.levels[-1]
+        return (units.round().clamp_(-last, last) + last).nan_to_num_(0).to(torch.uint8)
+    return torch.bucketize(units, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+def _drawn(units: torch.Tensor, levels: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Return the place of one of the two levels around each number, so that their mean is it, uint8."""
+    lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
+    share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
+    return (lower + (uniform < share)).to(torch.uint8)
+
+
+def _decoded(
+    coded: Coded, levels: torch.Tensor, block: int, codebook: Codebook, divisor: int = 1
+) -> torch.Tensor:
+    scales = coded.scales.to(levels.dtype)
+    # So that what is infinite does not end as the largest number of the gradient's type.
+    scales = torch.where(scales.isfinite(), scales, torch.nan) / divisor
+    places = unpack(coded.codes, codebook.bits, block)
+    return levels[places.int()].mul_(scales[..., None])

@@ -1,0 +1,231 @@
+"""Codes and scales against NumPy, one number after the other, and the compiled passes against PyTorch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.codes import CodeKernels
+from thinwire.algorithms.low_bit.blocks import Blocks
+from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
+from thinwire.algorithms.low_bit.coded import Coded
+from thinwire.algorithms.low_bit.rounding import draws_for
+
+every_bits = pytest.mark.parametrize("bits", CODEBOOKS)
+BLOCKS = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
+
+
+@pytest.fixture(params=["torch", "numba"])
+def kernels(request: pytest.FixtureRequest) -> CodeKernels:
+    if request.param == "torch":
+        return dispatch.TORCH.load_codes() or pytest.fail("PyTorch's are always there")
+    return numba_kernels()
+
+
+def numba_kernels() -> CodeKernels:
+    pytest.importorskip("numba", reason="NO NUMBA HERE: nothing compiled was tested")
+    return dispatch.NUMBA.load_codes() or pytest.fail("Numba is there but can't be used")
+
+
+def numbers(blocks: Blocks = BLOCKS, seed: int = 0) -> torch.Tensor:
+    """Of many sizes, with zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(2, sum(blocks.numels), generator=generator)
+    flat = drawn[0] * (4 * drawn[1]).exp()
+    flat[70:140] = 0
+    return flat
+
+
+def lloyd(count: int) -> np.ndarray:
+    """The levels with the least mean squared error on a Gaussian, by Lloyd's iteration."""
+    levels = np.linspace(-2, 2, count)
+    for _ in range(300):
+        edges = np.array([-np.inf, *(levels[1:] + levels[:-1]) / 2, np.inf])
+        density = np.exp(-(edges**2) / 2) / math.sqrt(2 * math.pi)
+        below = np.array([(1 + math.erf(edge / math.sqrt(2))) / 2 for edge in edges])
+        levels = (density[:-1] - density[1:]) / (below[1:] - below[:-1])
+    return levels
+
+
+def reference_levels(bits: int) -> np.ndarray:
+    """In units of the scale."""
+    if bits == 8:
+        return np.arange(-127, 128, dtype=np.float64)
+    if bits == 4:
+        return np.array([k * (112 + k * k) for k in range(-7, 8)], np.float64)
+    return lloyd(2**bits) if bits > 1 else np.array([-1.0, 1.0])
+
+
+def reference_blocks(blocks: Blocks, flat: np.ndarray) -> Iterator[np.ndarray]:
+    """The numbers of each block."""
+    at = 0
+    for numel in blocks.numels:
+        for start in range(0, numel, blocks.block):
+            yield flat[at + start : at + min(start + blocks.block, numel)]
+        at += numel
+
+
+def reference(bits: int, block: np.ndarray) -> tuple[float, np.ndarray]:
+    """Scale, and what the numbers become, in float64 but for the scale's last bits."""
+    levels = reference_levels(bits)
+    if bits >= 4:
+        scale = np.abs(block).max() / levels[-1]
+    elif bits > 1:
+        scale = math.sqrt(np.square(block).mean())
+    else:
+        scale = np.abs(block).mean()
+    nearest = np.abs(block[:, None] - scale * levels).argmin(1)
+    return scale, scale * levels[nearest]
+
+
+@pytest.mark.parametrize(("bits", "count"), [(3, 8), (2, 4)])
+def test_levels_of_few_bits_are_the_best_of_a_gaussian(bits: int, count: int) -> None:
+    np.testing.assert_allclose(CODEBOOKS[bits].levels, lloyd(count), atol=2e-5)
+
+
+def test_levels_of_4_bits_serve_a_gaussian_nearly_as_well_as_the_best_fifteen() -> None:
+    draws = np.random.default_rng(0).normal(size=(1000, 64))
+    shares = draws / np.abs(draws).max(1, keepdims=True)
+
+    def error(levels: np.ndarray) -> float:
+        nearest = np.abs(shares[..., None] - levels / levels[-1]).min(2)
+        return float(np.square(nearest).mean())
+
+    levels = np.array(CODEBOOKS[4].levels)
+    assert 0.0 in levels
+    assert error(levels) < 1.06 * error(lloyd(15)) < 0.9 * error(np.arange(-7.0, 8.0))
+
+
+@every_bits
+def test_each_number_becomes_the_nearest_level(bits: int, kernels: CodeKernels) -> None:
+    flat, codebook = numbers(), CODEBOOKS[bits]
+    coded = kernels.encoded(flat, BLOCKS, codebook, None)
+    assert coded.codes.shape == (BLOCKS.total, 64 * bits // 8)
+    found = torch.empty_like(flat)
+    kernels.decode(coded, BLOCKS, codebook, found)
+    blocks = reference_blocks(BLOCKS, flat.double().numpy())
+    results = reference_blocks(BLOCKS, found.double().numpy())
+    for scale, block, result in zip(coded.scales.double().tolist(), blocks, results, strict=True):
+        wanted, _ = reference(bits, block)
+        # Rounded to bf16; upwards, where the largest number must not be cut off.
+        assert scale == pytest.approx(wanted, rel=2**-7)
+        assert bits < 4 or scale >= wanted * (1 - 1e-6)
+        levels = scale * np.array(CODEBOOKS[bits].levels)
+        distance = np.abs(block[:, None] - levels)
+        chosen = np.abs(block - result)
+        assert (chosen <= distance.min(1) + 1e-5 * scale * abs(levels).max()).all() or scale == 0
+        assert (result[block == 0] == 0).all() or bits < 4
+
+
+@every_bits
+def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
+    codebook, own = CODEBOOKS[bits], BLOCKS.own(0)
+    sent = [kernels.encoded(numbers(seed=seed), BLOCKS, codebook, None) for seed in range(3)]
+    values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
+    for each, flat in zip(sent, values, strict=True):
+        kernels.decode(each, BLOCKS, codebook, flat)
+    received = Coded(
+        torch.stack([each.codes[own] for each in sent]), torch.stack([each.scales[own] for each in sent])
+    )
+    lost = torch.empty(own.stop - own.start, 64)
+    mean = kernels.averaged(received, BLOCKS, own, codebook, None, lost, torch.float32)
+    true = np.mean([flat.double().numpy() for flat in values], axis=0)
+    levels = np.array(codebook.levels)
+    blocks = list(reference_blocks(BLOCKS, true))[own]
+    decoded = torch.empty(sum(BLOCKS.numels))
+    whole = kernels.encoded(decoded.zero_(), BLOCKS, codebook, None)
+    whole.codes[own], whole.scales[own] = mean.codes, mean.scales
+    kernels.decode(whole, BLOCKS, codebook, decoded)
+    results = list(reference_blocks(BLOCKS, decoded.double().numpy()))[own]
+    for block, result, left, scale in zip(blocks, results, lost, mean.scales.double().tolist(), strict=True):
+        distance = np.abs(block[:, None] - scale * levels).min(1)
+        size = scale * levels[-1]
+        assert (np.abs(block - result) <= distance + 1e-5 * size).all()
+        np.testing.assert_allclose(left[: len(block)].double(), block - result, atol=1e-5 * size)
+
+
+@every_bits
+@pytest.mark.parametrize("block", [16, 64, 144])
+def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
+    """Decoded to the bit: members of one group may have other kernels."""
+    compiled, plain = numba_kernels(), dispatch.TORCH.load_codes()
+    assert plain is not None
+    blocks, codebook = Blocks((500, 3, 0, 2 * block, 1, 65), block, 2), CODEBOOKS[bits]
+    flat = numbers(blocks)
+    mine, theirs = (each.encoded(flat, blocks, codebook, None) for each in (compiled, plain))
+    torch.testing.assert_close(mine.scales.float(), theirs.scales.float(), rtol=2**-7, atol=0)
+    assert (mine.codes != theirs.codes).float().mean() < 0.1
+    theirs = mine
+    decoded = [torch.empty_like(flat) for _ in range(2)]
+    for each, target in zip((compiled, plain), decoded, strict=True):
+        each.decode(theirs, blocks, codebook, target)
+    assert torch.equal(*decoded)
+    left = compiled.remainder(flat, mine, blocks, codebook)
+    torch.testing.assert_close(left, flat - decoded[0], rtol=1e-5, atol=1e-5)
+
+
+@every_bits
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_what_is_not_finite_has_such_a_scale_and_comes_out_as_nan(
+    bits: int, value: float, kernels: CodeKernels
+) -> None:
+    flat, codebook = numbers(), CODEBOOKS[bits]
+    flat[5] = value
+    coded = kernels.encoded(flat, BLOCKS, codebook, None)
+    assert coded.scales.isfinite().tolist() == [False] + [True] * (BLOCKS.total - 1)
+    found = torch.empty_like(flat)
+    kernels.decode(coded, BLOCKS, codebook, found)
+    assert found[:64].isnan().all()
+    assert found[64:].isfinite().all()
+
+
+@every_bits
+@pytest.mark.parametrize("size", [1e-42, 1e-30, 1e30, 1e37])
+def test_sizes_near_the_ends_of_the_range_have_finite_scales(
+    bits: int, size: float, kernels: CodeKernels
+) -> None:
+    flat = torch.linspace(-1, 1, 64) * size
+    blocks, found = Blocks((64,), 64, 1), torch.empty(64)
+    kernels.decode(kernels.encoded(flat, blocks, CODEBOOKS[bits], None), blocks, CODEBOOKS[bits], found)
+    assert (flat - found).double().norm() <= flat.double().norm()
+    assert size < 1e-37 or (flat - found).double().norm() < 0.5 * flat.double().norm()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels) -> None:
+    blocks, codebook = Blocks((64,) * 400, 64, 1), CODEBOOKS[bits]
+    one = torch.linspace(-1, 1, 64) ** 3
+    names = [f"layer {index}" for index in range(400)]
+    draws = draws_for(blocks, names, 0, 0, 0, one.device)
+    coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
+    found = torch.empty(64 * 400)
+    kernels.decode(coded, blocks, codebook, found)
+    step = (torch.tensor(codebook.levels).diff().max() * coded.scales[0]).item()
+    assert (found.view(400, 64) - one).abs().max() <= 1.01 * step
+    assert found.view(400, 64).std(0).max() > 0.2 * step / 8
+    assert (found.view(400, 64).mean(0) - one).abs().max() < 4 * step / 2 / math.sqrt(400)
+
+
+def test_draws_depend_on_name_step_seed_and_who_but_not_on_neighbours() -> None:
+    alone, among = Blocks((100,), 16, 2), Blocks((30, 100), 16, 2)
+    device = torch.device("cpu")
+
+    def drawn(blocks: Blocks, names: list[str], seed: int = 0, step: int = 0, who: int = 0) -> torch.Tensor:
+        return draws_for(blocks, names, seed, step, who, device).uniform(16, torch.float32)[-7:]
+
+    first = drawn(alone, ["weight"])
+    assert torch.equal(first, drawn(among, ["bias", "weight"]))
+    assert 0 <= first.min() < first.max() < 1
+    others = [
+        drawn(alone, ["bias"]),
+        drawn(alone, ["weight"], seed=1),
+        drawn(alone, ["weight"], step=1),
+        drawn(alone, ["weight"], who=1),
+    ]
+    for other in others:
+        assert (other != first).float().mean() > 0.9

@@ -1,0 +1,251 @@
+"""Averaging in few bits: what travels, what is lost, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from catalog import flat_error, random_gradients, spec, true_means
+from thinwire import AllReduce, PowerSGD, Quantize
+from thinwire.algorithms.kernels import dispatch
+from thinwire.channel import wire_bytes
+from thinwire.errors import ConfigError
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
+
+Layout = Sequence[tuple[ParameterSpec, ...]]
+
+# Of bf16's, in and out: what a step may weigh.
+SHARES = {8: 0.52, 4: 0.27, 3: 0.21, 2: 0.15, 1: 0.08}
+
+
+@pytest.fixture(autouse=True)
+def products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+
+
+def stepped(algorithm: Quantize, layout: Layout, num_workers: int, seed: int = 0, steps: int = 1) -> Any:
+    """Simulation and the results of worker 0, after checking that the others have the same."""
+    simulation = Simulation(algorithm, layout, num_workers=num_workers)
+    results = []
+    for step in range(steps):
+        gradients = random_gradients(layout, num_workers=num_workers, seed=seed + step)
+        assert simulation.step(gradients)
+        for others in gradients[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(gradients[0], others, strict=True))
+        results.append(gradients[0])
+    return simulation, results
+
+
+@pytest.mark.parametrize("bits", SHARES)
+@pytest.mark.parametrize("members", [2, 3, 8, 16])
+def test_bytes_on_the_wire_beside_those_of_bf16(bits: int, members: int) -> None:
+    """Of a GPT's layer with its vectors, 25 MB of matrices, and a small first bucket."""
+    width = 768
+    layer = (
+        spec("norm", width), spec("up", 4 * width, width), spec("up.bias", 4 * width),
+        spec("down", width, 4 * width), spec("down.bias", width),
+    )  # fmt: skip
+    large = tuple(spec(f"large.{index}", 1024, 1024) for index in range(6))
+    small = (spec("head", 256, 1024), spec("head.bias", 256))
+    for bucket in (layer, large, small):
+        plan = Quantize(bits).prepare(bucket, num_members=members)
+        before = wire_bytes("all_reduce", 2 * sum(each.numel for each in bucket), members)
+        message_bytes = sum(route.message_bytes for route in plan.routes)
+        # Half of it is handed over to everyone, and a member's share of the other half is gathered.
+        exchanged = wire_bytes("all_to_all", message_bytes, members)
+        gathered = wire_bytes("all_gather", message_bytes // members, members)
+        assert exchanged + gathered <= SHARES[bits] * before
+
+
+@pytest.mark.parametrize("bits", SHARES)
+def test_what_leaves_a_member_is_what_the_plan_says(bits: int) -> None:
+    layout = [(spec("weight", 256, 192), spec("bias", 192)), (spec("last", 100, 100),)]
+    simulation, _ = stepped(Quantize(bits), layout, 3)
+    sent = simulation.engines[0].traffic.by_collective
+    assert set(sent) == {"all_to_all", "all_gather"}
+    bytes_of = {name: each.sent_bytes for name, each in sent.items()}
+    assert bytes_of["all_to_all"] == bytes_of["all_gather"]
+    plan_bytes = simulation.syncs[0].plan.message_bytes
+    assert sum(bytes_of.values()) == wire_bytes("all_reduce", plan_bytes, 3)
+    assert sum(bytes_of.values()) < 1.02 * SHARES[bits] * wire_bytes("all_reduce", 2 * 59_344, 3)
+
+
+# Squared error of a mean of three members: those of a Gaussian's levels, twice.
+ERRORS = {8: 0.012, 4: 0.16, 3: 0.29, 2: 0.53, 1: 1.0}
+
+
+@pytest.mark.parametrize("bits", SHARES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_the_mean_is_near_the_true_one(bits: int, rounding: Any) -> None:
+    layout = [(spec("weight", 64, 64),)]
+    _, ((mean,),) = stepped(Quantize(bits, rounding=rounding), layout, 3)
+    (true,) = true_means(random_gradients(layout, num_workers=3, seed=0))
+    error = ((mean - true).norm() / true.norm()).item()
+    assert ERRORS[bits] / 8 < error < ERRORS[bits] * (1 if rounding == "nearest" else 1.6)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_results_do_not_depend_on_what_shares_a_bucket(rounding: Any) -> None:
+    """DDP makes other buckets after the first step: a resumed run must be the run that went on."""
+    first, second = spec("first", 33, 7), spec("second", 50)
+    quantize = Quantize(2, rounding=rounding)
+    gradients = random_gradients([(first, second)], num_workers=3, seed=0)
+    apart = [list(flat.clone().split_with_sizes([231, 50])) for (flat,) in gradients]
+    turned = [[torch.cat([parts[1], parts[0]])] for parts in apart]
+    assert Simulation(quantize, [(first, second)], num_workers=3).step(gradients)
+    assert Simulation(quantize, [(first,), (second,)], num_workers=3).step(apart)
+    assert Simulation(quantize, [(second, first)], num_workers=3).step(turned)
+    assert torch.equal(gradients[0][0], torch.cat(apart[0]))
+    assert torch.equal(gradients[0][0], turned[0][0].roll(231))
+
+
+def test_zeros_stay_zeros_from_4_bits_on() -> None:
+    for bits in (4, 8):
+        gradients = [[torch.zeros(64)] for _ in range(2)]
+        for (flat,) in gradients:
+            flat[3] = 5.0
+        assert Simulation(Quantize(bits), [(spec("weight", 64),)], num_workers=2).step(gradients)
+        assert gradients[0][0].count_nonzero() == 1
+
+
+def test_more_members_than_blocks_and_parameters_without_elements() -> None:
+    layout = [(spec("empty", 0, 3), spec("scalar")), (spec("nothing", 0),)]
+    simulation, results = stepped(Quantize(8), layout, 5, steps=2)
+    for step, result in enumerate(results):
+        true = true_means(random_gradients(layout, num_workers=5, seed=step))[0]
+        torch.testing.assert_close(result[0].double(), true, rtol=2e-2, atol=1e-6)
+    assert simulation.syncs[0].plan.routes[-1].message_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_results_stay_within_the_range_of_16_bits(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max / 2
+    gradients = [[torch.full((64,), most, dtype=dtype)] for _ in range(2)]
+    gradients[0][0][1] = gradients[1][0][1] = 0
+    assert Simulation(Quantize(2), [(spec("weight", 64, dtype=dtype),)], num_workers=2).step(gradients)
+    assert gradients[0][0].isfinite().all()
+
+
+@pytest.mark.parametrize("error_feedback", [False, True])
+@pytest.mark.parametrize("bits", [1, 2])
+def test_nan_on_one_member_reaches_all_in_one_and_two_bits(bits: int, error_feedback: bool) -> None:
+    layout = [(spec("weight", 64, 64), spec("bias", 5))]
+    simulation = Simulation(Quantize(bits, error_feedback=error_feedback), layout, num_workers=3)
+    gradients = random_gradients(layout, num_workers=3, seed=0)
+    gradients[2][0][-1] = math.nan
+    assert simulation.step(gradients) is not error_feedback
+    for (flat,) in gradients:
+        assert flat[-5:].isnan().all()
+
+
+def test_a_residual_that_another_has_left_is_sent_whole() -> None:
+    layout = [(spec("weight", 64, 64),)]
+    simulation = Simulation(PowerSGD(matrix_rank=1), layout, num_workers=2)
+    total, sent = torch.zeros(2, 4096, dtype=torch.float64)
+    for step in range(4):
+        gradients = random_gradients(layout, num_workers=2, seed=step)
+        total += true_means(gradients)[0]
+        if step == 3:
+            for sync in simulation.syncs:
+                sync.use(Quantize(2))
+        assert simulation.step(gradients)
+        sent += gradients[0][0].double()
+    assert (total - sent).norm() / total.norm() < 1e-6
+    assert not simulation.engines[0].memory.slots.get(simulation.engines[0].algorithm.slots[0])
+
+
+@given(
+    st.lists(st.integers(0, 90), min_size=1, max_size=4),
+    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([16, 48, 64]),
+    st.sampled_from(["nearest", "stochastic"]),
+    st.integers(1, 4),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+@settings(max_examples=12, deadline=None)
+def test_error_feedback_loses_nothing(
+    numels: list[int], bits: int, block: int, rounding: Any, num_workers: int, dtype: torch.dtype
+) -> None:
+    """Sum of results + final mean residual = sum of true means, whatever is coded twice on the way."""
+    layout = [tuple(spec(f"{index}", numel, dtype=dtype) for index, numel in enumerate(numels))]
+    algorithm = Quantize(bits, block=block, rounding=rounding, error_feedback=True)
+    simulation, results = stepped(algorithm, layout, num_workers, steps=3)
+    means = [true_means(random_gradients(layout, num_workers=num_workers, seed=step))[0] for step in range(3)]
+    true, sent = torch.stack(means).sum(0), torch.stack([result[0].double() for result in results]).sum(0)
+    owed = flat_error(simulation.state_dicts()[0], layout[0])
+    size = sum(mean.norm() for mean in means)
+    assert (true - sent - owed).norm() <= (1e-5 if dtype == torch.float32 else 1e-12) * size
+
+
+def test_error_feedback_sends_in_the_end_what_one_step_could_not() -> None:
+    layout = [(spec("weight", 32, 32),)]
+    gradient = random_gradients(layout, num_workers=1, seed=0)[0][0]
+    simulation = Simulation(Quantize(1, error_feedback=True), layout, num_workers=2)
+    total = torch.zeros_like(gradient)
+    errors = []
+    for step in range(1, 17):
+        gradients = [[gradient.clone()] for _ in range(2)]
+        assert simulation.step(gradients)
+        total += gradients[0][0]
+        errors.append(((total / step - gradient).norm() / gradient.norm()).item())
+    assert errors[0] > 0.5
+    assert errors[-1] < 0.4 * errors[0]
+
+
+def test_stochastic_rounding_of_a_resumed_run_is_that_of_the_run() -> None:
+    layout = [(spec("weight", 40, 10),)]
+    algorithm = Quantize(2, rounding="stochastic", seed=3)
+    _, results = stepped(algorithm, layout, 2, steps=3)
+    resumed, _ = stepped(algorithm, layout, 2, steps=2)
+    again = Simulation(algorithm, layout, num_workers=2)
+    for sync, state in zip(again.syncs, resumed.state_dicts(), strict=True):
+        sync.load_state_dict(state)
+    gradients = random_gradients(layout, num_workers=2, seed=2)
+    assert again.step(gradients)
+    assert torch.equal(gradients[0][0], results[2][0])
+    _, others = stepped(Quantize(2, rounding="stochastic", seed=4), layout, 2)
+    assert not torch.equal(others[0][0], results[0][0])
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"bits": 5}, "bits must be 8, 4, 3, 2, 1, got 5"),
+    ({"bits": 16}, "bits must be 8, 4, 3, 2, 1, got 16"),
+    ({"bits": 4.0}, "bits must be a whole number of at least 1, got 4.0"),
+    ({"bits": True}, "bits must be a whole number of at least 1, got True"),
+    ({"block": 0}, "block must be a whole number of at least 1, got 0"),
+    ({"block": 24}, "block must be a multiple of 16, got 24"),
+    ({"rounding": "up"}, 'rounding must be "nearest" or "stochastic", got \'up\''),
+    ({"error_feedback": 2}, "error_feedback must be True or False, got 2"),
+    ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD, ids=str)
+def test_settings_that_there_are_not_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        Quantize(**given)
+
+
+def test_numpys_integers_are_taken() -> None:
+    assert Quantize(np.int64(2), block=np.int32(32)) == Quantize(2, block=32)
+
+
+def test_exact_takes_over_what_error_feedback_has_left() -> None:
+    layout = [(spec("weight", 40, 40),)]
+    simulation, results = stepped(Quantize(1, error_feedback=True), layout, 2, steps=3)
+    for sync in simulation.syncs:
+        sync.use(AllReduce())
+    gradients = random_gradients(layout, num_workers=2, seed=3)
+    assert simulation.step(gradients)
+    means = [true_means(random_gradients(layout, num_workers=2, seed=step))[0] for step in range(4)]
+    total = torch.stack(means).sum(0)
+    sent = torch.stack([*(result[0].double() for result in results), gradients[0][0].double()]).sum(0)
+    assert (total - sent).norm() / total.norm() < 1e-6
