@@ -335,7 +335,11 @@ def compare(names: Sequence[str], arguments: argparse.Namespace, packages: str) 
             setting = Setting(hosts, rate)
             print(f"{setting} …", flush=True)
             by_rate[rate] = measured(setting, names, arguments, packages)
-            sections.append(f"## {setting}\n\n{table(by_rate[rate])}")
+            others = median(share for each in by_rate[rate].values() for share in each.others_share)
+            busy = (
+                f"Other processes took {100 * others:.0f} % of the processors meanwhile, median of all turns."
+            )
+            sections.append(f"## {setting}\n\n{table(by_rate[rate])}\n\n{busy}")
             print(sections[-1], flush=True)
         name = f"{hosts}-hosts"
         raw = [
