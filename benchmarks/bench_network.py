@@ -167,16 +167,14 @@ def local(averaging: Averaging) -> Callable[[str], Trainer]:
 
 
 def diloco(algorithm: Algorithm, num_fragments: int = 1, delay_steps: int = 0) -> Callable[[str], Trainer]:
-    def nesterov(parameters: list[torch.Tensor]) -> SGD:
-        return SGD(parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
-
     return local(
-        lambda model, optimizer: thinwire.LocalSGD(
+        lambda model, optimizer: thinwire.DiLoCo(
             model,
             optimizer,
             every_steps=EVERY_STEPS,
             algorithm=algorithm,
-            outer=nesterov,
+            outer_lr=OUTER_LR,
+            outer_momentum=OUTER_MOMENTUM,
             fragments=num_fragments,
             delay_steps=delay_steps,
             mix=MIX if delay_steps else None,
@@ -217,7 +215,7 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "Quantize(bits=2)": ours(thinwire.Quantize(bits=2)),
     "Quantize(bits=4), small buckets": ours(thinwire.Quantize(bits=4), bucket_cap_mb=SMALL_BUCKET_MB),
     "Quantize(bits=2), small buckets": ours(thinwire.Quantize(bits=2), bucket_cap_mb=SMALL_BUCKET_MB),
-    "DiLoCo": diloco(thinwire.AllReduce()),
+    "DiLoCo, exact": diloco(thinwire.AllReduce()),
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
     "DiLoCo, 4 bits, 3 fragments, 5 steps late": diloco(thinwire.Quantize(bits=4), 3, 5),
     "torchft DiLoCo": torchft(),

@@ -133,19 +133,29 @@ def each_step(algorithm: Algorithm) -> Way:
     return Way(averaging)
 
 
-def now_and_then(
-    every_steps: int, algorithm: Algorithm, outer: Callable[[list[torch.Tensor]], Optimizer] | None = None
-) -> Way:
+def now_and_then(every_steps: int, algorithm: Algorithm) -> Way:
     @contextmanager
     def averaging(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
-        with thinwire.LocalSGD(model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer):
+        with thinwire.LocalSGD(model, optimizer, every_steps=every_steps, algorithm=algorithm):
             yield model
 
     return Way(averaging, every_steps)
 
 
-def nesterov(parameters: list[torch.Tensor]) -> SGD:
-    return SGD(parameters, lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
+def diloco(algorithm: Algorithm) -> Way:
+    @contextmanager
+    def averaging(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
+        with thinwire.DiLoCo(
+            model,
+            optimizer,
+            every_steps=DILOCO_EVERY_STEPS,
+            algorithm=algorithm,
+            outer_lr=OUTER_LR,
+            outer_momentum=OUTER_MOMENTUM,
+        ):
+            yield model
+
+    return Way(averaging, DILOCO_EVERY_STEPS)
 
 
 @contextmanager
@@ -173,8 +183,8 @@ ALGORITHMS: dict[str, Way] = {
     "TopK()": each_step(thinwire.TopK()),
     "LocalSGD(every_steps=10)": now_and_then(10, thinwire.AllReduce()),
     "LocalSGD(every_steps=10), 4 bits": now_and_then(10, thinwire.Quantize(bits=4)),
-    "DiLoCo's outer": now_and_then(DILOCO_EVERY_STEPS, thinwire.AllReduce(), nesterov),
-    "DiLoCo's outer, 4 bits": now_and_then(DILOCO_EVERY_STEPS, thinwire.Quantize(bits=4), nesterov),
+    "DiLoCo, exact": diloco(thinwire.AllReduce()),
+    "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
     TORCHFT: Way(torchft, DILOCO_EVERY_STEPS),
 }
 
