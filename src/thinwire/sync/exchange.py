@@ -104,6 +104,7 @@ class Exchange:
         self._transport = transport
         self._name = name
         self._rounds: list[_Round] = []
+        self._previous: _Round | None = None
         self._joining: list[Task] = []
         self._number = 1
 
@@ -127,17 +128,20 @@ class Exchange:
         self.tasks.append(task)
 
     def advance_earlier(self) -> None:
-        """Wait for what was sent before the newest bucket's first message, and send what comes next of it.
+        """Wait for what was sent up to the first message of the last bucket but one; send what comes next.
 
-        To be called after `start`, at the same buckets on all members.
+        To be called after each `start`, at the same buckets on all members. What was sent since then keeps
+        the link busy meanwhile, and for longer than members are apart.
 
         Raises:
             CommunicationError: A collective failed.
             ConfigError: The algorithm asks for something that there is not.
         """
-        earlier, newest = self._rounds[:-1], self._rounds[-1:]
-        if not earlier:
+        previous, self._previous = self._previous, self._rounds[-1]
+        if previous is None:
             return
+        end = next(place for place, each in enumerate(self._rounds, start=1) if each is previous)
+        earlier = self._rounds[:end]
         with shown("thinwire: wait for earlier buckets"):
             for each in earlier:
                 for _, sent in each.sent:
@@ -146,10 +150,12 @@ class Exchange:
             tasks = [task for each in earlier for task in each.tasks]
             for each in earlier:
                 _answer(each)
+            del self._rounds[:end]
             _compute_jointly(tasks)
             waiting = [task for task in tasks if not isinstance(task.request, Commit)]
-            purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-            self._rounds = [*newest, *([_send(waiting, self._transport, purpose)] if waiting else [])]
+            if waiting:
+                purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
+                self._rounds.append(_send(waiting, self._transport, purpose))
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
