@@ -67,6 +67,15 @@ def advise(
 
 
 def _function(place: str, option: str) -> Callable[..., Any]:
+    """Return a user's function.
+
+    Args:
+        place: As MODULE:FUNCTION.
+        option: That named it.
+
+    Raises:
+        ConfigError: It can't be imported, or is none.
+    """
     module, _, name = place.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
@@ -80,7 +89,15 @@ def _function(place: str, option: str) -> Callable[..., Any]:
 
 
 def _called(function: Callable[[], Any], place: str) -> Any:
-    """Call a user's function; tell its failure in one line."""
+    """Call a user's function.
+
+    Args:
+        function: To be called without arguments.
+        place: What the user has called it.
+
+    Raises:
+        ConfigError: It failed; in one line.
+    """
     try:
         return function()
     except Exception as error:
@@ -97,7 +114,12 @@ def _plain(advice: Advice) -> dict[str, Any]:
 
 
 def show(advice: Advice, console: Console) -> None:
-    """Print a table, in which less is better everywhere, and what follows in words."""
+    """Print a table, in which less is better everywhere, and what follows in words.
+
+    Args:
+        advice: What was predicted.
+        console: Where to.
+    """
     table = Table(title="Predicted steps, fastest first")
     for name in ("", "ms", "between", "% of 16 bits", "MB sent", "MB kept"):
         table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))

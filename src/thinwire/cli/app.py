@@ -61,6 +61,7 @@ def build_app(settings: Settings) -> typer.Typer:
     Raises:
         ModuleNotFoundError: The packages of the extra `cli` are not installed.
     """
+    # Here and not above, so that `main` can say which package is missing.
     import typer  # noqa: PLC0415 - an optional package, needed by the command line alone
 
     from thinwire.cli.advise import advise  # noqa: PLC0415 - the same
@@ -111,5 +112,11 @@ def _write_what_is_left() -> None:
 
 
 def _fail(message: str, *, code: int) -> NoReturn:
+    """End with one line on stderr.
+
+    Args:
+        message: What went wrong.
+        code: To exit with.
+    """
     print(f"thinwire: {message}", file=sys.stderr)
     sys.exit(code)

@@ -53,15 +53,25 @@ def check(
         try:
             if bench.transport.rank == 0:
                 outcomes = dict(zip(own, failures, strict=True))
-                print(_json(outcomes, title) if as_json else _printed(outcomes, title), flush=True)
-        finally:  # whether or not it could be printed
+                failed = {name: count for name, count in outcomes.items() if count}
+                lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in outcomes.items()]
+                found = {"setting": title, "checks": len(outcomes), "failed_on_processes": failed}
+                text = "\n".join([f"thinwire check: {title}", *lines])
+                print(json.dumps(found) if as_json else text, flush=True)
+        finally:  # the others wait for that: a launcher ends all processes when one has failed
             gather_numbers([0.0], bench.transport, "waiting until all is printed")
     if any(failures):
         raise typer.Exit(1)
 
 
 def _outcome(name: str, run: Check, bench: Bench) -> bool:
-    """Return whether a check holds on this process; print what it finds, errors of any kind too, at once."""
+    """Return whether a check holds on this process; print what it finds, errors of any kind too, at once.
+
+    Args:
+        name: Of the check.
+        run: The check.
+        bench: What it works with.
+    """
     bench.findings.clear()
     try:
         run(bench)
@@ -70,13 +80,3 @@ def _outcome(name: str, run: Check, bench: Bench) -> bool:
     for found in bench.findings:
         print(f"thinwire: process {bench.transport.rank}: {name}: {found}", file=sys.stderr, flush=True)
     return not bench.findings
-
-
-def _json(outcomes: dict[str, int], title: str) -> str:
-    failed = {name: count for name, count in outcomes.items() if count}
-    return json.dumps({"setting": title, "checks": len(outcomes), "failed_on_processes": failed})
-
-
-def _printed(outcomes: dict[str, int], title: str) -> str:
-    lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in outcomes.items()]
-    return "\n".join([f"thinwire check: {title}", *lines])

@@ -44,7 +44,7 @@ class Output:
 
     @property
     def exit_code(self) -> int:
-        """What a lab whose output can't be written ends with: as a shell tells SIGPIPE if nobody reads it."""
+        """The code to end with where output can't be written: as a shell tells SIGPIPE if nobody reads it."""
         return 128 + signal.SIGPIPE if isinstance(self.error, BrokenPipeError) else 1
 
 
@@ -76,6 +76,12 @@ def run_on_hosts(
 class _Host:
     """The process on a host, and the thread that passes its output on.
 
+    Args:
+        network: With the host.
+        host: Its number.
+        command: What it runs.
+        output: Where its lines go.
+
     Attributes:
         exit_code: As a shell tells it; None while it runs.
         seconds: That it ran.
@@ -99,9 +105,10 @@ class _Host:
         self._reader.start()
 
     def has_just_ended(self) -> bool:
-        """Whether it ended since the last time this was asked."""
+        """Return whether it ended since the last time this was asked."""
         if self.exit_code is not None or self._process.poll() is None:
             return False
+        # Its last lines may still be on their way, and must stand before what the lab says at the end.
         self._reader.join()
         code = self._process.returncode
         self.exit_code = 128 - code if code < 0 else code
@@ -109,8 +116,8 @@ class _Host:
         return True
 
     def send(self, number: int) -> None:
-        """A signal, to the command's process group; or SIGKILL, to all that the command has started."""
-        if self._process.poll() is not None:
+        """Send a signal to the command's process group; SIGKILL to all that the command has started."""
+        if self._process.poll() is not None:  # by now its number may be another process's
             return
         if number == signal.SIGKILL:
             os.kill(self._process.pid, signal.SIGUSR1)  # which the keeper understands
@@ -118,14 +125,34 @@ class _Host:
             os.killpg(self._process.pid, number)
 
     def _pass_on(self, prefix: bytes, output: Output) -> None:
+        """Pass the command's lines on until it has closed its output.
+
+        Args:
+            prefix: Of every line.
+            output: Where they go. If nothing can be written there any more, they are read all the same: a
+                command whose pipe is full would never end.
+        """
         assert self._process.stdout is not None
         for line in self._process.stdout:
             output.write(prefix + line.removesuffix(b"\n") + b"\n")
 
 
 def _wait(hosts: Sequence[_Host], asked: EndSignals, output: Output, grace_seconds: float) -> int:
+    """Wait until all hosts have ended; see `run_on_hosts`.
+
+    Args:
+        hosts: All of them.
+        asked: Catches the signals that ask the lab to end.
+        output: Where their lines go.
+        grace_seconds: As of `run_on_hosts`.
+
+    Returns:
+        The lab's exit code.
+    """
     failure: int | None = None
-    to_send: list[tuple[float, int]] = []  # when, and which signal
+    # When, and which signal. One list for all reasons: a later and more pressing one takes the place of what
+    # was planned before.
+    to_send: list[tuple[float, int]] = []
     passed_on = is_output_lost = False
     while any(host.exit_code is None for host in hosts):
         time.sleep(LOOK_EVERY_SECONDS)

@@ -28,20 +28,30 @@ class AllMustEndError(Exception):
 
 
 def keep(lab_pid: int, command: Sequence[str]) -> int:
-    """Run the command; its exit code, as a shell tells it, when nothing that it has started is left."""
+    """Run a command until nothing that it has started is left.
+
+    Args:
+        lab_pid: The process whose end is this one's and all the command's.
+        command: The program and its arguments.
+
+    Returns:
+        The command's exit code, as a shell tells it.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)  # the command is in the same process group, and hears the same
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
+        # The handler first, then the request, then the look: a lab that ends in between is not missed.
         signal.signal(END_ALL, _end_all)
         prctl(PR_SET_PDEATHSIG, END_ALL)
         if os.getppid() != lab_pid:
-            raise AllMustEndError  # the lab was gone before
+            _end_all(END_ALL, None)  # the lab was gone before
+        # Should this process be killed outright, it can end nobody.
         end_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
         process = subprocess.Popen(command, preexec_fn=end_with_this)  # noqa: PLW1509 - there is one thread
         code = wait_for(process.pid)
-        signal.signal(END_ALL, _ignore)
+        signal.signal(END_ALL, _ignore)  # what follows ends all anyway, and must not be cut short
     except AllMustEndError:
         code = 128 + signal.SIGKILL
     except OSError as error:
@@ -52,7 +62,7 @@ def keep(lab_pid: int, command: Sequence[str]) -> int:
 
 
 def wait_for(process_id: int) -> int:
-    """A child's exit code; those that have lost their own parent are waited for in passing."""
+    """Return a child's exit code; wait in passing for those that have lost their own parent."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == process_id:
@@ -62,7 +72,7 @@ def wait_for(process_id: int) -> int:
 
 def end_descendants() -> None:
     """Kill every descendant of this process, those that are born meanwhile as well."""
-    while True:
+    while True:  # a process may start another between the look and the kill
         for process_id in descendants():
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
@@ -73,7 +83,7 @@ def end_descendants() -> None:
 
 
 def descendants() -> list[int]:
-    """The processes that this one has started, those that they have started, and so on."""
+    """Return the processes that this one has started, those that they have started, and so on."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -91,7 +101,12 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _end_all(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, _ignore)
+    """Break off what `keep` does.
+
+    Raises:
+        AllMustEndError: Always.
+    """
+    signal.signal(number, _ignore)  # a second one must not break off the ending
     raise AllMustEndError
 
 

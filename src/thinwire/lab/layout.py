@@ -21,7 +21,7 @@ BURST_SECONDS = 1e-3
 
 
 def bits_per_second(rate: str) -> float:
-    """What a rate such as "100mbit" means, in bits a second.
+    """Return the bits per second that a rate such as "100mbit" means.
 
     Raises:
         ConfigError: It is none, or not between 100kbit and 100gbit.
@@ -79,11 +79,11 @@ class Layout:
         return self.hosts // self.hosts_per_node
 
     def address(self, host: int) -> str:
-        """A host's address in the network."""
+        """Return a host's address in the network."""
         return f"10.77.0.{host + 1}"
 
     def shaping(self) -> list[str]:
-        """The token bucket of a slow link, as `tc qdisc add dev … root` wants it; nothing without a rate."""
+        """Return the token bucket of a slow link, for `tc qdisc add dev … root`; nothing without a rate."""
         if self.rate is None:
             return []
         bits = bits_per_second(self.rate)
@@ -92,7 +92,13 @@ class Layout:
         return ["tbf", "rate", f"{int(bits)}bit", *limit]
 
     def environment(self, host: int, *, port: int = 29500, interface: str = "eth0") -> Mapping[str, str]:
-        """What torchrun would tell the process of a host, and which interface to use."""
+        """Return what torchrun would set for the process of a host, and which interface to use.
+
+        Args:
+            host: Its number; it has one process.
+            port: Of the rendezvous, on the first host.
+            interface: The host's own, of its slow link.
+        """
         node, place = divmod(host, self.hosts_per_node)
         return {
             "RANK": str(host),

@@ -60,6 +60,7 @@ class Namespace:
         if "--user" in flags:
             self._user_holder_pid = self.holder_pid
         assert self._holder.stdout is not None
+        # `unshare` has made it before the holder prints; earlier, there would be nothing to enter.
         with self._holder.stdout as printed:
             is_there = printed.readline() != b""
         if not is_there:
@@ -67,7 +68,7 @@ class Namespace:
             raise CommunicationError("a network namespace could not be made; see what unshare has printed")
 
     def command(self, *command: str) -> list[str]:
-        """A command line that runs `command` in there."""
+        """Return a command line that runs `command` in there."""
         user = [f"--user=/proc/{self._user_holder_pid}/ns/user", "--preserve-credentials"]
         flags = [] if self._user_holder_pid is None else user
         return ["nsenter", *flags, f"--net=/proc/{self.holder_pid}/ns/net", "--", *command]
@@ -79,7 +80,11 @@ class Namespace:
 
 
 def _allowed_flags() -> list[str]:
-    """What this machine lets `unshare` make a first network namespace with."""
+    """Return the flags with which this machine lets `unshare` make a first network namespace.
+
+    Raises:
+        ConfigError: There are none.
+    """
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:

@@ -33,6 +33,12 @@ class Network:
         self._open = ExitStack()
 
     def __enter__(self) -> Network:
+        """Set the network up.
+
+        Raises:
+            ConfigError: The machine does not allow it; see `Namespace`.
+            CommunicationError: A tool has failed; what stood by then is taken down.
+        """
         with ExitStack() as opened:
             self._core = Namespace()
             opened.callback(self._core.close)
@@ -48,26 +54,37 @@ class Network:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Take it down."""
         self._open.close()
 
     def command_in(self, host: int, *command: str) -> list[str]:
-        """A command line that runs `command` in a host, and ends with this process even if that is killed."""
+        """Return a command line that runs `command` in a host, and ends with this process, even if killed.
+
+        Args:
+            host: Its number.
+            command: The program and its arguments.
+        """
         return ["setpriv", "--pdeathsig", "KILL", "--", *self._hosts[host].command(*command)]
 
     def kept_command_in(self, host: int, *command: str) -> list[str]:
-        """The same for a command that may start others: a keeper ends them with it, or with this process."""
+        """Return the same for a command that may start others: a keeper ends them with it or this process.
+
+        Args:
+            host: Its number.
+            command: The program and its arguments.
+        """
         keeper = [sys.executable, "-S", str(Path(__file__).with_name("keeper.py"))]
         return self.command_in(host, *keeper, str(os.getpid()), *command)
 
     def sent_bytes(self, host: int) -> int:
-        """What a host has sent so far, by the counter of its interface: with headers and acknowledgements."""
+        """Return what a host has sent, by the counter of its interface: with headers and acknowledgements."""
         (interface,) = json.loads(
             _run(*self.command_in(host, "ip", "-json", "-statistics", "link", "show", "dev", "eth0"))
         )
         return int(interface["stats64"]["tx"]["bytes"])
 
     def _add_node(self, node: int) -> None:
-        """A bridge for the hosts of a node, with a slow link to the others."""
+        """Make a bridge for the hosts of a node, with a slow link to the others."""
         if self.layout.hosts_per_node == 1:
             return
         self._bridge(f"node{node}")
@@ -78,6 +95,12 @@ class Network:
             self._run("tc", "qdisc", "add", "dev", f"up{node}", "root", *self.layout.shaping())
 
     def _add_host(self, host: int, opened: ExitStack) -> None:
+        """Make a host and join it to its bridge.
+
+        Args:
+            host: Its number.
+            opened: Closes it if a later one can't be made.
+        """
         namespace = Namespace(self._core)
         opened.callback(namespace.close)
         self._hosts.append(namespace)
@@ -103,7 +126,11 @@ class Network:
 
 
 def _run(*command: str) -> str:
-    """Run a tool to its end; what it printed."""
+    """Run a tool to its end; return what it printed.
+
+    Raises:
+        CommunicationError: It failed.
+    """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CommunicationError(f"{' '.join(command)} failed: {done.stderr.strip()}")

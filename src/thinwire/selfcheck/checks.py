@@ -94,13 +94,23 @@ class Bench:
         return Engine(algorithm, self.transport, self.specs, settings)
 
     def average(self, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
-        """Make one step, and return what it has made of the gradient, in place."""
+        """Make one step, and return what it has made of the gradient, in place.
+
+        Args:
+            engine: That averages.
+            gradient: This process's, flat, of all parameters.
+        """
         engine.average([(self.specs, gradient)])
         return gradient
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the distance of two tensors, relative to the second."""
+    """Return the distance of two tensors, relative to the second.
+
+    Args:
+        one: A tensor.
+        other: Of the same shape, not all zero.
+    """
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 

@@ -50,5 +50,11 @@ class GrowthAlarm:
 
 
 def _ratio(later: list[float], earlier: list[float]) -> float:
+    """Return the mean of some samples over that of earlier ones; 1 where those are zero.
+
+    Args:
+        later: Samples.
+        earlier: Samples.
+    """
     before = fmean(earlier)
     return fmean(later) / before if before > 0 else 1.0

@@ -118,11 +118,20 @@ def printable(path: str | os.PathLike[str]) -> str:
 
 
 def _undamaged(path: Path, run: Run) -> Iterator[Record]:
+    """Yield the records of a file up to the first damage.
+
+    Args:
+        path: The file.
+        run: Gets what the damage is.
+
+    Raises:
+        OSError: The file can't be read.
+    """
     process_rank = None
     read_bytes = 0
     with path.open("rb") as file:
         for number in count(start=1):
-            line = file.readline(MAX_LINE_BYTES)
+            line = file.readline(MAX_LINE_BYTES)  # a file that is no watch's may be one line of any length
             read_bytes += len(line)
             if not line:
                 return
@@ -151,6 +160,11 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
 
 
 def _record(line: bytes) -> Record:
+    """Return the record of a line.
+
+    Raises:
+        ValueError: It is none; says why.
+    """
     if not line.endswith(b"\n"):
         is_too_long = len(line) == MAX_LINE_BYTES
         raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes" if is_too_long else "it is cut off")
@@ -216,7 +230,12 @@ def _go_back_to(step: int, run: Run, undone: list[tuple[int, int]]) -> None:
 
 
 def _without(logs: list[Record], undone: list[tuple[int, int]]) -> list[Record]:
-    """Return the logs, less those of steps that training went back before: in one pass, from the end."""
+    """Return the logs, less those of steps that training went back before: in one pass, from the end.
+
+    Args:
+        logs: In the order of the file.
+        undone: As of `_append`.
+    """
     kept: list[Record] = []
     returns = list(undone)
     lowest = math.inf

@@ -62,7 +62,15 @@ def _or_null(check: Check) -> Check:
 
 
 def _numbers_or_null(name: str, values: object) -> dict[str, float | None]:
-    """Return numbers by name; the names are kept once for all records."""
+    """Return numbers by name; the names are kept once for all records.
+
+    Args:
+        name: Of the field, for the error.
+        values: As read.
+
+    Raises:
+        ValueError: They are not that.
+    """
     if type(values) is not dict:
         raise ValueError(f"{name} must be an object")
     check = _or_null(number_of)
@@ -72,6 +80,12 @@ def _numbers_or_null(name: str, values: object) -> dict[str, float | None]:
 
 
 def _routes(name: str, values: object) -> list[Record]:
+    """Return the routes of a plan.
+
+    Args:
+        name: Of the field, for the error.
+        values: As read.
+    """
     return [_checked(each, RouteRecord) for each in list_of(name, values)]
 
 
@@ -190,6 +204,12 @@ def record_of(line: str) -> Record | None:
 
 
 def _checked(read: Any, kind: type) -> Record:
+    """Return the fields that a kind of record has, each checked, and no others.
+
+    Args:
+        read: The record as read.
+        kind: Its type here.
+    """
     optional = cast("frozenset[str]", kind.__optional_keys__)  # type: ignore[attr-defined]
     return {
         name: check(name, field_of(read, name))

@@ -99,6 +99,7 @@ class Watch:
                 "process_rank": transport.rank,
             },
         )
+        # Last: had the first record failed, a watch that nobody holds would go on.
         self._watched.observers.append(self._after_step)
 
     def __enter__(self) -> Watch:
@@ -144,6 +145,7 @@ class Watch:
         self._steps += 1
         self._nonfinite_steps += not committed
         if step % self._every_steps == 0:
+            # Before the step's record: who reads the file must know the plan by which the step was made.
             self._write_plan()
             self._write_step()
         if step % self._norms_every_steps == 0 and committed:
@@ -192,12 +194,18 @@ class Watch:
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
+        """Write a record; where that fails in training, stop watching with a warning.
+
+        Args:
+            kind: As of `Writer.write`.
+            values: As of `Writer.write`.
+        """
         if self._writer is None:
             return
         try:
             self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
-            if kind == "run":
+            if kind == "run":  # before training: the user is still there to mend it
                 raise
             logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
             self._watched.observers.remove(self._after_step)
@@ -205,6 +213,11 @@ class Watch:
 
 
 def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
+    """Return a writer; for a path, one of lines of JSON.
+
+    Raises:
+        ConfigError: It is neither.
+    """
     if isinstance(writer, str | os.PathLike):
         return JSONLWriter(writer)
     if not all(callable(getattr(writer, name, None)) for name in ("write", "close")):

@@ -54,12 +54,13 @@ class JSONLWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if self.path.is_file() and self.path.stat().st_size > 0:
-            _check_is_ours(self.path)
+            _check_is_ours(self.path)  # before anything is cut off
             _cut_half_line(self.path)
+        # Line by line: what a killed process has done up to then can be read.
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one line; a number that is not finite, or beyond 1e100, as null. As of `Writer`."""
+        """As `Writer.write`: one line; a number that is not finite, or beyond 1e100, becomes null."""
         self._file.write(_strict(_readable({"kind": kind, "step": step, **values})) + "\n")
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class MetricsWriter:
         self._log = log
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Pass on steps, norms and what the user logs; as of `Writer`."""
+        """As `Writer.write`: pass on steps, norms and what the user logs."""
         if kind in ("step", "norms"):
             self._log(dict(_named("thinwire", values)), step)
         elif kind == "log":
@@ -119,7 +120,7 @@ class TensorBoardWriter:
         self._metrics = MetricsWriter(self._add)
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write a scalar for each number; as of `Writer`."""
+        """As `Writer.write`: a scalar for each number."""
         self._metrics.write(kind, step, values)
 
     def close(self) -> None:
@@ -127,6 +128,12 @@ class TensorBoardWriter:
         self._summary.close()
 
     def _add(self, metrics: Metrics, step: int) -> None:
+        """Write scalars.
+
+        Args:
+            metrics: By name.
+            step: After which step.
+        """
         for name, value in metrics.items():
             self._summary.add_scalar(name, value, step)
 
@@ -154,6 +161,12 @@ def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
 
 
 def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Return the numbers of a record, those in mappings too, under names like paths.
+
+    Args:
+        prefix: Of every name.
+        values: By name; what is no number is left out.
+    """
     found: list[tuple[str, float]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -174,6 +187,11 @@ def _readable(value: Any) -> Any:
 
 
 def _check_is_ours(path: Path) -> None:
+    """Refuse a file that no watch has begun.
+
+    Raises:
+        ConfigError: It is one.
+    """
     with path.open("rb") as file:
         first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
     if first is None or first["kind"] != "run":
