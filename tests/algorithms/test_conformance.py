@@ -43,7 +43,7 @@ def simulation(entry: Entry, num_workers: int = 3, dtype: torch.dtype = torch.fl
 
 
 def run(sim: Simulation, steps: range) -> list[list[torch.Tensor]]:
-    """Results of worker 0, by step and bucket, after checking that every worker has the same."""
+    """Results of worker 0, by step and bucket; of all workers the same, finite, of the gradients' type."""
     results = []
     for step in steps:
         gradients = random_gradients(sim.buckets, num_workers=len(sim.syncs), seed=step)
@@ -51,6 +51,9 @@ def run(sim: Simulation, steps: range) -> list[list[torch.Tensor]]:
         for others in gradients[1:]:
             for mine, theirs in zip(gradients[0], others, strict=True):
                 assert torch.equal(mine, theirs)
+        for mine, bucket in zip(gradients[0], sim.buckets, strict=True):
+            assert mine.dtype == bucket[0].dtype
+            assert mine.isfinite().all()
         results.append(gradients[0])
     return results
 
@@ -61,15 +64,12 @@ def sum_of_means(sim: Simulation, position: int, steps: range) -> torch.Tensor:
     return torch.stack([of_step[position] for of_step in means]).sum(0)
 
 
-@every_entry
+@over(entry for entry in ENTRIES if not entry.feedback)  # of the others the next test but one says more
 @every_dtype
 def test_all_workers_get_the_same_finite_result_in_the_gradients_own_type(
     entry: Entry, dtype: torch.dtype
 ) -> None:
-    for result in run(simulation(entry, dtype=dtype), range(4)):
-        for flat in result:
-            assert flat.dtype == dtype
-            assert flat.isfinite().all()
+    assert len(run(simulation(entry, dtype=dtype), range(4))) == 4
 
 
 @every_lossless
@@ -90,7 +90,7 @@ def test_lossless_ones_give_the_exact_mean(entry: Entry) -> None:
 def test_results_plus_final_mean_error_are_the_sum_of_true_means(
     entry: Entry, dtype: torch.dtype, num_workers: int
 ) -> None:
-    sim, steps = simulation(entry, num_workers, dtype), range(8)
+    sim, steps = simulation(entry, num_workers, dtype), range(6)
     results = run(sim, steps)
     state = sim.state_dicts()[0]
     half = dtype.itemsize == 2
@@ -119,32 +119,32 @@ def test_sends_what_the_plan_says_and_compresses(entry: Entry, num_workers: int)
 
 @every_entry
 def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
-    sim = simulation(entry)
-    run(sim, range(5))
+    sim = simulation(entry, 2)
+    run(sim, range(4))
     states = sim.state_dicts()
     for state in states[1:]:
         assert_same_state(state, states[0])
-    resumed = simulation(entry)
+    resumed = simulation(entry, 2)
     for sync in resumed.syncs:
         sync.load_state_dict(copy.deepcopy(states[0]))
-    for mine, theirs in zip(run(sim, range(5, 9)), run(resumed, range(5, 9)), strict=True):
+    for mine, theirs in zip(run(sim, range(4, 7)), run(resumed, range(4, 7)), strict=True):
         for x, y in zip(mine, theirs, strict=True):
             assert torch.equal(x, y)
     assert_same_state(sim.state_dicts()[0], resumed.state_dicts()[0])
 
 
-NON_FINITE = [(value, position) for value in (torch.inf, -torch.inf, torch.nan) for position in (0, 1)]
+NON_FINITE = [(torch.inf, 0), (-torch.inf, 1), (torch.nan, 0), (torch.inf, 1)]
 
 
 @every_entry
 def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
     """In the first bucket or the last, time after time: what follows is as if it had not been."""
-    healthy, poisoned = simulation(entry), simulation(entry)
+    healthy, poisoned = simulation(entry, 2), simulation(entry, 2)
     run(healthy, range(4))
     run(poisoned, range(4))
     remembers = entry.feedback and getattr(entry.algorithm, "warmup_steps", 0) < 4
     for step, (value, position) in enumerate(NON_FINITE, 4):
-        gradients = random_gradients(poisoned.buckets, num_workers=3, seed=99)
+        gradients = random_gradients(poisoned.buckets, num_workers=2, seed=99)
         gradients[1][position][7] = value
         committed = poisoned.step(gradients)
         for of_worker in gradients:
@@ -158,7 +158,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
         else:
             assert torch.cat(after).isfinite().all()
     if remembers:
-        assert [sync.stats().nonfinite_steps for sync in poisoned.syncs] == [len(NON_FINITE)] * 3
+        assert [sync.stats().nonfinite_steps for sync in poisoned.syncs] == [len(NON_FINITE)] * 2
 
 
 @every_with_feedback
@@ -201,12 +201,12 @@ def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
     """Whatever the scale, and however it jumps: a power of two changes no digit."""
     scales = [1.0, 2.0**16, 2.0**15, 2.0**17, 2.0**-3, 1.0]
     scale = torch.ones(())
-    plain = simulation(entry)
-    scaled = Simulation(entry.algorithm, buckets(), num_workers=3, loss_scale=lambda device: scale)
+    plain = simulation(entry, 2)
+    scaled = Simulation(entry.algorithm, buckets(), num_workers=2, loss_scale=lambda device: scale)
     for step, value in enumerate(scales):
         scale.fill_(value)
         expected = run(plain, range(step, step + 1))[0]
-        gradients = random_gradients(scaled.buckets, num_workers=3, seed=step)
+        gradients = random_gradients(scaled.buckets, num_workers=2, seed=step)
         for flat in (flat for of_worker in gradients for flat in of_worker):
             flat.mul_(value)
         assert scaled.step(gradients)

@@ -20,7 +20,7 @@ from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
 
 NUM_WORKERS = 2
-NUM_STEPS = 6
+NUM_STEPS = 5
 LOW_RANK = [PowerSGD(matrix_rank=2), PowerSGD(matrix_rank=2, alternating=True), BatchedPowerSGD()]
 
 
@@ -42,7 +42,7 @@ def run(
     return simulation, means
 
 
-@pytest.mark.parametrize("bad_steps", [set(), {0}, {1, 4}], ids=str)
+@pytest.mark.parametrize("bad_steps", [set(), {0, 3}], ids=str)
 @pytest.mark.parametrize("entry", ENTRIES, ids=str)
 def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[int]) -> None:
     seen, expected = run(entry.algorithm, bad_steps, host_check=True)
