@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -99,6 +101,36 @@ def _attached(algorithm: Algorithm, dtype: torch.dtype, device: str) -> tuple[fl
             optimizer.step()
         trained[place] = [p.detach().cpu() for p in model.parameters()]
     return gap(trained[device], trained["cpu"]), sync.stats().compression_ratio, trained[device]
+
+
+@on_both
+@pytest.mark.parametrize("algorithm", [AllReduce(), PowerSGD(matrix_rank=2)], ids=str)
+def test_sharded_models_overlap_to_the_same_result(pool2: Pool, algorithm: Algorithm, device: str) -> None:
+    for difference, ratio, steps in pool2.run(_sharded, algorithm, device):
+        assert difference < 1e-6
+        assert steps == STEPS
+        assert isinstance(algorithm, AllReduce) or ratio > 1.2
+
+
+def _sharded(algorithm: Algorithm, device: str) -> tuple[float, float, int]:
+    """Two replicas of one shard each: on one GPU no more can be."""
+    exact_products()
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    mesh = init_device_mesh(device, (2, 1), mesh_dim_names=("replicate", "shard"))
+    trained = []
+    for overlap in (True, False):
+        model: Any = new_module().to(device)
+        for layer in (model[2], model[4], model):
+            fully_shard(layer, mesh=mesh["shard"])
+        sync = thinwire.attach(model, algorithm, mesh=mesh, overlap=overlap)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            torch.autograd.backward(loss_of(model, step, device))
+            optimizer.step()
+        trained.append([p.to_local().detach().cpu() for p in model.parameters()])
+    return gap(*trained), sync.stats().compression_ratio, sync.steps
 
 
 @on_both

@@ -34,6 +34,7 @@ def attach(
     grad_scaler: GradScaler | Callable[[], float] | None = None,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
+    overlap: bool = True,
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
 
@@ -69,6 +70,9 @@ def attach(
             `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
             are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
             `Cast` look at the means as well: a pass over the gradients and a host synchronisation per step.
+        overlap: Of an FSDP2 model: whether shards travel as soon as their gradients are there, from the
+            second step on. False: when the backward pass has ended, which a model needs whose modules are
+            called now more, now less often in a forward pass. With DDP they always do.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
@@ -109,12 +113,14 @@ def attach(
             loss_scale=loss_scale,
             host_check=host_check,
             on_nonfinite=on_nonfinite,
+            overlap=overlap,
         )
         return sync
-    if isinstance(plain, DistributedDataParallel) and not (process_group is None and mesh is None):
+    is_ddp = isinstance(plain, DistributedDataParallel)
+    if is_ddp and not (process_group is None and mesh is None and overlap is True):
         raise ConfigError(
-            "process_group and mesh are for sharded models, and DDP has a group of its own; leave them out, "
-            "and choose it by DistributedDataParallel(model, process_group=…)"
+            "process_group, mesh and overlap are for sharded models; leave them out: DDP has a group of its "
+            "own, DistributedDataParallel(model, process_group=…), and always overlaps"
         )
     return attach_ddp(
         model, algorithm, loss_scale=loss_scale, host_check=host_check, on_nonfinite=on_nonfinite

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, agree, copy_from
+from thinwire.checks import true_or_false
 from thinwire.errors import AttachError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards, specs_of
@@ -33,6 +34,7 @@ def attach_sharded(
     loss_scale: LossScale | None = None,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
+    overlap: bool = True,
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
@@ -44,6 +46,7 @@ def attach_sharded(
         loss_scale: As of `Settings`.
         host_check: As of `attach`.
         on_nonfinite: As of `attach`.
+        overlap: As of `attach`.
 
     Raises:
         AttachError: The model, or the group, can't be attached.
@@ -83,7 +86,7 @@ def attach_sharded(
         sharded.stop_averaging()
     for chunk in _chunks(tensors.values()):
         copy_from(transport.rank == 0, chunk, transport)
-    front = ShardedFront(engine, shards, sharded, pieces)
+    front = ShardedFront(engine, shards, sharded, pieces, overlap=true_or_false("overlap", overlap))
     front.register(model)
     return ShardedSync(front, {piece.name: piece for piece in trained})
 

@@ -1,8 +1,10 @@
-"""What stands between FSDP2's sharded gradients and an engine: a step at the end of each backward pass."""
+"""What stands between FSDP2's sharded gradients and an engine: a step in each backward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -12,12 +14,13 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from thinwire.algorithms import Bucket
-from thinwire.channel import Transport, Work, agree
+from thinwire.channel import Transport, Work, agree, gather_bytes
 from thinwire.errors import AgreementError, StepError
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
 from thinwire.sync.lane import Lane
+from thinwire.sync.step import Step
 
 __all__ = ["ShardedFront", "alike_on_all_shards", "specs_of"]
 
@@ -63,7 +66,7 @@ def alike_on_all_shards(
     return result
 
 
-@dataclass
+@dataclass(eq=False)
 class _Bucket:
     """Parameters whose gradients FSDP2 reduces together, of one device and type.
 
@@ -71,39 +74,54 @@ class _Bucket:
         pieces: Trained ones, in the order of their gradients.
         specs: Theirs.
         lane: Where they go; None before the first step.
-        flat: Their gradients, while a step is under way.
+        flat: Their gradients, from being started on until they are means.
+        num_arrived: Parameters whose gradients have come in this pass.
+        comes_once: Whether none has come twice.
     """
 
     pieces: Sequence[Piece]
     specs: tuple[ParameterSpec, ...]
     lane: Lane | None = None
     flat: torch.Tensor | None = None
+    num_arrived: int = 0
+    comes_once: bool = True
 
 
 class ShardedFront:
-    """Averages the sharded gradients of an FSDP2 model over its replicas, at the end of `backward()`.
+    """Averages the sharded gradients of an FSDP2 model over its replicas, inside of `backward()`.
 
-    FSDP2 calls the post-accumulate hooks of its parameters when their gradients are there; the first one in a
-    pass queues the step behind FSDP2's own end of the pass. So gradients are means when `backward()` returns,
-    before they are clipped.
+    FSDP2 calls the post-accumulate hooks of its parameters when their gradients are there. The first one in
+    a pass queues the end of the step behind FSDP2's own end of the pass, so gradients are means when
+    `backward()` returns, before they are clipped. In the first pass it is seen in which order buckets become
+    ready; later ones are started in that order, each as soon as it is complete, while the pass goes on.
 
     Args:
         engine: What averages, over the replicas.
         shards: Joins the shards of a replica.
         sharded: FSDP2's side of the model.
         pieces: What this process has of the parameters.
+        overlap: Whether to start before the end of the pass.
     """
 
     def __init__(
-        self, engine: Engine, shards: Transport, sharded: ShardedModel, pieces: Iterable[Piece]
+        self,
+        engine: Engine,
+        shards: Transport,
+        sharded: ShardedModel,
+        pieces: Iterable[Piece],
+        *,
+        overlap: bool,
     ) -> None:
         self.engine, self.shards = engine, shards
         self._sharded = sharded
         self._buckets = _buckets_of(pieces)
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
-        self._known = {id(piece.parameter) for piece in self._pieces}
-        self._queued_in = -1
-        self._is_due = False
+        self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
+        self._overlap = overlap
+        self._has_order = False
+        self._num_early = 0  # of the buckets in order, how many may be started before the end of a pass
+        self._stream = _stream_beside(local_of(self._pieces[0].parameter).device)
+        self.forget_pass()
 
     def register(self, model: torch.nn.Module) -> None:
         """Hook into a model's passes.
@@ -123,21 +141,41 @@ class ShardedFront:
             StepError: The last pass has left gradients that are not averaged, or parameters have come in
                 that are not known.
         """
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes the whole model anew
+            return
         if self._is_due:
             raise StepError(
-                "the last backward pass has ended without averaging over the replicas: its last gradients "
-                "came inside of a reentrant activation checkpoint; use torch.utils.checkpoint with "
-                "use_reentrant=False, and restart all processes from a checkpoint"
+                "the last backward pass has ended without averaging over the replicas: by an exception (if "
+                "it was raised on all processes, call abandon() first), or with gradients from inside of a "
+                "reentrant activation checkpoint (use use_reentrant=False); restart all from a checkpoint"
             )
-        strangers = [p for p in self._sharded.parameters if p.requires_grad and id(p) not in self._known]
+        strangers = [p for p in self._sharded.parameters if p.requires_grad and id(p) not in self._bucket_of]
         if strangers:
             raise StepError(
                 f"the model trains a parameter of shape {tuple(strangers[0].shape)} that it did not have, "
                 "or that was frozen, when it was attached; attach when parameters are loaded and unfrozen"
             )
 
+    def forget_pass(self) -> None:
+        """Forget a backward pass: it has ended, or an exception has ended it."""
+        self._queued_in = -1
+        self._is_due = False
+        self._step: Step | None = None
+        self._num_started = 0
+        self._arrived: set[int] = set()
+        self._completed: list[_Bucket] = []
+        for bucket in self._buckets:
+            bucket.flat, bucket.num_arrived, bucket.comes_once = None, 0, True
+
+    # A pass.
+
     def arrived(self, parameter: torch.Tensor) -> None:
-        """Take note of a gradient: the hook of each parameter."""
+        """Take note of a gradient, and start the buckets that are complete: the hook of each parameter.
+
+        Raises:
+            StepError: It has come in this pass already, and was sent.
+            CommunicationError: A message could not be sent; memory is as it was.
+        """
         if self._sharded.waits_for_more:
             return
         self._is_due = True
@@ -145,13 +183,49 @@ class ShardedFront:
         if current != self._queued_in:
             self._queued_in = current
             Variable._execution_engine.queue_callback(self._pass_ended)
+        bucket = self._bucket_of[id(parameter)]
+        if id(parameter) in self._arrived:
+            bucket.comes_once = False
+            if bucket.flat is not None:
+                self._abandon()
+                raise StepError(
+                    f"the gradient of {bucket.specs[0].name} or its neighbours has come a second time in a "
+                    "backward pass, and was sent already: its module was called more often than in the first "
+                    "step; pass overlap=False to attach, and restart all processes from a checkpoint"
+                )
+            return
+        self._arrived.add(id(parameter))
+        bucket.num_arrived += 1
+        if bucket.num_arrived == len(bucket.pieces):
+            self._completed.append(bucket)
+            self._start_complete()
+
+    def _start_complete(self) -> None:
+        """Start the buckets whose turn it is: in the same order on all replicas, whatever comes first."""
+        if not self._are_lanes_open:
+            return
+        while self._num_started < self._num_early:
+            bucket = self._buckets[self._num_started]
+            if bucket.num_arrived < len(bucket.pieces):
+                return
+            with self.engine.clock.inside(self.engine.traffic), self._aside():
+                self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        try:
+            if self._step is None:
+                self._step = self.engine.begin()
+            bucket.flat = _flat_gradients(bucket)
+            self._step.start(cast(Lane, bucket.lane), bucket.flat)
+            self._num_started += 1
+        except BaseException:
+            self._abandon()
+            raise
 
     def _pass_ended(self) -> None:
         if torch._C._current_autograd_node() is not None:  # a pass inside another one
             return
-        self._is_due = False
-        with torch.no_grad():
-            self.average()
+        self.average()
 
     def average(self) -> None:
         """Replace the gradients by their means over the replicas. Collective, over all shards and replicas.
@@ -164,26 +238,67 @@ class ShardedFront:
             CommunicationError: A collective failed; memory is as it was.
         """
         engine = self.engine
-        with engine.clock.inside(engine.traffic):
-            self._open_lanes()
-            who_has, have = self._start_asking_who_has()
-            step = engine.begin()
-            try:
-                for bucket in self._buckets:
-                    bucket.flat = _flat_gradients(bucket)
-                    step.start(cast(Lane, bucket.lane), bucket.flat)
-                committed = step.finish()
+        try:
+            with engine.clock.inside(engine.traffic), self._aside():
+                self._open_lanes()
+                for bucket in self._buckets[self._num_started :]:
+                    self._start(bucket)
+                # Behind all buckets: how many were started before differs between replicas.
+                who_has, have = self._start_asking_who_has()
+                committed = cast(Step, self._step).finish()
                 who_has.wait()
-            except BaseException:
-                step.abandon()
-                raise
-            self._hand_back(have, committed=committed)
+                self._hand_back(have, committed=committed)
+                self._learn_order()
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self.forget_pass()
         if not committed:
             engine.warn_of_nonfinite()
         engine.raise_unless(committed)
 
+    def _abandon(self) -> None:
+        self.engine.abandon()
+        self.forget_pass()
+
+    def _learn_order(self) -> None:
+        """Put the buckets that were complete before the pass ended first, in the first replica's order."""
+        if self._has_order:
+            return
+        self._has_order = True
+        once = [self._buckets.index(bucket) for bucket in self._completed if bucket.comes_once]
+        data = json.dumps(once if self._overlap else []).encode()
+        everyone = [
+            json.loads(each)
+            for each in gather_bytes(data, self.engine.transport, "the order in which gradients come")
+        ]
+        early = [number for number in everyone[0] if all(number in other for other in everyone)]
+        late = [number for number in range(len(self._buckets)) if number not in early]
+        self._num_early = len(early)
+        self._buckets = [self._buckets[number] for number in [*early, *late]]
+        self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Compute without autograd, and on a GPU beside the backward pass: on a stream of our own."""
+        with torch.no_grad():
+            if self._stream is None:
+                yield
+                return
+            # FSDP2's own stream in a hook; it has waited for the one that the user's work is on.
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                yield
+
+    @property
+    def _are_lanes_open(self) -> bool:
+        return all(bucket.lane is not None and bucket.lane.is_current for bucket in self._buckets)
+
     def _open_lanes(self) -> None:
-        if all(bucket.lane is not None and bucket.lane.is_current for bucket in self._buckets):
+        if self._are_lanes_open:
             return
         engine = self.engine
         alike_on_all_shards(
@@ -231,8 +346,12 @@ class ShardedFront:
         self.engine.put_error(spec.name, unapplied if error is None else error.add_(unapplied))
 
 
+def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
 def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
-    """Return buckets in the order in which they become ready: that of the model, from its end on."""
+    """Return buckets in the order in which they are likely to become ready: from the model's end on."""
     grouped: dict[tuple[int, torch.device, torch.dtype], list[Piece]] = {}
     for piece in pieces:
         if piece.parameter.requires_grad:

@@ -39,6 +39,11 @@ class ShardedSync(GradientSync):
         super().__init__(front.engine)
         self._front, self._pieces = front, pieces
 
+    def abandon(self) -> None:
+        """As `GradientSync.abandon`."""
+        super().abandon()
+        self._front.forget_pass()
+
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`: collective over all shards and replicas, the same on all of them.
 
