@@ -21,3 +21,8 @@ def test_the_plain_one_runs_under_torchrun() -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others_run(name: str) -> None:
     assert_compressed_and_agreed(run_processes(EXAMPLES / f"{name}.py"))
+
+
+def test_the_sharded_one_runs_with_two_replicas_of_two_shards() -> None:
+    output = run_processes(EXAMPLES / "fsdp2.py", "2", processes=4)
+    assert_compressed_and_agreed(output, processes=4)
