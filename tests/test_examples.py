@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, torchrun
 
-OTHERS = ["optimizer_step", "uneven_inputs", "local_sgd"]
+NEEDS_MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
+OTHERS = ["optimizer_step", "uneven_inputs", "local_sgd", pytest.param("diloco_muon", marks=NEEDS_MUON)]
 
 
 def test_no_example_is_longer_than_a_screen_and_a_half() -> None:

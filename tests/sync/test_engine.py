@@ -514,3 +514,57 @@ def test_a_handle_and_its_stats_are_printed_in_some_lines_with_the_ratio() -> No
     assert lines[2].startswith("seconds: 0.")
     assert lines[3].startswith("relative error of the last step: 0.")
     assert f"so far: {lines[0]}\n{lines[1]}" in str(sync)
+
+
+# Parts of a model in steps of their own
+
+IN_TURNS: list[Algorithm] = [
+    AllReduce(),
+    PowerSGD(matrix_rank=2, alternating=True, warmup_steps=2),
+    PowerSGD(matrix_rank=2, warm_start=False),
+    PowerSGD(matrix_rank=4, bytes_per_step=4000, replan_every_steps=3),
+]
+
+
+@pytest.mark.parametrize("algorithm", IN_TURNS, ids=str)
+def test_parts_that_take_turns_are_averaged_as_the_whole_is(algorithm: Algorithm) -> None:
+    """A turn is a step of the algorithm's: of its warm-up, its sides, its seeds and its plans."""
+    specs, parts = [each for bucket in buckets() for each in bucket], [[bucket] for bucket in buckets()]
+    whole = Engine(algorithm, noting(), specs)
+    in_parts = Engine(algorithm, noting(), specs, parts=parts)
+    for turn in range(8):
+        expected = random_gradients(buckets(), num_workers=1, seed=turn)[0]
+        means = [each.clone() for each in expected]
+        assert whole.average(zip(buckets(), expected, strict=True))
+        for bucket, mean in zip(buckets(), means, strict=True):
+            assert in_parts.average([(bucket, mean)])
+        assert all(map(torch.equal, means, expected))
+        assert in_parts.plan == whole.plan
+    assert in_parts.steps == 8 * len(parts) > whole.steps
+
+
+@pytest.mark.parametrize("algorithm", IN_TURNS, ids=str)
+def test_a_plan_may_change_while_another_part_is_in_flight(algorithm: Algorithm) -> None:
+    engine = Engine(algorithm, noting(), parts=[[bucket] for bucket in buckets()])
+    sent = [torch.zeros(sum(spec.numel for spec in bucket)) for bucket in buckets()]
+    received = [each.clone() for each in sent]
+    in_flight: list[tuple[int, Any, torch.Tensor]] = []
+    for turn in range(8):
+        gradients = random_gradients(buckets(), num_workers=1, seed=turn)[0]
+        for place, (bucket, gradient) in enumerate(zip(buckets(), gradients, strict=True)):
+            sent[place] += gradient
+            under_way = engine.begin()
+            under_way.start(engine.open(bucket, gradient.device), gradient)
+            in_flight.append((place, under_way, gradient))
+            if len(in_flight) == 2:  # so one of the other part is always under way
+                earlier, ending, mean = in_flight.pop(0)
+                assert ending.finish()
+                received[earlier] += mean
+    for earlier, ending, mean in in_flight:
+        assert ending.finish()
+        received[earlier] += mean
+    errors = engine.memory[ERROR]
+    for bucket, total, got in zip(buckets(), sent, received, strict=True):
+        kept = [errors.get(each.name, torch.zeros(each.numel)) for each in bucket]
+        assert (torch.cat(kept) + got - total).abs().max() < 1e-3
+    assert engine.steps == 16

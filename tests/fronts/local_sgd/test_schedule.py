@@ -33,3 +33,37 @@ def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
     assert not any(schedule.gradients_in(step) for step in range(9))
     assert [step for step in range(1, 9) if schedule.after(step)] == list(range(every_steps, 9, every_steps))
     assert not any(schedule.is_warm_up(step) for step in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "fragments", "turns"),
+    [
+        (6, 1, "--" + "-----0" * 2),
+        (6, 2, "--" + "--0--1" * 2),
+        (5, 3, "--" + "-0-12" * 2),
+        (4, 4, "--" + "0123" * 2),
+    ],
+)
+def test_fragments_take_turns_after_the_warm_up(every_steps: int, fragments: int, turns: str) -> None:
+    schedule = Schedule(every_steps, 2, has_ddp=False, has_subgroup=False, num_fragments=fragments)
+    sent = [schedule.fragment_after(step) for step in range(1, len(turns) + 1)]
+    assert "".join("-" if each is None else str(each) for each in sent) == turns
+    assert [schedule.after(step) for step in range(1, 3)] == ["group"] * 2
+    assert [schedule.after(step) == "group" for step in range(3, 13)] == [
+        each is not None for each in sent[2:12]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("delay_steps", "num_rounds", "sent"),
+    [
+        (1, 1, [1, 1]),
+        (4, 1, [1, 1, 1, 1, 1]),
+        (4, 2, [1, 1, 2, 2, 2]),
+        (3, 2, [1, 1, 2, 2]),
+        (2, 3, [1, 2, 3]),
+    ],
+)
+def test_rounds_are_spread_over_the_delay(delay_steps: int, num_rounds: int, sent: list[int]) -> None:
+    schedule = Schedule(9, 0, has_ddp=False, has_subgroup=False, delay_steps=delay_steps)
+    assert [schedule.rounds_sent(age, num_rounds) for age in range(delay_steps + 1)] == sent
