@@ -94,7 +94,7 @@ class Counting(TorchDispatchMode):
             is_asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
             self.waits[f"{name} between devices"] += not is_asynchronous
         base = name if name in FREE else name.removesuffix("_")
-        if name not in FREE and base not in FREE and sum(each.numel() for each in [*given, *results]):
+        if name not in FREE and base not in FREE and any(each.numel() > 0 for each in [*given, *results]):
             self._count(name, base, func._schema, args, kwargs, given, results)
         return out
 
@@ -178,7 +178,7 @@ class Alike(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
         """As `Transport.all_reduce`."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             if operation == "sum":
                 tensor.mul_(self.size)
         return Done()
@@ -189,13 +189,13 @@ class Alike(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_gather`."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             output.copy_(tensor.expand_as(output))
         return Done()
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_to_all`."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             output.copy_(tensor[self.rank].expand_as(output))
         return Done()
 

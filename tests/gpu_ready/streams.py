@@ -82,7 +82,7 @@ class Device(TorchDispatchMode):
         """Take note of what was freed since, and by whom it was used last."""
         seen = self._judge.tensors_accessed
         for address, (reference, owner, name) in list(self._alive.items()):
-            if reference.expired():
+            if reference.expired():  # type: ignore[no-untyped-call]
                 del self._alive[address]
                 if address in seen.accesses:
                     last = [*seen.get_reads(address), seen.get_write(address)]
@@ -115,10 +115,14 @@ class Device(TorchDispatchMode):
         for tensor in written:
             storage = tensor.untyped_storage()
             if tensor.numel():
-                self._alive.setdefault(storage.data_ptr(), (StorageWeakRef(storage), self.stream, name))
+                self._alive.setdefault(storage.data_ptr(), (_weak(storage), self.stream, name))
         if not name.startswith(("empty", "new_empty")):
             self.run(name, read, written)
         return out
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -163,13 +167,13 @@ class SimulatedNCCL(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_gather`."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             output.copy_(tensor.expand_as(output))
         return self._sent("all_gather", [tensor], [output])
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_to_all`."""
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             output.copy_(tensor)
         return self._sent("all_to_all", [tensor], [output])
 

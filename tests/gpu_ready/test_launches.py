@@ -80,6 +80,7 @@ def scale(device: torch.device) -> torch.Tensor:
 SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
     "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(356, 49.5)),
     "loss scale": (PowerSGD(matrix_rank=4), torch.float32, {"loss_scale": scale}, Limit(484, 12.3)),
+    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(456, 10.3, 0)),
     "alternating": (PowerSGD(matrix_rank=4, alternating=True), torch.float32, {}, Limit(289, 9.2)),
     "batched": (BatchedPowerSGD(), torch.float32, {}, Limit(397, 11.1)),
 }
@@ -100,7 +101,7 @@ REGISTERED = {
     "Quantize(bits=8)": Limit(161, 44.6, 0),
     "Quantize(bits=4)": Limit(421, 43.1, 0),
     "Quantize(bits=2)": Limit(445, 50.2, 0),
-    'TopK(error_decay=1, merge="members")': Limit(942, 26.0),
+    'TopK(error_decay=1, merge="members")': Limit(942, 26.3),
     "PowerSGD(matrix_rank=1)": Limit(114, 10.1),
     "PowerSGD(matrix_rank=2)": Limit(126, 10.2),
     "PowerSGD(matrix_rank=4)": Limit(150, 10.3),
@@ -151,5 +152,5 @@ def test_the_front_of_local_sgd() -> None:
     ):
         found, _ = counted(optimizer.step)
         assert engine_of(local.sync).counts().compression_ratio > 5
-    limit = Limit(206, 34.3, 3)
+    limit = Limit(218, 35.3, 3)
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Literal
 
 import pytest
 import torch
 
 from catalog import buckets, random_gradients
 from thinwire import BatchedPowerSGD, PowerSGD
-from thinwire.algorithms import Algorithm, accelerators
+from thinwire.algorithms import Algorithm, Memory, accelerators
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.lowrank.slots import BASIS
 from thinwire.plan import ParameterSpec
@@ -17,7 +18,7 @@ from thinwire.simulation import Simulation
 
 LOW_RANK = [
     PowerSGD(matrix_rank=2),
-    PowerSGD(matrix_rank=6),
+    PowerSGD(matrix_rank=5),
     PowerSGD(matrix_rank=2, power_iterations=2, min_compression_ratio=1),
     PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
     PowerSGD(matrix_rank=2, warm_start=False, wire_dtype="bf16"),
@@ -33,15 +34,17 @@ def in_dtype(dtype: torch.dtype) -> list[tuple[ParameterSpec, ...]]:
     ]
 
 
-def run(algorithm: Algorithm, dtype: torch.dtype, **settings: Any) -> tuple[list[torch.Tensor], Simulation]:
-    """The means of six steps, of which the third is not finite."""
+def run(
+    algorithm: Algorithm, dtype: torch.dtype, bad_steps: Collection[int] = (2,), **settings: Any
+) -> tuple[list[torch.Tensor], Simulation]:
+    """The means of six steps, of which some are not finite."""
     layout = in_dtype(dtype)
     simulation = Simulation(algorithm, layout, num_workers=2, **settings)
     means = []
     for step in range(6):
         gradients = random_gradients(buckets(), num_workers=2, seed=step)
         given = [[flat.to(dtype) for flat in of_worker] for of_worker in gradients]
-        if step == 2:
+        if step in bad_steps:
             given[1][0][7] = torch.inf
         simulation.step(given)
         means.append(torch.cat(given[0]).float())
@@ -70,6 +73,30 @@ def test_the_same_as_on_the_cpu(
     assert after.syncs[0].stats().compression_ratio > 1.5
     assert bool(after.engines[0].memory[BASIS]) == algorithm.warm_start  # type: ignore[attr-defined]
     assert not before.engines[0].memory[BASIS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad_steps", [{0}, {2, 3}], ids=str)
+@pytest.mark.parametrize("wire_dtype", [None, "bf16"])
+def test_without_a_host_check_to_the_bit_what_it_is_with_one(
+    wire_dtype: Literal["bf16"] | None,
+    bad_steps: set[int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype)
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    seen, expected = run(algorithm, dtype, bad_steps)
+    monkeypatch.setattr(Memory, "copied", None)  # nothing is copied to be put back
+    unseen, got = run(algorithm, dtype, bad_steps, host_check=False)
+    for step, (a, b) in enumerate(zip(seen, unseen, strict=True)):
+        assert a.isnan().all() == b.isnan().all() == (step in bad_steps)
+        assert step in bad_steps or torch.equal(a, b)
+    states = [dict(simulation.state_dicts()[0]["error"]) for simulation in (expected, got)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] | states[1])
+    assert got.syncs[0].stats().nonfinite_steps == len(bad_steps)
+    assert got.syncs[0].stats().compression_ratio > 2
 
 
 def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:

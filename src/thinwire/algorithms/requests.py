@@ -88,10 +88,15 @@ class Commit:
             must be computed from what all members have received alike, or members would decide differently.
             It is asked only where the answer matters.
         writes: Whether memory is written behind the gate. If nothing of the step writes, nobody asks.
+        writes_where: Whether the exchange keeps to the answer: None if the step is healthy; or one bool, not
+            read back, where the host does not ask. If it is false, the exchange leaves memory as it was and
+            makes all gradients NaN. Of an exchange without this, a copy of its memory is made and put back.
+            Behind its gate it may ask for `Jointly`.
     """
 
     is_healthy: Callable[[], torch.Tensor]
     writes: bool = True
+    writes_where: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +146,6 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
 def _all_finite_of(device: torch.device, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return whether tensors of one device and type are finite. NaN wins every minimum and maximum."""
     if accelerators.pays_per_launch(device):
-        return torch.stack(list(torch._foreach_norm(tensors, torch.inf))).amax() < torch.inf
+        return torch.stack(list(torch._foreach_norm(list(tensors), torch.inf))).amax() < torch.inf
     extremes = torch.stack([each for tensor in tensors for each in torch.aminmax(tensor)])
     return extremes.isfinite().all()

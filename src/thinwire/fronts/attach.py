@@ -61,8 +61,9 @@ def attach(
             algorithm has left in the residual, for `warm_start=False` and for a function as `grad_scaler`. A
             step that is not finite leaves the error memory as it was and makes the gradients NaN just so, but
             counts in `steps`, a warm-up and the turns of `alternating` (which then starts from random
-            factors). The same on all processes; not with `find_unused_parameters`. Cost: a copy of what one
-            bucket has in memory, while it is written.
+            factors). The same on all processes; not with `find_unused_parameters`. Cost on
+            accelerators: `PowerSGD` takes an eighth more launches; other algorithms with memory make a copy
+            of what one bucket has there, while it is written.
         on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
             memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
             step; without one the model is lost, and that is logged once. "zero": all are zeros; an

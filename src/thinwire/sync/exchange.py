@@ -40,31 +40,41 @@ class Task:
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self.request: Request | tuple[Message, ...] | None = None
+        self._is_committed = False
         self.answer(None)
 
     def answer(self, answer: Any) -> None:
         """Hand over the answer to its request; the next one follows.
 
         Raises:
-            ConfigError: It has ended without a commit.
+            ConfigError: It has ended without a commit, or asks for a message behind it.
         """
         try:
             self.request = self._requests.send(answer)
         except StopIteration:
+            self.request = None
+            if self._is_committed:
+                return
             raise ConfigError(
                 "an exchange has ended without Commit, expected it as the last request; yield "
                 "Commit(lambda: all_finite(…)) before memory is written"
             ) from None
+        if self._is_committed and not isinstance(self.request, Jointly):
+            raise ConfigError(
+                f"an exchange has asked for {self.request!r} behind its Commit, expected its end"
+            )
 
-    def commit(self) -> None:
-        """Let it pass its gate and write memory.
+    def commit(self, is_healthy: torch.Tensor | None = None) -> None:
+        """Let it pass its gate; going on to its end is what writes memory.
+
+        Args:
+            is_healthy: One bool, if it is to see to itself that memory is written only where that is true.
 
         Raises:
-            ConfigError: It asks for something more.
+            ConfigError: It asks for a message.
         """
-        # Going on to its end is what writes memory; there should be nothing to come.
-        for request in self._requests:
-            raise ConfigError(f"an exchange has asked for {request!r} behind its Commit, expected its end")
+        self._is_committed = True
+        self.answer(is_healthy)
 
     def close(self) -> None:
         """Forget it; it writes nothing."""
@@ -217,6 +227,20 @@ class Exchange:
         if not healths:
             return torch.tensor(True)
         return torch.stack([each.to(healths[0].device, non_blocking=True) for each in healths]).all()
+
+    def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
+        """Let some tasks pass their gates and write memory.
+
+        Args:
+            tasks: Which.
+            is_healthy: As of `Task.commit`.
+
+        Raises:
+            ConfigError: One asks for a message.
+        """
+        for task in tasks:
+            task.commit(is_healthy)
+        _compute_jointly(tasks)
 
     def close(self) -> None:
         """Forget all buckets; they write nothing any more."""

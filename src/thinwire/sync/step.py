@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.algorithms import Bucket
+from thinwire.algorithms import Bucket, Commit, accelerators
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Traffic, Transport
 from thinwire.errors import StepError
@@ -236,30 +236,45 @@ class Step:
         settings = self._all_lanes.settings
         asks = any(gate.writes for gate in self._exchange.gates) or settings.on_nonfinite != "nan"
         if not asks and settings.together is None:
-            for task in self._exchange.tasks:
-                task.commit()
+            self._exchange.commit(self._exchange.tasks)
             return True
         is_healthy = self._exchange.is_healthy()
         if settings.together is not None:
             is_healthy = self._is_healthy_everywhere(is_healthy, settings.together)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
-            for task, lane in zip(self._exchange.tasks, self.lanes, strict=True):
-                self._commit_where(is_healthy, task, lane)
-            for bucket in self._buckets:
-                bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
+            self._commit_unseen(is_healthy, fill)
             self._all_lanes.count_unseen(~is_healthy)
             return True
         start = time.perf_counter()
         committed = bool(is_healthy)  # waits for an accelerator
         self._traffic.waiting_seconds += time.perf_counter() - start
-        if committed:
-            for task in self._exchange.tasks:
-                task.commit()
-        else:
-            for bucket in self._buckets:
-                bucket.flat.fill_(fill)
+        self._commit_if(committed, fill)
         return committed
+
+    def _commit_if(self, is_healthy: bool, fill: float) -> None:
+        if is_healthy:
+            self._exchange.commit(self._exchange.tasks)
+            return
+        for bucket in self._buckets:
+            bucket.flat.fill_(fill)
+
+    def _commit_unseen(self, is_healthy: torch.Tensor, fill: float) -> None:
+        """Let the device decide; on the CPU it makes nobody wait to ask it."""
+        if not accelerators.pays_per_launch(is_healthy.device):
+            self._commit_if(bool(is_healthy), fill)
+            return
+        by_themselves = []
+        for task, lane, bucket in zip(self._exchange.tasks, self.lanes, self._buckets, strict=True):
+            keeps_to_it = isinstance(task.request, Commit) and task.request.writes_where
+            if keeps_to_it and bucket.flat.device == is_healthy.device:
+                by_themselves.append(task)
+            else:
+                self._commit_where(is_healthy, task, lane)
+        self._exchange.commit(by_themselves, is_healthy)
+        for task, bucket in zip(self._exchange.tasks, self._buckets, strict=True):
+            if task not in by_themselves or fill == 0:  # else it has made them NaN
+                bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
 
     def _is_healthy_everywhere(self, is_healthy: torch.Tensor, together: Transport) -> torch.Tensor:
         unhealthy = (~is_healthy).to(together.control_device, torch.uint8).view(1)
@@ -273,7 +288,7 @@ class Step:
         """
         memory, labels = self._all_lanes.memory, lane.plan.labels
         before = memory.copied(labels)
-        task.commit()
+        self._exchange.commit([task])
         memory.restore_where(is_healthy, before, labels)
 
     def abandon(self) -> None:

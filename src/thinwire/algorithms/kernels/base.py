@@ -61,6 +61,7 @@ class Kernels(Protocol):
         errors: Sequence[Sequence[torch.Tensor] | None],
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
+        is_healthy: torch.Tensor | None = None,
     ) -> None:
         """Turn every M into the mean gradient, in place, and write to its error what was not sent.
 
@@ -73,6 +74,7 @@ class Kernels(Protocol):
                 forget it. They may be the tensors that the group itself has as `errors`.
             terms: Of each group the iterations of the step; their approximations add up.
             loss_scale: What the loss was multiplied by, None for 1.
+            is_healthy: One bool, not read back: if it is false, errors stay as they were. None for true.
         """
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:

@@ -193,6 +193,7 @@ def reconstruct(
     errors: Sequence[Sequence[torch.Tensor] | None],
     terms: Sequence[Terms],
     loss_scale: torch.Tensor | None,
+    is_healthy: torch.Tensor | None = None,
 ) -> None:
     """As `Kernels.reconstruct`, each group by its backend."""
     for kernels, share in _shares(groups).items():
@@ -201,6 +202,7 @@ def reconstruct(
             [errors[index] for index in share],
             [terms[index] for index in share],
             loss_scale,
+            is_healthy,
         )
 
 

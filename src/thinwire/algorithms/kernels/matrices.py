@@ -177,7 +177,7 @@ def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch
         return [gradient.to(dtype) for gradient in gradients]
     sizes = [gradient.numel() for gradient in gradients]
     wide = gradients[0].new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
-    torch._foreach_copy_(wide, gradients)
+    torch._foreach_copy_(list(wide), list(gradients))
     return list(wide)
 
 
@@ -186,6 +186,7 @@ def round_all_into(
     means: Sequence[torch.Tensor],
     errors: Sequence[torch.Tensor | None],
     loss_scale: torch.Tensor | None,
+    is_healthy: torch.Tensor | None = None,
 ) -> None:
     """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them.
 
@@ -194,21 +195,27 @@ def round_all_into(
         means: Of the same lengths, in fp32 or fp64; overwritten.
         errors: In the type of the means; all of them None to forget it.
         loss_scale: What the loss was multiplied by, None for 1.
+        is_healthy: One bool, not read back: if it is false, errors stay as they were. None for true.
     """
     if not gradients or not accelerators.pays_per_launch(gradients[0].device):
         for gradient, mean, error in zip(gradients, means, errors, strict=True):
             round_into(gradient, mean, error, loss_scale)
         return
     limit = min(torch.finfo(gradients[0].dtype).max, torch.finfo(means[0].dtype).max)
-    torch._foreach_clamp_max_(means, limit)
-    torch._foreach_clamp_min_(means, -limit)
-    torch._foreach_copy_(gradients, means)
+    rounded, kept = list(gradients), list(means)
+    torch._foreach_clamp_max_(kept, limit)
+    torch._foreach_clamp_min_(kept, -limit)
+    torch._foreach_copy_(rounded, kept)
     known = [error for error in errors if error is not None]
     if known:
-        torch._foreach_sub_(means, widened(gradients, means[0].dtype))
+        torch._foreach_sub_(kept, widened(rounded, kept[0].dtype))
         if loss_scale is not None:
-            torch._foreach_div_(means, loss_scale)
-        torch._foreach_add_(known, means)
+            torch._foreach_div_(kept, loss_scale)
+        if is_healthy is not None:
+            is_unhealthy = ~is_healthy
+            for mean in means:
+                mean.masked_fill_(is_unhealthy, 0.0)
+        torch._foreach_add_(known, kept)
 
 
 def round_into(

@@ -89,13 +89,14 @@ class TorchKernels(Kernels):
         errors: Sequence[Sequence[torch.Tensor] | None],
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
+        is_healthy: torch.Tensor | None = None,
     ) -> None:
         """As `Kernels.reconstruct`; every matrix is read and written once, and its error written once.
 
         On accelerators every matrix once more.
         """
-        if _pay_per_launch(groups):
-            self._reconstruct_all(groups, errors, terms, loss_scale)
+        if is_healthy is not None or _pay_per_launch(groups):
+            self._reconstruct_all(groups, errors, terms, loss_scale, is_healthy)
             return
         for group, of_group, found in zip(groups, errors, terms, strict=True):
             sent = found[-1].pair(found[-1].own)
@@ -107,15 +108,19 @@ class TorchKernels(Kernels):
         errors: Sequence[Sequence[torch.Tensor] | None],
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
+        is_healthy: torch.Tensor | None,
     ) -> None:
         """Do it in place: with the matrix added to a product elsewhere, torch would copy it there first."""
         kept = [index for index, of_group in enumerate(errors) if of_group is not None]
         self.subtract_own([groups[index] for index in kept], [terms[index][-1] for index in kept])
         written = [error for of_group in errors if of_group is not None for error in of_group]
-        if written:
-            torch._foreach_copy_(written, [matrix for index in kept for matrix in groups[index].matrices])
-            if loss_scale is not None:
-                torch._foreach_div_(written, loss_scale)
+        left_over = [matrix for index in kept for matrix in groups[index].matrices]
+        if loss_scale is not None and left_over:
+            torch._foreach_div_(left_over, loss_scale)
+        if is_healthy is None and written:
+            torch._foreach_copy_(written, left_over)
+        for error, rest in zip(written, left_over, strict=True) if is_healthy is not None else ():
+            torch.where(is_healthy, rest, error, out=error)
         for group, found in zip(groups, terms, strict=True):
             pairs = [term.pair(term.mean) for term in found]
             batch = _batch_for(group)
@@ -225,10 +230,11 @@ def _add_all_errors(groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | No
         for matrix, error in zip(group.matrices, group.errors, strict=True)
         if error is not None
     ]
-    if loss_scale is None and known:
+    if loss_scale is not None:
+        for matrix, error in known:
+            matrix.addcmul_(error, loss_scale.to(error.dtype))
+    elif known:
         torch._foreach_add_([matrix for matrix, _ in known], [error for _, error in known])
-    for matrix, error in known if loss_scale is not None else ():
-        matrix.addcmul_(error, loss_scale.to(error.dtype))
 
 
 def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> list[torch.Tensor]:

@@ -45,7 +45,7 @@ def alternate(
     Cost: one round for each iteration, which reads every matrix once and, but for the last, updates it.
     """
     turn = (memory.step - config.warmup_steps) * config.power_iterations
-    fixed = bases.of(memory, groups, left=turn % 2 == 0)
+    starts = fixed = bases.of(memory, groups, left=turn % 2 == 0)
     dtype = config.message_dtype(bucket.flat.dtype)
     terms: list[list[Factors]] = [[] for _ in groups]
     received: list[torch.Tensor] = []
@@ -66,4 +66,4 @@ def alternate(
         if iteration + 1 < config.power_iterations:
             subtract_own(groups, [found[-1] for found in terms])
             fixed = yield Jointly(orthonormal_rows, means)
-    return Approximation(terms, uncompressed_mean, received)
+    return Approximation(terms, uncompressed_mean, received, starts)

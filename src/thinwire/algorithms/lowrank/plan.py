@@ -20,7 +20,7 @@ from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Message, Request, Requests
 
-__all__ = ["LowRankPlan"]
+__all__ = ["LowRankPlan", "by_label"]
 
 MAX_NAMES = 4
 
@@ -92,14 +92,7 @@ class LowRankPlan(BucketPlan):
             kept = {FACTOR: factors} if bases is None else {FACTOR: factors, BASIS: bases}
         if self.config.error_feedback:
             kept[SENT] = sent
-        return {
-            slot: {
-                label: tensor
-                for of_group, batch in zip(labels, batches, strict=True)
-                for label, tensor in zip(of_group, batch.unbind(), strict=True)
-            }
-            for slot, batches in kept.items()
-        }
+        return {slot: by_label(labels, batches) for slot, batches in kept.items()}
 
     def adopt(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
@@ -144,6 +137,20 @@ class LowRankPlan(BucketPlan):
         norms = torch.stack(errors)
         relative = torch.where(norms > 0, norms / torch.hypot(norms, torch.stack(sent)), 0.0)
         return Diagnosis([route.label for route in known], relative, norms)
+
+
+def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what batches of groups hold for each of their matrices.
+
+    Args:
+        labels: Of each group's matrices.
+        batches: Of each group one, (matrices, …).
+    """
+    return {
+        label: tensor
+        for of_group, batch in zip(labels, batches, strict=True)
+        for label, tensor in zip(of_group, batch.unbind(), strict=True)
+    }
 
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

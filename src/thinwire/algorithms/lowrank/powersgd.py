@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning
+from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning, Slot
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.kernels.dispatch import reconstruct
 from thinwire.algorithms.kernels.matrices import MatrixGroup, round_all_into, widened
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.budget import measured, within_bytes, within_error
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.plan import LowRankPlan
-from thinwire.algorithms.lowrank.slots import FACTOR, SENT
+from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
+from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
-from thinwire.algorithms.requests import AllFinite, Commit, Requests
+from thinwire.algorithms.lowrank.unseen import spoiled_unless, written_where
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
@@ -298,16 +299,25 @@ class PowerSGDPlan(LowRankPlan):
         labels = [group.labels for group in groups]
         remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
         errors = self._errors(bucket, memory)
-        yield Commit(AllFinite(tuple(found.received)))
+        # What is dropped the host would have to take back.
+        drops = any(names[index] in memory[slot] for index in self.uncompressed for slot in (ERROR, SENT))
+        is_healthy = yield Commit(AllFinite(tuple(found.received)), writes_where=not drops)
+        if is_healthy is not None:
+            before = {slot: memory[slot] for slot in remembered}
+            before[BASIS] = by_label(labels, found.starts)
+            remembered = yield from self._kept_where(is_healthy, remembered, before)
+            means = [term.mean for of_group in found.terms for term in of_group]
+            yield Jointly(spoiled_unless, [(is_healthy, each) for each in [*means, *found.uncompressed]])
         written = [
             [errors[name].view(shape_group.shape) for name in group.labels] if errors else None
             for shape_group, group in zip(self.shape_groups, groups, strict=True)
         ]
-        reconstruct(groups, written, found.terms, bucket.loss_scale)
+        reconstruct(groups, written, found.terms, bucket.loss_scale, is_healthy)
         if bucket.flat.dtype != bucket.specs[0].memory_dtype:
             means = [matrix.view(-1) for group in groups for matrix in group.matrices]
             of_names = [errors.get(name) for group in groups for name in group.labels]
-            round_all_into([gradients[index] for index in self.grouped], means, of_names, bucket.loss_scale)
+            rounded = [gradients[index] for index in self.grouped]
+            round_all_into(rounded, means, of_names, bucket.loss_scale, is_healthy)
         for slot, tensors in {ERROR: errors, **remembered}.items():
             memory[slot].update(tensors)
         count = len(self.uncompressed)
@@ -319,6 +329,21 @@ class PowerSGDPlan(LowRankPlan):
         keep_remainder(memory, sent_names, sent, remaining)
         for name in sent_names:
             memory[SENT].pop(name, None)
+
+    def _kept_where(
+        self,
+        is_healthy: torch.Tensor,
+        remembered: dict[Slot, dict[str, torch.Tensor]],
+        before: Mapping[Slot, Mapping[str, torch.Tensor]],
+    ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
+        """Return what is to be remembered if the step is healthy, else what was before."""
+        places = [(slot, label) for slot, tensors in remembered.items() for label in tensors]
+        items = [(is_healthy, remembered[slot][label], before[slot].get(label)) for slot, label in places]
+        kept = yield Jointly(written_where, items)
+        found: dict[Slot, dict[str, torch.Tensor]] = {slot: {} for slot in remembered}
+        for (slot, label), tensor in zip(places, kept, strict=True):
+            found[slot][label] = tensor
+        return found
 
     def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
         """Return gradients and residuals as matrices: views unless the gradient is of 16 bits."""
@@ -346,6 +371,6 @@ class PowerSGDPlan(LowRankPlan):
             kept = [memory[ERROR][label] for label in labels if label in memory[ERROR]]
             like = bucket.gradients[shape_group.indices[0]]
             if len(kept) < len(labels):
-                kept = list(like.new_empty(len(labels), like.numel(), dtype=bucket.specs[0].memory_dtype))
+                kept = list(like.new_zeros(len(labels), like.numel(), dtype=bucket.specs[0].memory_dtype))
             errors.update(zip(labels, kept, strict=True))
         return errors

@@ -27,11 +27,13 @@ class Approximation:
         terms: The factors of each group.
         uncompressed: The means of the flat gradients that travelled with them.
         received: All means, flat.
+        starts: The bases that the step started from, of each group.
     """
 
     terms: Sequence[Terms]
     uncompressed: Sequence[torch.Tensor]
     received: Sequence[torch.Tensor]
+    starts: Sequence[torch.Tensor]
 
 
 def approximate(
@@ -54,7 +56,7 @@ def approximate(
 
     Cost: two rounds for each power iteration; in each, every matrix is read twice (and once written).
     """
-    rights = bases.of(memory, groups, left=False)
+    starts = rights = bases.of(memory, groups, left=False)
     dtype = config.message_dtype(bucket.flat.dtype)
     received: list[torch.Tensor] = []
     uncompressed_mean: Sequence[torch.Tensor] = ()
@@ -76,4 +78,4 @@ def approximate(
         if not is_last:
             rights = yield Jointly(orthonormal_rows, means)
     terms = [[Factors(*each)] for each in zip(lefts, own, means, strict=True)]
-    return Approximation(terms, uncompressed_mean, received)
+    return Approximation(terms, uncompressed_mean, received, starts)

@@ -62,12 +62,13 @@ class NumbaKernels(Kernels):
         errors: Sequence[Sequence[torch.Tensor] | None],
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
+        is_healthy: torch.Tensor | None = None,
     ) -> None:
         """As `Kernels.reconstruct`; by PyTorch's products with several terms, or without residuals."""
         scale = _number(loss_scale)
         for group, of_group, found in zip(groups, errors, terms, strict=True):
-            if of_group is None or len(found) > 1:
-                self._others.reconstruct([group], [of_group], [found], loss_scale)
+            if of_group is None or len(found) > 1 or is_healthy is not None:
+                self._others.reconstruct([group], [of_group], [found], loss_scale, is_healthy)
                 continue
             (term,) = found
             passes.reconstruct(group, of_group, term.pair(term.own), term.pair(term.mean), scale)
