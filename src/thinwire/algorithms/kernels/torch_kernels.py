@@ -117,10 +117,11 @@ class TorchKernels(Kernels):
         left_over = [matrix for index in kept for matrix in groups[index].matrices]
         if loss_scale is not None and left_over:
             torch._foreach_div_(left_over, loss_scale)
-        if is_healthy is None and written:
+        if is_healthy is not None:
+            for error, rest in zip(written, left_over, strict=True):
+                torch.where(is_healthy, rest, error, out=error)
+        elif written:
             torch._foreach_copy_(written, left_over)
-        for error, rest in zip(written, left_over, strict=True) if is_healthy is not None else ():
-            torch.where(is_healthy, rest, error, out=error)
         for group, found in zip(groups, terms, strict=True):
             pairs = [term.pair(term.mean) for term in found]
             batch = _batch_for(group)

@@ -25,8 +25,9 @@ def written_where(
             torch.zeros_like(each) if was is None or was.shape != each.shape else was
             for each, was in zip(new, were, strict=True)
         ]
-        both = [torch.cat([each.reshape(-1) for each in side]) for side in (new, old)]
-        parts = torch.where(items[alike[0]][0], *both).split_with_sizes([each.numel() for each in new])
+        joined_new, joined_old = (torch.cat([each.reshape(-1) for each in side]) for side in (new, old))
+        chosen = torch.where(items[alike[0]][0], joined_new, joined_old)
+        parts = chosen.split_with_sizes([each.numel() for each in new])
         return [part.view_as(each) for part, each in zip(parts, new, strict=True)]
 
     return _by_kind([new for _, new, _ in items], kept)
