@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from members import Member, run
 from pool import Pool
-from thinwire.algorithms import AllReduce, PowerSGD
+from thinwire.algorithms import AllReduce, PowerSGD, Quantize
 from thinwire.fronts.local_sgd import LocalSGD
 from training import agreed, flat, gathered, halves, new_model, new_optimizer, pairs, train
 
@@ -181,3 +183,32 @@ def _resume_on_more(saved: tuple[dict[str, Tensor], ...]) -> tuple[int, bool, bo
         train(model, optimizer, range(6, 12))
     errors = dict(local.state_dict()["sync"]["error"])
     return dist.get_world_size(), same_start, agreed(model), local.stats().steps, len(errors)
+
+
+def test_fragments_in_flight_over_a_process_group(pool2: Pool) -> None:
+    """While training goes on; the same as in one process."""
+    expected = [flat(member) for member in run(2, _stream_alone)]
+    for world_size, parameters, ratio, equal in pool2.run(_stream):
+        assert world_size == 2
+        assert equal
+        assert ratio > 20
+        assert (parameters - expected[0]).norm() < 1e-4 * expected[0].norm()
+
+
+STREAMING: dict[str, Any] = {
+    "every_steps": 6, "fragments": 2, "delay_steps": 4, "algorithm": Quantize(bits=4), "outer": NESTEROV,
+}  # fmt: skip
+
+
+def _stream_alone(member: Member) -> nn.Module:
+    with member.local(**STREAMING):
+        member.train(20)
+    return member.model
+
+
+def _stream() -> tuple[int, Tensor, float, bool]:
+    model = new_model()
+    optimizer = new_optimizer(model)
+    with LocalSGD(model, optimizer, **STREAMING) as local:
+        train(model, optimizer, range(20))
+    return dist.get_world_size(), flat(model), local.stats().compression_ratio, agreed(model)
