@@ -19,8 +19,7 @@ NUM_AVERAGINGS, EVERY_STEPS = 5, 3
 SETTINGS: dict[str, Any] = {"density": 1 / 20, "bits": 2, "chunk": 300, "error_decay": 0.9}
 
 
-@pytest.mark.parametrize("merge", ["members", "senders"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "merge"), [(2, "senders"), (3, "members"), (3, "senders")])
 def test_sparseloco_against_a_plain_reference(size: int, merge: str) -> None:
     expected = _by_itself(size, merge)
     assert (expected - flat(new_model(dtype=torch.float64))).norm() > 0.2
