@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,18 +30,16 @@ class ByteModel(nn.Module):
     def __init__(self, width: int = 128, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(256, width)
-        kind = {"dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
+        kind: dict[str, Any] = {"dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 4, **kind) for _ in range(layers))
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, (batch, context, 256)."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
-        x = self.embed(tokens)
+        x: torch.Tensor = self.embed(tokens)
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
-        logits: torch.Tensor = self.head(x)
-        return logits
+        return self.head(x)  # type: ignore[no-any-return]
 
 
 def main(shards: int) -> None:
@@ -52,7 +51,8 @@ def main(shards: int) -> None:
     replicas = dist.get_world_size() // shards
     mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
-    model, text = ByteModel().to(device), training_text().to(device)
+    text = training_text().to(device)
+    model: Any = ByteModel().to(device)
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh["shard"])
     sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), mesh=mesh["replicate"])
