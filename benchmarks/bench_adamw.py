@@ -27,7 +27,7 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from pages import RESULTS_FOLDER, markdown_table, page, save
 from stacked import StackedGPT
-from thinwire import AllReduce, Cast, LocalSGD, PowerSGD, Quantize, TopK
+from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.demo.model import GPT, GPTConfig, heldout_loss
@@ -184,6 +184,12 @@ def local(
     return partial(LocalTraining, front=front)
 
 
+def diloco(every_steps: int, **options: Any) -> Method:
+    """DiLoCo as it comes, but for `options`."""
+    front: Callable[..., LocalSGD] = partial(DiLoCo, every_steps=every_steps, **options)
+    return partial(LocalTraining, front=front)
+
+
 METHODS: dict[str, Method] = {
     EXACT: averaging(AllReduce()),
     "bf16": averaging(Cast("bf16")),
@@ -198,16 +204,17 @@ METHODS: dict[str, Method] = {
     **{f"LocalSGD every {steps}": local(steps) for steps in (1, 4, 10, 30)},
     **{f"LocalSGD every {steps}, 4 bits": local(steps, Quantize(bits=4)) for steps in (4, 10, 30)},
     **{f"LocalSGD every {steps}, 2 bits": local(steps, Quantize(bits=2)) for steps in (10, 30)},
+    **{f"DiLoCo every {steps}": diloco(steps) for steps in (4, 10, 30)},
     **{
-        f"LocalSGD every {steps}, 4 bits, outer {rate:g}/{momentum:g}": local(
-            steps, Quantize(bits=4), (rate, momentum)
+        f"DiLoCo every {steps}, outer {rate:g}, momentum {momentum:g}": diloco(
+            steps, outer_lr=rate, outer_momentum=momentum
         )
         for steps in (10, 30)
-        for rate, momentum in ((1.0, 0.5), (0.7, 0.9), (0.7, 0.6))
+        for rate, momentum in ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (0.7, 0.6))
     },
-    "LocalSGD every 30, 4 bits, 4 fragments": local(30, Quantize(bits=4), fragments=4),
-    "LocalSGD every 30, 4 bits, 4 fragments, 5 steps late": local(
-        30, Quantize(bits=4), fragments=4, delay_steps=5
+    "LocalSGD every 30, 4 bits, 2 fragments": local(30, Quantize(bits=4), fragments=2),
+    "LocalSGD every 30, 4 bits, 2 fragments, 5 steps late": local(
+        30, Quantize(bits=4), fragments=2, delay_steps=5
     ),
 }
 
