@@ -237,12 +237,13 @@ class Algorithm(ABC):
 
     def __str__(self) -> str:
         """Return how it is written in code, mostly without what has its default."""
-        shown = [
-            f"{name}={_short(value)}"
+        shown = {
+            name: repr(value)
             for name, value in vars(self).items()
             if name in self.always_shown or value != getattr(type(self), name, None)
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        }
+        short = {name: text if len(text) <= MAX_SETTING_LENGTH else "…" for name, text in shown.items()}
+        return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in short.items())})"
 
     @property
     def sees_buckets(self) -> bool:
@@ -314,8 +315,3 @@ class Algorithm(ABC):
             memory: Only read.
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to plan anew")
-
-
-def _short(value: object) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= MAX_SETTING_LENGTH else "…"

@@ -107,9 +107,12 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
     padding = [-1] * (MAX_DIMENSIONS + 2 - len(described))
     everyone = gather_numbers([*described, *padding], transport, "comparing the shapes to gather")
     if any(other != everyone[0] for other in everyone):
-        kinds = "; ".join(f"process {rank}: {_kind(each)}" for rank, each in enumerate(everyone))
+        kinds = [
+            f"process {rank}: {tuple(map(int, shape[: int(dimensions)]))} {_DTYPES[int(dtype)]}"
+            for rank, (dtype, dimensions, *shape) in enumerate(everyone)
+        ]
         raise CommunicationError(
-            f"all processes must gather one shape and type, got {kinds}; pad or cast first"
+            f"all processes must gather one shape and type, got {'; '.join(kinds)}; pad or cast first"
         )
     # Not before they are compared: where only some have so many, the others would wait for them.
     if tensor.dim() > MAX_DIMENSIONS:
@@ -123,8 +126,3 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
 
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-
-
-def _kind(described: Sequence[float]) -> str:
-    dtype, dimensions, *shape = map(int, described)
-    return f"{tuple(shape[:dimensions])} {_DTYPES[dtype]}"

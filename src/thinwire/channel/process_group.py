@@ -124,7 +124,7 @@ class ProcessGroupTransport(Transport):
     def mean(self, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.mean`; NCCL divides what it reads anyway, which saves a pass over the message."""
         if self.backend_for(tensor.device) != "nccl":
-            tensor.div_(self.size)
+            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
             return self.all_reduce(tensor, purpose)
         # Of a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
         operation = dist.ReduceOp.SUM if self.size == 1 else dist.ReduceOp.AVG
@@ -176,13 +176,14 @@ class ProcessGroupTransport(Transport):
         peer = dist.get_global_rank(self.group, second if self.rank == first else first)
         with named_failure(f"a message between the processes {first} and {second}"):
             if self.rank == second:
+                # It receives first: if both sent first, each could wait for the other to receive.
                 dist.recv(message, src=peer, group=self.group)
                 dist.send(message, dst=peer, group=self.group)
                 return None
             start = time.perf_counter()
             dist.send(message, dst=peer, group=self.group)
             dist.recv(message, src=peer, group=self.group)
-            if message.device.type != "cpu":
+            if message.device.type != "cpu":  # there it has only been queued so far
                 torch.accelerator.synchronize(message.device)
             return (time.perf_counter() - start) / 2
 
@@ -223,6 +224,7 @@ class ProcessGroupWork:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -54,7 +54,11 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.apply(_initialize)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         # As in GPT-2: each block adds twice to the residual stream, so its last layers start smaller.
         for name, parameter in self.named_parameters():
             if name.endswith("out.weight"):
@@ -148,10 +152,3 @@ def heldout_loss(model: GPT, heldout: Tensor, *, batches: int = 16, batch_size: 
     losses = [next_byte_loss(model, inputs, targets).item() for inputs, targets in windows]
     model.train(was_training)
     return sum(losses) / len(losses)
-
-
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)

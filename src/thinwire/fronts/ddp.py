@@ -236,8 +236,9 @@ class BucketFront:
         num_started = 0 if self._step is None or not self._step.is_open else self._step.num_parameters
         if not num_started or torch._C._current_autograd_node() is not None:  # inside another pass
             return
+        # A thread: this one will stand in DDP's code, which nothing but a result of the futures ends.
         alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)
-        alarm.daemon = True
+        alarm.daemon = True  # or a process that fails meanwhile would not end before it
         alarm.start()
 
         def after_ddp() -> None:
@@ -276,6 +277,7 @@ class BucketFront:
     def _lane_of(self, bucket: GradBucket, device: torch.device) -> Lane:
         """Return the bucket's lane, opened once."""
         parameters = bucket.parameters()
+        # By identity, which `_names` guards: every step comes by here, and names and shapes take longer.
         key = tuple(map(id, parameters))
         lane = self._lanes.get(key)
         if lane is None or not lane.is_current:

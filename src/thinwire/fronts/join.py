@@ -74,6 +74,8 @@ def join(
     try:
         counts = shadows and not divide_by_initial_world_size
         if counts and isinstance(joinable, DistributedDataParallel) and _is_hooked(joinable):
+            # The counter first: of several, only the first notifies the context, and DDP's own notification
+            # would make DDP divide, too.
             with _counting(joinable) as counter, Join([counter, joinable], *options):
                 yield
         else:
@@ -81,6 +83,7 @@ def join(
             with Join([joinable], *options, divide_by_initial_world_size=divide):
                 yield
     finally:
+        # Torch leaves it switched on: each later step would go on sending what the context needs.
         joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
         if isinstance(joinable, DistributedDataParallel):  # it would divide by the last contributors for ever
             joinable.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]

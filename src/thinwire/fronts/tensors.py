@@ -155,6 +155,7 @@ class StepFront(Joinable):
     def _used_anywhere(self, gradients: Gradients) -> list[int]:
         """Return the parameters that have a gradient on some process, by index."""
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
+        # Not through `engine.wire`: the step has not begun, and faults are scheduled by its messages.
         flags = flags.to(self.engine.metered.control_device)
         purpose = f"step {self.engine.steps}, which parameters were used"
         self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
@@ -212,6 +213,7 @@ class _Shadow(JoinHook):
         front.average([None] * len(front.parameters))
 
     def post_hook(self, is_last_joiner: bool) -> None:
+        # Who has shadowed has made no optimizer steps meanwhile.
         copy_from(is_last_joiner, self._front.parameters, self._front.engine.transport)
 
 

@@ -165,7 +165,9 @@ def averaged(
     purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
     if not is_local:
         _count(state, bucket)
-    if state.on_nonfinite != "nan":
+    if (
+        state.on_nonfinite != "nan"
+    ):  # one question for the whole step, so its buckets must wait for each other
         return state.average_finite(bucket, wire_dtype, transport)
     if not is_local:
         divide_by_contributors(bucket.parameters(), flat)
@@ -184,6 +186,7 @@ def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch
         "iter": str(state.iter),
         "wire_dtype": str(wire_dtype),
     }
+    # At the first step: once some average locally and others do not, they wait for each other for ever.
     agree(ProcessGroupTransport(state.process_group, device), description, "the first step")
     state.is_agreed = True
     if state.post_local_gradient_allreduce and state.subgroup is None and _processes_per_machine() is None:

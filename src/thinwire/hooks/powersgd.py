@@ -370,6 +370,7 @@ class PowerSGDState:
             algorithm = self.algorithm(kind, wire_dtype)
             self._front = self._new_front(algorithm, dense_buffer(bucket).device)
             self._front.engine.observers.append(self._after_step)
+            # Only now: where the front was refused, the state is still there for another try.
             self._loaded, self._kind = None, (kind, wire_dtype)
         if self._kind != (kind, wire_dtype):
             raise ConfigError(

@@ -202,7 +202,9 @@ class ThinwireCallback(TrainerCallback):
 
     def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
-        if not _is_of(folder, state):
+        # By the log of its losses: folders have the same names in every run.
+        file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
+        if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             raise StateError(
                 f"training resumes at step {state.global_step}, but not from {folder}; "
                 "tell where from: attach(trainer, algorithm, checkpoint=…)"
@@ -217,11 +219,3 @@ class ThinwireCallback(TrainerCallback):
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-
-
-def _is_of(folder: Path, state: TrainerState) -> bool:
-    """Return whether this folder's checkpoint is the one that was loaded, by the log of its losses."""
-    file = folder / "trainer_state.json"
-    return file.exists() and json.dumps(TrainerState.load_from_json(str(file)).log_history) == json.dumps(
-        state.log_history
-    )

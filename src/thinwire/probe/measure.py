@@ -94,6 +94,7 @@ class _Meter:
             message = torch.zeros(message_bytes // 4, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
             first_seconds = self.once(message)  # connections are made, pages are touched
+            # From the mean over all: with unlike numbers of repetitions they would wait for ever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
@@ -103,7 +104,7 @@ class _Meter:
 
     def once(self, message: torch.Tensor) -> float:
         """Return the seconds of one averaging that all start together, their mean over the processes."""
-        self.agreed(0.0)
+        self.agreed(0.0)  # or the first to come would count its waiting for the others as the network's time
         self._synchronize()
         start = time.perf_counter()
         self.transport.mean(message, "a probe").wait()

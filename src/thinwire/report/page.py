@@ -105,13 +105,14 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
     steps = sum(each["steps"] for each in run.steps)
     sent = sum(each["message_bytes"] for each in run.steps)
     uncompressed = sum(each["gradient_bytes"] for each in run.steps)
+    known = [count for each in run.steps if (count := each["nonfinite_steps"]) is not None]
     return {
         "color": number % figures.SERIES,
         "name": run.name,
         "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
         "processes": run.processes,
         "steps": run.steps[-1]["step"],
-        "nonfinite": _nonfinite(run),
+        "nonfinite": sum(known) if len(known) == len(run.steps) else "not known",
         "resumed": run.resumed,
         "damage": run.damage,
         "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
@@ -120,11 +121,6 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
         "compression_ratio": uncompressed / sent if sent else 1.0,
         "last": {name: _last(run, name) for name in names},
     }
-
-
-def _nonfinite(run: Run) -> int | str:
-    known = [count for each in run.steps if (count := each["nonfinite_steps"]) is not None]
-    return sum(known) if len(known) == len(run.steps) else "not known"
 
 
 def _last(run: Run, name: str) -> float | None:

@@ -226,6 +226,7 @@ class Exchange:
             healths.insert(0, all_finite(*received))
         if not healths:
             return torch.tensor(True)
+        # One question for all buckets: each of its own would make the host wait for the device.
         return torch.stack([each.to(healths[0].device, non_blocking=True) for each in healths]).all()
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:

@@ -97,6 +97,7 @@ class Lanes:
         if specs:
             algorithm.check_model(specs)
         choices = algorithm.first_choices(specs)
+        # Last: what was refused above has changed nothing.
         self.algorithm: Algorithm = algorithm
         self.choices: Choices = choices
 
@@ -117,6 +118,7 @@ class Lanes:
 
     def count_unseen(self, was_nonfinite: torch.Tensor) -> None:
         """Count a step of which the host does not learn whether it was finite."""
+        # Added up where it is: to read it would make the host wait in every step.
         counted = was_nonfinite.long()
         self._unseen = counted if self._unseen is None else self._unseen.add_(counted)
 
@@ -192,7 +194,7 @@ class Lanes:
 
     def _close(self) -> None:
         for lane in self._open.values():
-            lane.is_current = False
+            lane.is_current = False  # fronts keep their lanes from step to step, and look at this
         self._open.clear()
         self._model_plan, self.has_agreed = None, False
 
@@ -264,6 +266,7 @@ class Lanes:
             self.has_agreed = True
 
     def _compare(self, bucket: str) -> None:
+        # Not through what counts, for it is no gradient's message; but the host waits as for one.
         start = time.perf_counter()
         agree(self._transport, {**self.described("a step"), "bucket": bucket}, f"step {self.steps}")
         self._traffic.waiting_seconds += time.perf_counter() - start

@@ -54,6 +54,8 @@ class ExpectedBuckets:
             step: Steps before it.
             was_regrouped: Whether it was made with others.
         """
+        # A resumed run was made with the buckets of the run before, which it goes on with: those that came in
+        # that one step are DDP's first ones, and will not come again.
         if not (was_regrouped and self.is_resumed and step >= 2):
             self.names = names_of(came)
         self.is_resumed = False
@@ -76,6 +78,7 @@ def regrouped(held: Sequence[Bucket], planned: Names) -> list[Bucket] | None:
         for bucket in held
         for spec, gradient in zip(bucket.specs, bucket.gradients, strict=True)
     }
+    # A bucket is one tensor, so of one type on one device; after a change of the model it may not be.
     fits = sorted(came) == sorted(name for names in planned for name in names) and all(
         len({(came[name][1].dtype, came[name][1].device) for name in names}) == 1 for names in planned
     )

@@ -29,6 +29,7 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
 
 
 def _is_used(gradient: torch.Tensor) -> torch.Tensor:
+    # On the CPU a used gradient mostly shows at once; an accelerator would have to be waited for.
     glance = gradient[:GLANCE].any()
     return glance if gradient.device.type == "cpu" and glance else gradient.any()
 

@@ -146,7 +146,7 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
     """
     engine = engine_of(target)
     restart = int(os.environ.get(RESTART_COUNT, "0"))
-    own, before = [], engine.wire
+    own, before = [], engine.wire  # perhaps faulty already, by a context around this one
     for fault in schedule:
         if not isinstance(fault, Fault):
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
@@ -178,12 +178,12 @@ class _FaultyTransport(Wrapped):
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
         """Let what is due strike first."""
-        if self._engine.steps != self._step:
+        if self._engine.steps != self._step:  # the first message of another step
             self._step, self._messages = self._engine.steps, 0
         due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
         self._messages += 1
         for fault in due:
-            self._waiting.remove(fault)
+            self._waiting.remove(fault)  # before it strikes: a step that fails may be made again
             if fault.kind == "non-finite" and not tensor.is_floating_point():
                 raise ConfigError(
                     f"message {fault.after_messages} of step {fault.step} is of {tensor.dtype}, which holds "
@@ -214,6 +214,7 @@ def _stall(seconds: float | None) -> None:
         wake = f"sleep {seconds}; while kill -CONT {os.getpid()}; do sleep 0.1; done"
         waker = subprocess.Popen(["sh", "-c", wake])
     os.kill(os.getpid(), signal.SIGSTOP)
+    # It runs on until it is killed, and this process's number may one day be another's.
     if waker is not None:
         waker.kill()
         waker.wait()
