@@ -44,7 +44,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=str(options.folder),
         max_steps=30,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
         logging_steps=10,
