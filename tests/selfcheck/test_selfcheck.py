@@ -18,7 +18,9 @@ import torch.distributed as dist
 from launcher import run_job
 from pool import Pool
 from thinwire.cli import check
+from thinwire.errors import ConfigError
 from thinwire.selfcheck.checks import CHECKS, Bench
+from thinwire.selfcheck.device import ALGORITHMS, measured
 from thinwire.sync import Engine
 from thinwire.sync.exchange import Exchange
 
@@ -107,6 +109,32 @@ def _broken(breaking: Callable[..., None], name: str) -> tuple[list[str], list[s
         breaking(patch)
         CHECKS[name](bench)
     return before, bench.findings
+
+
+def test_a_device_is_measured(pool2: Pool) -> None:
+    """On a small model; on the CPU nobody counts launches, waits and memory."""
+    for found, page in pool2.run(_measured):
+        assert found["setting"]["processes"] == "2"
+        assert found["copied_bytes_per_second"] > 0
+        for kernel in found["kernels"]:
+            assert 0 < max(value for name, value in kernel.items() if name != "matrix_rank") < 1e-5
+        assert [each["algorithm"] for each in found["steps"]] == list(ALGORITHMS)
+        assert all(each["milliseconds"] > 0 and each["launches"] is None for each in found["steps"])
+        assert json.loads(json.dumps(found)) == found
+        assert "| PowerSGD(matrix_rank=4) |" in page
+
+
+def _measured() -> tuple[dict[str, Any], str]:
+    shapes = {"embedding": (96, 48), "layer": (48, 64), "bias": (64,)}
+    bench = Bench(torch.device("cpu"))
+    page = measured(bench.device, bench.transport, shapes)
+    return page.as_plain(), page.as_markdown()
+
+
+def test_another_device_than_the_jobs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
+    with pytest.raises(ConfigError, match="the job's device is cpu, got --device cuda"):
+        check.check(backend=None, processes=None, as_json=False, device="cuda")
 
 
 def test_output_that_can_not_be_written_leaves_the_others_in_peace(pool2: Pool) -> None:

@@ -12,8 +12,10 @@ import typer
 
 from thinwire.channel import gather_numbers
 from thinwire.cli.job import Processes, joined_job
+from thinwire.errors import ConfigError
 from thinwire.local_job import run_here
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
+from thinwire.selfcheck.device import measured
 
 __all__ = ["check"]
 
@@ -29,6 +31,14 @@ def check(
     ] = None,
     processes: Processes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda",
+            help="Measure the job's device as well, on GPT-2 small: a page in Markdown.",
+            show_default="only check",
+        ),
+    ] = None,
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
@@ -38,25 +48,40 @@ def check(
     Example: `torchrun --nproc-per-node 2 --no-python thinwire check`
 
     Example: `thinwire check --processes 2`
+
+    Example: `torchrun --nproc-per-node 1 --no-python thinwire check --device cuda`
     """
     run_here(processes)
-    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as device:
-        bench = Bench(device)
+    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own_device:
+        if device not in (None, own_device.type):
+            raise ConfigError(
+                f"the job's device is {own_device.type}, got --device {device}; --backend gloo runs on the "
+                "CPU, and without it a job runs on the GPU where torch finds one"
+            )
+        bench = Bench(own_device)
         start = time.perf_counter()
         own = {name: _outcome(name, run, bench) for name, run in CHECKS.items()}
-        title = f"{bench.transport.size} processes, {dist.get_backend()}, {device.type}"
+        title = f"{bench.transport.size} processes, {dist.get_backend()}, {own_device.type}"
         title += f", {time.perf_counter() - start:.1f} s"
         everyone = gather_numbers(
             [float(not works) for works in own.values()], bench.transport, "the outcomes"
         )
         failures = [round(sum(of_check)) for of_check in zip(*everyone, strict=True)]
+        page = None if device is None else measured(own_device, bench.transport)
         try:
             if bench.transport.rank == 0:
                 outcomes = dict(zip(own, failures, strict=True))
                 failed = {name: count for name, count in outcomes.items() if count}
                 lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in outcomes.items()]
-                found = {"setting": title, "checks": len(outcomes), "failed_on_processes": failed}
+                found: dict[str, object] = {
+                    "setting": title,
+                    "checks": len(outcomes),
+                    "failed_on_processes": failed,
+                }
                 text = "\n".join([f"thinwire check: {title}", *lines])
+                if page is not None:
+                    found["device"] = page.as_plain()
+                    text += f"\n\n{page.as_markdown()}"
                 print(json.dumps(found) if as_json else text, flush=True)
         finally:  # the others wait for that: a launcher ends all processes when one has failed
             gather_numbers([0.0], bench.transport, "waiting until all is printed")
