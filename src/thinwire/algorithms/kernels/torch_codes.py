@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from thinwire.algorithms.accelerators import pays_per_launch
 from thinwire.algorithms.kernels.codes import CodeKernels
 from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import Codebook
@@ -17,6 +18,7 @@ __all__ = ["TorchCodes"]
 
 # So many are coded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
+MAX_COMPARISONS = 3
 
 
 class TorchCodes(CodeKernels):
@@ -128,7 +130,14 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
     if codebook.is_linear:
         last = codebook.levels[-1]
         return (units.round().clamp_(-last, last) + last).nan_to_num_(0).to(torch.uint8)
-    return torch.bucketize(units, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    middles = (levels[1:] + levels[:-1]) / 2
+    # On the CPU a search costs as much as several comparisons.
+    if len(middles) > MAX_COMPARISONS or pays_per_launch(units.device):
+        return torch.bucketize(units, middles, out_int32=True).to(torch.uint8)
+    places = torch.zeros_like(units, dtype=torch.uint8)
+    for middle in middles.tolist():
+        places += units > middle
+    return places
 
 
 def _drawn(units: torch.Tensor, levels: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -145,4 +154,14 @@ def _decoded(
     # So that what is infinite does not end as the largest number of the gradient's type.
     scales = torch.where(scales.isfinite(), scales, torch.nan) / divisor
     places = unpack(coded.codes, codebook.bits, block)
-    return levels[places.int()].mul_(scales[..., None])
+    return _levels_at(places, levels, codebook).mul_(scales[..., None])
+
+
+def _levels_at(places: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    if pays_per_launch(places.device):
+        return levels[places.int()]
+    if codebook.is_linear or codebook.cubic:
+        signed = places.to(levels.dtype).sub_(len(levels) // 2)
+        # Whole numbers, all of them: nothing is rounded.
+        return signed.mul_(signed.square().add_(codebook.cubic)) if codebook.cubic else signed
+    return torch.index_select(levels, 0, places.reshape(-1).int()).view(places.shape)

@@ -54,6 +54,14 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     groups = -(-count // GROUP)
     if count % GROUP:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - count))
+    if bits < 8:
+        # The eight bytes of a group are one whole number, in which its codes are pushed together.
+        words = wide.contiguous().view(torch.int64)
+        for width in (8, 16, 32):
+            used = bits * width // 8
+            words = (words | (words >> (width - used))) & _fields(2 * width, 2 * used)
+        together = words.view(torch.uint8).view(*codes.shape[:-1], groups, GROUP)[..., :bits]
+        return together.flatten(-2)[..., : packed_bytes(count, bits)]
     columns = wide.reshape(*wide.shape[:-1], groups, GROUP).unbind(-1)
     packed = torch.zeros((*codes.shape[:-1], groups, bits), dtype=torch.uint8, device=codes.device)
     for code, byte, shift in _overlaps(bits):
@@ -87,7 +95,15 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     groups = -(-count // GROUP)
     if packed.shape[-1] != groups * bits:
         packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))
-    dtype = torch.uint8 if bits < 8 else torch.int32
+    if bits < 8:
+        words = packed.new_zeros(*packed.shape[:-1], groups, GROUP)
+        words[..., :bits] = packed.reshape(*packed.shape[:-1], groups, bits)
+        apart = words.flatten(-2).view(torch.int64)
+        for width in (32, 16, 8):
+            used = bits * width // 8
+            apart = (apart | (apart << (width - used))) & _fields(width, used)
+        return apart.view(torch.uint8)[..., :count]
+    dtype = torch.int32
     columns = packed.to(dtype).reshape(*packed.shape[:-1], groups, bits).unbind(-1)
     codes = torch.zeros((*packed.shape[:-1], groups, GROUP), dtype=dtype, device=packed.device)
     mask = (1 << bits) - 1
@@ -102,6 +118,11 @@ def _overlaps(bits: int) -> Iterator[tuple[int, int, int]]:
         first = code * bits
         for byte in range(first // 8, (first + bits - 1) // 8 + 1):
             yield code, byte, first - 8 * byte
+
+
+def _fields(width: int, used: int) -> int:
+    """Return the mask of the lowest bits of every field of a number of 64 bits, none of which is the last."""
+    return sum(((1 << used) - 1) << start for start in range(0, 64, width))
 
 
 def _check_bits(bits: int) -> None:
