@@ -48,13 +48,14 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """
     _check_bits(bits)
     count = codes.shape[-1]
-    if bits == 8:
-        return codes.to(torch.uint8)
+    if bits == 8 or not codes.numel():
+        shape = (*codes.shape[:-1], packed_bytes(count, bits))
+        return codes.to(torch.uint8) if bits == 8 else codes.new_empty(shape, dtype=torch.uint8)
     wide = codes.to(torch.uint8 if bits < 8 else torch.int32)
     groups = -(-count // GROUP)
     if count % GROUP:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - count))
-    if bits < 8:
+    if bits <= 4:
         # The eight bytes of a group are one whole number, in which its codes are pushed together.
         words = wide.contiguous().view(torch.int64)
         for width in (8, 16, 32):
@@ -90,12 +91,13 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
             f"got {packed.shape[-1]} bytes, expected the {packed_bytes(count, bits)} that {count} codes of "
             f"{bits} bits take"
         )
-    if bits == 8:
-        return packed
+    if bits == 8 or not packed.numel():
+        dtype = torch.uint8 if bits <= 8 else torch.int32
+        return packed if bits == 8 else packed.new_empty((*packed.shape[:-1], count), dtype=dtype)
     groups = -(-count // GROUP)
     if packed.shape[-1] != groups * bits:
         packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))
-    if bits < 8:
+    if bits <= 4:
         words = packed.new_zeros(*packed.shape[:-1], groups, GROUP)
         words[..., :bits] = packed.reshape(*packed.shape[:-1], groups, bits)
         apart = words.flatten(-2).view(torch.int64)
@@ -103,7 +105,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
             used = bits * width // 8
             apart = (apart | (apart << (width - used))) & _fields(width, used)
         return apart.view(torch.uint8)[..., :count]
-    dtype = torch.int32
+    dtype = torch.uint8 if bits < 8 else torch.int32
     columns = packed.to(dtype).reshape(*packed.shape[:-1], groups, bits).unbind(-1)
     codes = torch.zeros((*packed.shape[:-1], groups, GROUP), dtype=dtype, device=packed.device)
     mask = (1 << bits) - 1
