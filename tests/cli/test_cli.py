@@ -24,7 +24,7 @@ from thinwire.version import __version__
 # What people type. Adding is free; what is here stays.
 SURFACE = {
     "": ["--debug", "--version", "--install-completion", "--show-completion"],
-    "check": ["--backend", "--processes", "--json"],
+    "check": ["--backend", "--processes", "--json", "--device"],
     "probe": ["--budget-seconds", "--backend", "--all-pairs", "--save", "--plot", "--processes", "--json"],
     "advise": ["--probe", "--model", "--step", "--budget-seconds", "--json"],
     "lab": ["COMMAND", "--hosts", "--rate", "--hosts-per-node", "--grace-seconds", "--report"],

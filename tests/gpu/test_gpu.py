@@ -39,7 +39,7 @@ def exact_products() -> None:
     """TF32 would round what is compared. The older setting warns in some versions that have the newer one."""
     if hasattr(torch.backends, "fp32_precision"):
         torch.backends.cuda.matmul.fp32_precision = "ieee"
-        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
     else:
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False

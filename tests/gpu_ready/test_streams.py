@@ -55,7 +55,8 @@ def train(
     """Some steps, as DDP would make them: gradients come from the main stream, and it reads the means."""
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    with Device() as device:
+    device = Device()
+    with device:
         for stream in (*layout.hooks, layout.finish, NCCL):
             with device.on(stream):
                 pass

@@ -58,7 +58,7 @@ def test_the_same_as_on_the_cpu(
     algorithm: Algorithm, scaled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
-    settings = {"loss_scale": lambda device: torch.tensor(8.0)} if scaled else {}
+    settings: dict[str, Any] = {"loss_scale": lambda device: torch.tensor(8.0)} if scaled else {}
     expected, before = run(algorithm, dtype, **settings)
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
     got, after = run(algorithm, dtype, **settings)

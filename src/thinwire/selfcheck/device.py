@@ -183,7 +183,7 @@ def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec,
     """Return the buckets that DDP would make."""
     buckets: list[list[ParameterSpec]] = [[]]
     held_bytes = 0
-    for name, shape in reversed(shapes.items()):
+    for name, shape in reversed(list(shapes.items())):
         if held_bytes >= BUCKET_BYTES:
             buckets.append([])
             held_bytes = 0

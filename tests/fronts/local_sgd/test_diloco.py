@@ -148,7 +148,8 @@ def _muon(member: Member) -> tuple[bool, float, float]:
     before = model(batch_of(99, 0)).square().mean().item()
     matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     biases = [parameter for parameter in model.parameters() if parameter.dim() != 2]
-    muon, member.optimizer = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(biases, lr=1e-2)
+    muon: torch.optim.Optimizer = torch.optim.Muon(matrices, lr=0.02)
+    member.optimizer = torch.optim.AdamW(biases, lr=1e-2)
     with diloco(member, every_steps=5, fragments=2, delay_steps=2) as local:
         for step in range(20):
             model.zero_grad()

@@ -63,6 +63,7 @@ class Quantize(Algorithm):
         ConfigError: A setting is of the wrong type or out of range.
 
     Examples:
+        >>> import torch
         >>> print(Quantize(bits=4).plan([ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]))
         parameter              travels as  bytes before  bytes after
         weight     4 bits in blocks of 64         8,192        1,088
