@@ -67,7 +67,7 @@ class LowBitMean:
         """Return this member's residual.
 
         Its mean over the members and the mean in few bits add up to the true mean: what coding the mean has
-        lost is owed by the member that knows it, for all.
+        lost is in the residual of the member that knows it, for all.
 
         Args:
             flat: What was to be sent, only read.

@@ -102,7 +102,7 @@ class Quantize(Algorithm):
 
     @property
     def sees_buckets(self) -> bool:
-        """As `Algorithm.sees_buckets`: what coding the mean loses is owed by whoever averages a block."""
+        """As `Algorithm.sees_buckets`: who averages a block keeps what coding its mean loses."""
         return self.error_feedback
 
     def prepare(
@@ -160,9 +160,9 @@ class QuantizePlan(BucketPlan):
         values = bucket.flat.to(dtype)
         if keeps_residual:
             for part, name in zip(bucket.split(values), self.names, strict=True):
-                owed = memory[ERROR].get(name)
-                if owed is not None:
-                    part.add_(owed if scale is None else owed * scale)
+                last = memory[ERROR].get(name)
+                if last is not None:
+                    part.add_(last if scale is None else last * scale)
         found = yield from low_bit_mean(
             values,
             self.blocks,
