@@ -95,7 +95,7 @@ def _streaming(member: Member, fragments: int, delay_steps: int, mix: float) -> 
     with member.local(every_steps=6, outer=NESTEROV, fragments=fragments, **delayed) as local:
         member.train(36)
         parameters = flat(member.model)
-        assert local.sync.steps == 6 * fragments - len(local._flights)
+        assert local.sync.steps == 6 * fragments - len(local._averagings.flights)
     return parameters
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +20,9 @@ from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.uneven import notify_of_step
 from thinwire.checks import checked_scaler, true_or_false, whole_count
 from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.fronts.local_sgd.consensus import Answer, Consensus, agree_within
+from thinwire.fronts.local_sgd.averagings import Averagings
 from thinwire.fronts.local_sgd.flight import Flight
-from thinwire.fronts.local_sgd.fragment import Averaged, Fragment, are_finite, averaged_tensors, buckets_of
+from thinwire.fronts.local_sgd.fragment import Averaged, Fragment, averaged_tensors, buckets_of
 from thinwire.fronts.local_sgd.gradients import check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.layers import fragments_of
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
@@ -52,7 +50,6 @@ from thinwire.sync.stats import Stats
 __all__ = ["LocalSGD"]
 
 EXACT = AllReduce()
-NOTHING: Mapping[Fragment, list[torch.Tensor]] = MappingProxyType({})
 
 
 class LocalSGD(Joinable):
@@ -162,7 +159,7 @@ class LocalSGD(Joinable):
         super().__init__()
         every_steps = whole_count("every_steps", every_steps, minimum=1)
         warmup_steps = whole_count("warmup_steps", warmup_steps, minimum=0)
-        num_fragments, delay_steps, self._mix = checked_streaming(every_steps, fragments, delay_steps, mix)
+        num_fragments, delay_steps, mix_share = checked_streaming(every_steps, fragments, delay_steps, mix)
         if outer is not None and not callable(outer):
             raise ConfigError(
                 f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}"
@@ -203,15 +200,12 @@ class LocalSGD(Joinable):
         self._sync = GradientSync(self._engine)
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
-        self._outer: torch.optim.Optimizer | None = None  # from entry on, as these:
-        self._fragments: tuple[Fragment, ...] = ()
+        self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
         self._entered: Mapping[str, object] = {}
         self._loaded: Mapping[str, Any] | None = None  # from loading to entry
-        self._flights: list[Flight] = []  # in the order of their start
-        self._asked: list[Consensus] = []  # and not read yet
         self._attached = ExitStack()
-        self._is_inside = self._shows_average = self._divides_by_contributors = False
-        self._step = self._steps_here = self._own_pending_steps = 0
+        self._is_inside = self._shows_average = False
+        self._steps_here = 0
         self.observers: list[Callable[[bool], None]] = []
 
     @property
@@ -222,7 +216,7 @@ class LocalSGD(Joinable):
     @property
     def outer(self) -> torch.optim.Optimizer | None:
         """The outer optimizer, from entry on; for a learning-rate schedule, say."""
-        return self._outer
+        return self._averagings.outer
 
     def stats(self) -> Stats:
         """Return what was sent to the group, buffers included, and how much less that is than data-parallel.
@@ -238,17 +232,23 @@ class LocalSGD(Joinable):
         return self._compared(self._engine.counts())
 
     def _compared(self, stats: Stats) -> Stats:
-        return replace(stats, steps=self._step, gradient_bytes=self._steps_here * self._gradient_bytes)
+        return replace(
+            stats, steps=self._averagings.step, gradient_bytes=self._steps_here * self._gradient_bytes
+        )
 
     @property
     def steps(self) -> int:
         """Attempted steps."""
-        return self._step
+        return self._averagings.step
 
     def __str__(self) -> str:
         schedule = self._schedule
         fragments = f", fragments={schedule.num_fragments}" if schedule.num_fragments > 1 else ""
-        delay = f", delay_steps={schedule.delay_steps}, mix={self._mix:g}" if schedule.delay_steps else ""
+        delay = (
+            f", delay_steps={schedule.delay_steps}, mix={self._averagings.mix:g}"
+            if schedule.delay_steps
+            else ""
+        )
         settings = f"every_steps={schedule.every_steps}{fragments}{delay}"
         return f"{type(self).__name__}({settings}), {self.sync.algorithm}"
 
@@ -262,7 +262,7 @@ class LocalSGD(Joinable):
             AgreementError: The processes have other models, settings or loaded states.
             CommunicationError: A collective failed.
         """
-        if self._fragments:
+        if self._averagings.fragments:
             raise StepError(
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "
                 "with load_state_dict(state_dict())"
@@ -278,7 +278,7 @@ class LocalSGD(Joinable):
             "warmup_steps": schedule.warmup_steps,
             "fragments": schedule.num_fragments,
             "delay_steps": schedule.delay_steps,
-            "mix": self._mix,
+            "mix": self._averagings.mix,
             "average_buffers": self._average_buffers,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(outer),
@@ -297,11 +297,14 @@ class LocalSGD(Joinable):
             )
             if self._ddp is not None:
                 attached.enter_context(
-                    driven_gradients(self._ddp, self._exact, lambda: schedule.gradients_in(self._step))
+                    driven_gradients(
+                        self._ddp, self._exact, lambda: schedule.gradients_in(self._averagings.step)
+                    )
                 )
             # Kept only when all are attached: where one refuses, those before it are taken off.
             self._attached = attached.pop_all()
-        self._fragments, self._outer, self._entered = fragments, outer, identities(averaged)
+        self._averagings.fragments, self._averagings.outer = fragments, outer
+        self._entered = identities(averaged)
         self._loaded, self._is_inside = None, True
         return self
 
@@ -315,7 +318,7 @@ class LocalSGD(Joinable):
         for place, means in loaded["in_flight"]:
             flight = Flight({fragments[place]: fragments[place].flat(means)}, self._engine)
             flight.has_landed = True
-            self._flights.append(flight)
+            self._averagings.flights.append(flight)
 
     def _new_outer(
         self, averaged: Sequence[Averaged], fragments: Sequence[Fragment]
@@ -336,7 +339,7 @@ class LocalSGD(Joinable):
             if kind is None:
                 self.average()
         finally:
-            self._abandon()
+            self._averagings.abandon()
             self._is_inside = False
             self._attached.close()
 
@@ -353,23 +356,7 @@ class LocalSGD(Joinable):
             CommunicationError: A collective failed.
         """
         with self._averaging("average()"):
-            changes = {fragment: fragment.changes() for fragment in self._fragments}
-            if self._schedule.meets_in_subgroups:
-                self._agree_within(changes)
-            asked = self._ask(changes)
-            answers = self._read(asked)
-            for flight in tuple(self._flights):
-                (fragment,) = flight.changes
-                # Without a step since it was sent there is nothing of one's own to keep.
-                self._land(flight, asked, self._mix if self._step > fragment.sent_after else 0.0)
-                changes[fragment] = fragment.changes()
-            pending = [each for each in self._fragments if self._step > each.sent_after]
-            if self._schedule.is_warm_up(self._step):
-                turns = [pending] if pending else []
-            else:  # each by itself as ever, those first that have waited longest
-                turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
-            for fragments in turns:
-                self._average_now({each: changes[each] for each in fragments}, answers)
+            self._averagings.average_all()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -397,7 +384,7 @@ class LocalSGD(Joinable):
             True
         """
         self._check_inside("averaged()")
-        lasts = [pair for fragment in self._fragments for pair in fragment.lasts]
+        lasts = [pair for fragment in self._averagings.fragments for pair in fragment.lasts]
         own = [each.value.clone() for each, _ in lasts]
         self._shows_average = True
         try:
@@ -414,7 +401,7 @@ class LocalSGD(Joinable):
     def _after_own_step(self) -> None:
         """Count a step that the optimizer, or the scaler, has attempted."""
         notify_of_step(self)
-        self._own_pending_steps += 1
+        self._averagings.own_pending_steps += 1
         self._after_step()
 
     def _after_step(self) -> None:
@@ -426,127 +413,13 @@ class LocalSGD(Joinable):
         if self._shows_average:
             self._check_inside("a step")
         self._steps_here += 1
-        self._step += 1
-        due = self._schedule.after(self._step)
-        if due is not None or self._flights:
+        self._averagings.step += 1
+        due = self._schedule.after(self._averagings.step)
+        if due is not None or self._averagings.flights:
             with self._averaging("a step"):
-                self._go_on(due)
+                self._averagings.go_on(due)
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
-
-    def _go_on(self, due: Members | None) -> None:
-        """Average within the subgroup, advance what is in flight, and start what is due."""
-        schedule, step = self._schedule, self._step
-        is_warm_up, turn = schedule.is_warm_up(step), schedule.fragment_after(step)
-        sent = (self._fragments[turn],) if turn is not None else self._fragments if due == "group" else ()
-        is_delayed = schedule.delay_steps > 0 and not is_warm_up
-        if schedule.meets_in_subgroups:
-            changes = {fragment: fragment.changes() for fragment in self._fragments}
-            self._agree_within(changes)
-            within = {each: of_it for each, of_it in changes.items() if is_delayed or each not in sent}
-            if within:
-                flight = Flight(within, self._exact["subgroup"])
-                flight.start()
-                flight.land()
-                for fragment, means in within.items():
-                    fragment.write(means)
-        for flight in tuple(self._flights):
-            self._advance(flight, is_sent_again=any(each in sent for each in flight.changes))
-        if not sent:
-            return
-        changes = {fragment: fragment.changes() for fragment in sent}
-        asked = self._ask(changes)
-        if not is_delayed:
-            self._average_now(changes, self._read(asked))
-            return
-        if not self._engine.has_agreed:  # its comparison blocks anyway; here all must be known to come to it
-            self._read(asked)
-        flight = Flight(changes, self._engine, asked)
-        self._flights.append(flight)
-        flight.start()
-        for fragment in sent:
-            fragment.sent_after = step
-
-    def _advance(self, flight: Flight, *, is_sent_again: bool) -> None:
-        """Send what is due of a flight by now, or land it. Collective, at points that the schedule fixes.
-
-        Whatever may be sent, a question goes before it. So a process that has left the common course, and
-        asks before it averages what is left, meets a question of the others, and all learn of it.
-        """
-        (fragment,) = flight.changes
-        age = self._step - fragment.sent_after
-        if (
-            age >= self._schedule.delay_steps or is_sent_again
-        ):  # the latter after resuming with other settings
-            self._land(flight, None if flight.has_landed else self._ask(), self._mix)
-            return
-        num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
-        if flight.num_rounds < num_rounds and not flight.has_landed:
-            self._send_rounds(flight, num_rounds, self._ask())
-
-    def _send_rounds(self, flight: Flight, num_rounds: float, asked: Consensus | None) -> None:
-        """Wait for rounds and send the next ones, until so many were sent or all have come."""
-        while flight.num_rounds < num_rounds:
-            # Of what comes after an answer that differs nothing would ever come.
-            self._read(flight.consensus)
-            if not flight.advance():
-                return
-            flight.consensus = asked
-
-    def _land(self, flight: Flight, asked: Consensus | None, mix: float) -> None:
-        """Wait until a flight's changes are their means, and move its fragment by them."""
-        self._finish(flight, asked)
-        self._flights.remove(flight)
-        for fragment, means in flight.changes.items():
-            fragment.move(means, self._outer, mix)
-
-    def _finish(self, flight: Flight, asked: Consensus | None) -> None:
-        if flight.has_landed:
-            return
-        self._read(flight.consensus)
-        self._send_rounds(flight, math.inf, asked)
-        flight.land()
-        for fragment in flight.changes:
-            fragment.num_rounds = flight.num_rounds
-
-    def _average_now(self, changes: Mapping[Fragment, list[torch.Tensor]], answers: Sequence[Answer]) -> None:
-        """Average over the group, all members having agreed."""
-        num_contributors = sum(answer.contributes for answer in answers)
-        if self._divides_by_contributors and num_contributors:  # what goes in, so that the mean comes out
-            for flat in chain(*changes.values()):
-                flat.mul_(len(answers) / num_contributors)
-        is_exact = self._schedule.is_warm_up(self._step)
-        engine = self._exact["group"] if is_exact else self._engine
-        with engine.clock.inside(engine.traffic):
-            flight = Flight(changes, engine)
-            flight.start()
-            flight.land()
-        # Only when all have come: where one fails, no fragment has moved.
-        for fragment, means in changes.items():
-            fragment.move(means, None if is_exact else self._outer)
-            fragment.sent_after = self._step
-        self._own_pending_steps = 0
-
-    def _answer(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> Answer:
-        is_finite = not changes or are_finite(list(chain(*changes.values())))
-        return Answer(self._step, is_finite, self._own_pending_steps > 0)
-
-    def _agree_within(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> None:
-        subgroup = self._exact["subgroup"].transport
-        agree_within(subgroup, self._engine.transport, self._answer(changes))
-
-    def _ask(self, changes: Mapping[Fragment, list[torch.Tensor]] = NOTHING) -> Consensus:
-        """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
-        asked = Consensus(self._answer(changes), self._engine.transport)
-        self._asked.append(asked)
-        return asked
-
-    def _read(self, until: Consensus | None) -> list[Answer]:
-        """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""
-        answers: list[Answer] = []
-        while until in self._asked:
-            answers = self._asked.pop(0).checked()
-        return answers
 
     @contextmanager
     def _averaging(self, call: str) -> Iterator[None]:
@@ -556,15 +429,8 @@ class LocalSGD(Joinable):
             with full_precision(self.join_device):  # the step may stand under autocast
                 yield
         except BaseException:
-            self._abandon()
+            self._averagings.abandon()
             raise
-
-    def _abandon(self) -> None:
-        for flight in self._flights:
-            flight.abandon()
-            for fragment in flight.changes:  # what it has changed is still to be sent
-                fragment.sent_after = min(fragment.sent_after, self._step - 1)
-        self._flights, self._asked = [], []
 
     def _check_inside(self, call: str) -> None:
         if not self._is_inside:
@@ -605,11 +471,11 @@ class LocalSGD(Joinable):
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
         if self._ddp is not None:
             raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
-        self._divides_by_contributors = not options.get("divide_by_initial_world_size", True)
+        self._averagings.divides_by_contributors = not options.get("divide_by_initial_world_size", True)
         schedule = self._schedule
-        if self._divides_by_contributors and schedule.has_subgroup:
+        if self._averagings.divides_by_contributors and schedule.has_subgroup:
             raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
-        if self._divides_by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
+        if self._averagings.divides_by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
             raise ConfigError(
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
@@ -624,7 +490,7 @@ class LocalSGD(Joinable):
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
         self._check_inside("join_device")
-        return self._fragments[0].averaged[0].tensor.device
+        return self._averagings.fragments[0].averaged[0].tensor.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -655,29 +521,27 @@ class LocalSGD(Joinable):
             CommunicationError: A collective failed.
             AgreementError: The processes have made different steps, or have other algorithms.
         """
-        if not self._fragments:
+        now = self._averagings
+        if not now.fragments:
             raise StepError("there is nothing to save before the context is entered: with local: …")
-        if any(not flight.has_landed for flight in self._flights):
+        if any(not flight.has_landed for flight in now.flights):
             with self._averaging("state_dict()"):
-                asked = self._ask()
-                self._read(asked)
-                for flight in self._flights:
-                    self._finish(flight, asked)
-        in_flight = [item for flight in self._flights for item in flight.changes.items()]
+                now.finish_all()
+        in_flight = [item for flight in now.flights for item in flight.changes.items()]
         state = {
             "version": STATE_VERSION,
-            "step": self._step,
-            "pending_steps": self._step - min(fragment.sent_after for fragment in self._fragments),
-            "sent_after": tuple(fragment.sent_after for fragment in self._fragments),
-            "in_flight": tuple((self._fragments.index(each), each.named(means)) for each, means in in_flight),
+            "step": now.step,
+            "pending_steps": now.step - min(fragment.sent_after for fragment in now.fragments),
+            "sent_after": tuple(fragment.sent_after for fragment in now.fragments),
+            "in_flight": tuple((now.fragments.index(each), each.named(means)) for each, means in in_flight),
             "last_average": self._last_average(),
             "sync": self.sync.state_dict(),
-            "outer": None if self._outer is None else copy.deepcopy(self._outer.state_dict()),
+            "outer": None if now.outer is None else copy.deepcopy(now.outer.state_dict()),
         }
         return with_checksum(state)
 
     def _last_average(self) -> dict[str, torch.Tensor]:
-        lasts = [pair for fragment in self._fragments for pair in fragment.lasts]
+        lasts = [pair for fragment in self._averagings.fragments for pair in fragment.lasts]
         return {each.name: last.clone(memory_format=torch.contiguous_format) for each, last in lasts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -690,13 +554,13 @@ class LocalSGD(Joinable):
             StateError: It is not such a state, or is of another model.
             StepError: The context was entered already.
         """
-        if self._fragments:
+        if self._averagings.fragments:
             raise StepError("load the state before the context is entered")
         averaged = self._averaged_now()
         parts = fragments_of(averaged, self._schedule.num_fragments)
         loaded = checked_state(state, parts, has_outer=self._make_outer is not None)
         self.sync.load_state_dict(loaded["sync"])
-        self._loaded, self._step = copy.deepcopy(loaded), loaded["step"]
+        self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]
 
 
 class _Shadow(JoinHook):

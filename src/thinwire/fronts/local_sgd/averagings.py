@@ -1,0 +1,218 @@
+"""What is averaged now, what is in flight, and what is due: the mechanism behind `LocalSGD`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+
+import torch
+
+from thinwire.fronts.local_sgd.consensus import Answer, Consensus, agree_within
+from thinwire.fronts.local_sgd.flight import Flight
+from thinwire.fronts.local_sgd.fragment import Fragment, are_finite
+from thinwire.fronts.local_sgd.schedule import Members, Schedule
+from thinwire.sync import Engine
+
+__all__ = ["Averagings"]
+
+NOTHING: Mapping[Fragment, list[torch.Tensor]] = MappingProxyType({})
+
+
+class Averagings:
+    """The averagings of a model's fragments, at points that the schedule fixes.
+
+    Args:
+        schedule: What is due when.
+        engine: Averages changes over the group.
+        exact: Average over the group in the warm-up, and over the subgroup.
+        mix: The share of its own model that a process keeps when a delayed average arrives.
+
+    Attributes:
+        fragments: Of the model; none before entry.
+        outer: Steps them; None for the mean itself.
+        flights: In the order of their start.
+        step: Attempted steps.
+        own_pending_steps: This process's own since the last averaging.
+        divides_by_contributors: Whether to divide by those alone that had input since then.
+    """
+
+    def __init__(
+        self, schedule: Schedule, engine: Engine, exact: Mapping[Members, Engine], mix: float
+    ) -> None:
+        self.mix = mix
+        self.fragments: tuple[Fragment, ...] = ()
+        self.outer: torch.optim.Optimizer | None = None
+        self.flights: list[Flight] = []
+        self.step = self.own_pending_steps = 0
+        self.divides_by_contributors = False
+        self._schedule, self._engine, self._exact = schedule, engine, exact
+        self._asked: list[Consensus] = []  # and not read yet
+
+    def go_on(self, due: Members | None) -> None:
+        """Average within the subgroup, advance what is in flight, and start what is due. Collective.
+
+        Args:
+            due: Over whom parameters are averaged now, as of `Schedule.after`.
+
+        Raises:
+            StepError: Processes are at different steps, or a process's parameters are not finite.
+            CommunicationError: A collective failed.
+        """
+        schedule, step = self._schedule, self.step
+        is_warm_up, turn = schedule.is_warm_up(step), schedule.fragment_after(step)
+        sent = (self.fragments[turn],) if turn is not None else self.fragments if due == "group" else ()
+        is_delayed = schedule.delay_steps > 0 and not is_warm_up
+        if schedule.meets_in_subgroups:
+            changes = {fragment: fragment.changes() for fragment in self.fragments}
+            self._agree_within(changes)
+            within = {each: of_it for each, of_it in changes.items() if is_delayed or each not in sent}
+            if within:
+                flight = Flight(within, self._exact["subgroup"])
+                flight.start()
+                flight.land()
+                for fragment, means in within.items():
+                    fragment.write(means)
+        for flight in tuple(self.flights):
+            self._advance(flight, is_sent_again=any(each in sent for each in flight.changes))
+        if not sent:
+            return
+        changes = {fragment: fragment.changes() for fragment in sent}
+        asked = self._ask(changes)
+        if not is_delayed:
+            self._average_now(changes, self._read(asked))
+            return
+        if not self._engine.has_agreed:  # its comparison blocks anyway; here all must be known to come to it
+            self._read(asked)
+        flight = Flight(changes, self._engine, asked)
+        self.flights.append(flight)
+        flight.start()
+        for fragment in sent:
+            fragment.sent_after = step
+
+    def average_all(self) -> None:
+        """Apply what is in flight, then average what has changed since each fragment was sent. Collective.
+
+        Raises:
+            StepError: Processes are at different steps, or a process's parameters are not finite.
+            CommunicationError: A collective failed.
+        """
+        changes = {fragment: fragment.changes() for fragment in self.fragments}
+        if self._schedule.meets_in_subgroups:
+            self._agree_within(changes)
+        asked = self._ask(changes)
+        answers = self._read(asked)
+        for flight in tuple(self.flights):
+            (fragment,) = flight.changes
+            # Without a step since it was sent there is nothing of one's own to keep.
+            self._land(flight, asked, self.mix if self.step > fragment.sent_after else 0.0)
+            changes[fragment] = fragment.changes()
+        pending = [each for each in self.fragments if self.step > each.sent_after]
+        if self._schedule.is_warm_up(self.step):
+            turns = [pending] if pending else []
+        else:  # each by itself as ever, those first that have waited longest
+            turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
+        for fragments in turns:
+            self._average_now({each: changes[each] for each in fragments}, answers)
+
+    def finish_all(self) -> None:
+        """Wait for all that is in flight; it is applied when it is due. Collective.
+
+        Raises:
+            StepError: Processes are at different steps.
+            CommunicationError: A collective failed.
+        """
+        asked = self._ask()
+        self._read(asked)
+        for flight in self.flights:
+            self._finish(flight, asked)
+
+    def abandon(self) -> None:
+        """Forget what is in flight: it is sent again when its turn comes."""
+        for flight in self.flights:
+            flight.abandon()
+            for fragment in flight.changes:  # what it has changed is still to be sent
+                fragment.sent_after = min(fragment.sent_after, self.step - 1)
+        self.flights, self._asked = [], []
+
+    def _advance(self, flight: Flight, *, is_sent_again: bool) -> None:
+        """Send what is due of a flight by now, or land it. Collective, at points that the schedule fixes.
+
+        Whatever may be sent, a question goes before it. So a process that has left the common course, and
+        asks before it averages what is left, meets a question of the others, and all learn of it.
+        """
+        (fragment,) = flight.changes
+        age = self.step - fragment.sent_after
+        if (
+            age >= self._schedule.delay_steps or is_sent_again
+        ):  # the latter after resuming with other settings
+            self._land(flight, None if flight.has_landed else self._ask(), self.mix)
+            return
+        num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
+        if flight.num_rounds < num_rounds and not flight.has_landed:
+            self._send_rounds(flight, num_rounds, self._ask())
+
+    def _send_rounds(self, flight: Flight, num_rounds: float, asked: Consensus | None) -> None:
+        """Wait for rounds and send the next ones, until so many were sent or all have come."""
+        while flight.num_rounds < num_rounds:
+            # Of what comes after an answer that differs nothing would ever come.
+            self._read(flight.consensus)
+            if not flight.advance():
+                return
+            flight.consensus = asked
+
+    def _land(self, flight: Flight, asked: Consensus | None, mix: float) -> None:
+        """Wait until a flight's changes are their means, and move its fragment by them."""
+        self._finish(flight, asked)
+        self.flights.remove(flight)
+        for fragment, means in flight.changes.items():
+            fragment.move(means, self.outer, mix)
+
+    def _finish(self, flight: Flight, asked: Consensus | None) -> None:
+        if flight.has_landed:
+            return
+        self._read(flight.consensus)
+        self._send_rounds(flight, math.inf, asked)
+        flight.land()
+        for fragment in flight.changes:
+            fragment.num_rounds = flight.num_rounds
+
+    def _average_now(self, changes: Mapping[Fragment, list[torch.Tensor]], answers: Sequence[Answer]) -> None:
+        """Average over the group, all members having agreed."""
+        num_contributors = sum(answer.contributes for answer in answers)
+        if self.divides_by_contributors and num_contributors:  # what goes in, so that the mean comes out
+            for flat in chain(*changes.values()):
+                flat.mul_(len(answers) / num_contributors)
+        is_exact = self._schedule.is_warm_up(self.step)
+        engine = self._exact["group"] if is_exact else self._engine
+        with engine.clock.inside(engine.traffic):
+            flight = Flight(changes, engine)
+            flight.start()
+            flight.land()
+        # Only when all have come: where one fails, no fragment has moved.
+        for fragment, means in changes.items():
+            fragment.move(means, None if is_exact else self.outer)
+            fragment.sent_after = self.step
+        self.own_pending_steps = 0
+
+    def _answer(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> Answer:
+        is_finite = not changes or are_finite(list(chain(*changes.values())))
+        return Answer(self.step, is_finite, self.own_pending_steps > 0)
+
+    def _agree_within(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> None:
+        subgroup = self._exact["subgroup"].transport
+        agree_within(subgroup, self._engine.transport, self._answer(changes))
+
+    def _ask(self, changes: Mapping[Fragment, list[torch.Tensor]] = NOTHING) -> Consensus:
+        """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
+        asked = Consensus(self._answer(changes), self._engine.transport)
+        self._asked.append(asked)
+        return asked
+
+    def _read(self, until: Consensus | None) -> list[Answer]:
+        """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""
+        answers: list[Answer] = []
+        while until in self._asked:
+            answers = self._asked.pop(0).checked()
+        return answers
