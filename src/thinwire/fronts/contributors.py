@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["counted", "divide_by_contributors"]
+__all__ = ["Shadow", "counted", "divide_by_contributors", "leave_join"]
 
 # A stateless hook sees nothing of its model but the parameters in a bucket.
 _shares = WeakTensorKeyDictionary()
+
+
+class Shadow(JoinHook):
+    """Takes part, for a process without input, in what a join context's other processes send.
+
+    Args:
+        front: What they average through.
+        step: Takes part in one step of theirs.
+        end: Is called once all have run out, with whether this process was among the last.
+    """
+
+    def __init__(self, front: Joinable, step: Callable[[], object], end: Callable[[bool], object]) -> None:
+        super().__init__()
+        self._front, self._step, self._end = front, step, end
+
+    def main_hook(self) -> None:
+        """Take part in a step of the others. Collective."""
+        # Or the front would notify the join context that it has input, from within this context's own end.
+        leave_join(self._front)
+        self._step()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Let all processes end with one model. Collective."""
+        leave_join(self._front)
+        self._end(is_last_joiner)
+
+
+def leave_join(front: Joinable) -> None:
+    """Let a front's later steps notify no join context any more."""
+    # Torch leaves that switched on: each later step would go on sending what the context needs.
+    front._join_config = type(front._join_config).construct_disabled_join_config()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel.uneven import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
-from thinwire.fronts.contributors import counted
+from thinwire.fronts.contributors import counted, leave_join
 from thinwire.fronts.ddp import BucketFront
 from thinwire.fronts.ddp_model import hook_of, models_where, wrong_model
 from thinwire.sync import GradientSync
@@ -83,8 +83,7 @@ def join(
             with Join([joinable], *options, divide_by_initial_world_size=divide):
                 yield
     finally:
-        # Torch leaves it switched on: each later step would go on sending what the context needs.
-        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+        leave_join(joinable)
         if isinstance(joinable, DistributedDataParallel):  # it would divide by the last contributors for ever
             joinable.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 

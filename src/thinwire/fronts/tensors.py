@@ -16,6 +16,7 @@ from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, copy_from
 from thinwire.channel.uneven import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
+from thinwire.fronts.contributors import Shadow
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.loss_scale import loss_scale_of
@@ -180,7 +181,12 @@ class StepFront(Joinable):
     def join_hook(self, **options: Any) -> JoinHook:
         """Return, for a join context, how this process shadows the others once it has no more input."""
         self._divides_by_initial = options.get("divide_by_initial_world_size", True)
-        return _Shadow(self)
+        return Shadow(
+            self,
+            step=lambda: self.average([None] * len(self.parameters)),
+            # Who has shadowed has made no optimizer steps meanwhile.
+            end=lambda is_last: copy_from(is_last, self.parameters, self.engine.transport),
+        )
 
     @property
     def join_device(self) -> torch.device:
@@ -200,21 +206,6 @@ class StepFront(Joinable):
                 "torch.distributed.init_process_group() before it is made"
             )
         return self._group
-
-
-class _Shadow(JoinHook):
-    def __init__(self, front: StepFront) -> None:
-        self._front = front
-
-    def main_hook(self) -> None:
-        front = self._front
-        # Or the step would notify the join context, of which this very hook is a part.
-        front._join_config = type(front._join_config).construct_disabled_join_config()
-        front.average([None] * len(front.parameters))
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        # Who has shadowed has made no optimizer steps meanwhile.
-        copy_from(is_last_joiner, self._front.parameters, self._front.engine.transport)
 
 
 def _transport_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:

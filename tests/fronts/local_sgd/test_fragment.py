@@ -7,8 +7,8 @@ from torch import Tensor
 
 from members import Member, run
 from thinwire.algorithms import AllReduce, PowerSGD
-from thinwire.fronts.local_sgd.flight import Flight
-from thinwire.fronts.local_sgd.fragment import Fragment, are_finite, averaged_tensors
+from thinwire.fronts.local_sgd.averagings import Flight
+from thinwire.fronts.local_sgd.fragment import Fragment, averaged_tensors
 from thinwire.sync import Engine
 from training import flat, new_model
 
@@ -47,10 +47,7 @@ def _two_fragments(
     means = [member.gathered(each).mean(0) for each in own]
     for place, engine in ((0, first), (1, second), (0, first)):  # the first one more often
         changes = fragments[place].changes()
-        assert are_finite(changes)
-        flight = Flight({fragments[place]: changes}, engine)
-        flight.start()
-        flight.land()
+        Flight({fragments[place]: changes}, engine).land()
         fragments[place].move(changes, None)
     kept = dict(second.state_dict()["error"])
     error = torch.cat([kept.get(each.name, torch.zeros_like(each.value)).reshape(-1) for each in slices[1]])

@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-from thinwire.fronts.local_sgd.consensus import Answer, Consensus, agree_within
-from thinwire.fronts.local_sgd.flight import Flight
-from thinwire.fronts.local_sgd.fragment import Fragment, are_finite
+from thinwire.channel import Transport
+from thinwire.errors import StepError
+from thinwire.fronts.local_sgd.fragment import Fragment
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.sync import Engine
+from thinwire.sync.step import Step
 
-__all__ = ["Averagings"]
+__all__ = ["Averagings", "Flight"]
 
-NOTHING: Mapping[Fragment, list[torch.Tensor]] = MappingProxyType({})
+MAX_LISTED = 8
+
+Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 
 
 class Averagings:
@@ -61,33 +64,31 @@ class Averagings:
             CommunicationError: A collective failed.
         """
         schedule, step = self._schedule, self.step
-        is_warm_up, turn = schedule.is_warm_up(step), schedule.fragment_after(step)
+        turn = schedule.fragment_after(step)
         sent = (self.fragments[turn],) if turn is not None else self.fragments if due == "group" else ()
-        is_delayed = schedule.delay_steps > 0 and not is_warm_up
+        is_delayed = schedule.delay_steps > 0 and not schedule.is_warm_up(step)
         if schedule.meets_in_subgroups:
-            changes = {fragment: fragment.changes() for fragment in self.fragments}
+            changes: Changes = {each: each.changes() for each in self.fragments}
             self._agree_within(changes)
-            within = {each: of_it for each, of_it in changes.items() if is_delayed or each not in sent}
+            # What the group averages at once needs no mean of the subgroup before.
+            within = {each: flats for each, flats in changes.items() if is_delayed or each not in sent}
             if within:
-                flight = Flight(within, self._exact["subgroup"])
-                flight.start()
-                flight.land()
+                Flight(within, self._exact["subgroup"]).land()
                 for fragment, means in within.items():
                     fragment.write(means)
+        # A fragment that is still in flight lands before its next change is taken.
         for flight in tuple(self.flights):
             self._advance(flight, is_sent_again=any(each in sent for each in flight.changes))
         if not sent:
             return
-        changes = {fragment: fragment.changes() for fragment in sent}
+        changes = {each: each.changes() for each in sent}
         asked = self._ask(changes)
         if not is_delayed:
             self._average_now(changes, self._read(asked))
             return
         if not self._engine.has_agreed:  # its comparison blocks anyway; here all must be known to come to it
             self._read(asked)
-        flight = Flight(changes, self._engine, asked)
-        self.flights.append(flight)
-        flight.start()
+        self.flights.append(Flight(changes, self._engine, asked))
         for fragment in sent:
             fragment.sent_after = step
 
@@ -98,7 +99,7 @@ class Averagings:
             StepError: Processes are at different steps, or a process's parameters are not finite.
             CommunicationError: A collective failed.
         """
-        changes = {fragment: fragment.changes() for fragment in self.fragments}
+        changes = {each: each.changes() for each in self.fragments}
         if self._schedule.meets_in_subgroups:
             self._agree_within(changes)
         asked = self._ask(changes)
@@ -123,7 +124,7 @@ class Averagings:
             StepError: Processes are at different steps.
             CommunicationError: A collective failed.
         """
-        asked = self._ask()
+        asked = self._ask({})
         self._read(asked)
         for flight in self.flights:
             self._finish(flight, asked)
@@ -136,6 +137,24 @@ class Averagings:
                 fragment.sent_after = min(fragment.sent_after, self.step - 1)
         self.flights, self._asked = [], []
 
+    def _average_now(self, changes: Changes, answers: Sequence[Answer]) -> None:
+        """Average over the group, all members having agreed."""
+        num_contributors = sum(answer.contributes for answer in answers)
+        if self.divides_by_contributors and num_contributors:  # what goes in, so that the mean comes out
+            for flat in chain(*changes.values()):
+                flat.mul_(len(answers) / num_contributors)
+        is_exact = self._schedule.is_warm_up(self.step)
+        engine = self._exact["group"] if is_exact else self._engine
+        with engine.clock.inside(engine.traffic):
+            Flight(changes, engine).land()
+        # Only when all have come: where one fails, no fragment has moved.
+        for fragment, means in changes.items():
+            fragment.move(means, None if is_exact else self.outer)
+            fragment.sent_after = self.step
+        self.own_pending_steps = 0
+
+    # What is in flight.
+
     def _advance(self, flight: Flight, *, is_sent_again: bool) -> None:
         """Send what is due of a flight by now, or land it. Collective, at points that the schedule fixes.
 
@@ -144,14 +163,13 @@ class Averagings:
         """
         (fragment,) = flight.changes
         age = self.step - fragment.sent_after
-        if (
-            age >= self._schedule.delay_steps or is_sent_again
-        ):  # the latter after resuming with other settings
-            self._land(flight, None if flight.has_landed else self._ask(), self.mix)
+        # A fragment is sent again before it has landed only after resuming with other settings.
+        if age >= self._schedule.delay_steps or is_sent_again:
+            self._land(flight, None if flight.has_landed else self._ask({}), self.mix)
             return
         num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
         if flight.num_rounds < num_rounds and not flight.has_landed:
-            self._send_rounds(flight, num_rounds, self._ask())
+            self._send_rounds(flight, num_rounds, self._ask({}))
 
     def _send_rounds(self, flight: Flight, num_rounds: float, asked: Consensus | None) -> None:
         """Wait for rounds and send the next ones, until so many were sent or all have come."""
@@ -175,44 +193,196 @@ class Averagings:
         self._read(flight.consensus)
         self._send_rounds(flight, math.inf, asked)
         flight.land()
+        # Only now is it known; the next averaging of this fragment spreads them over the delay.
         for fragment in flight.changes:
             fragment.num_rounds = flight.num_rounds
 
-    def _average_now(self, changes: Mapping[Fragment, list[torch.Tensor]], answers: Sequence[Answer]) -> None:
-        """Average over the group, all members having agreed."""
-        num_contributors = sum(answer.contributes for answer in answers)
-        if self.divides_by_contributors and num_contributors:  # what goes in, so that the mean comes out
-            for flat in chain(*changes.values()):
-                flat.mul_(len(answers) / num_contributors)
-        is_exact = self._schedule.is_warm_up(self.step)
-        engine = self._exact["group"] if is_exact else self._engine
-        with engine.clock.inside(engine.traffic):
-            flight = Flight(changes, engine)
-            flight.start()
-            flight.land()
-        # Only when all have come: where one fails, no fragment has moved.
-        for fragment, means in changes.items():
-            fragment.move(means, None if is_exact else self.outer)
-            fragment.sent_after = self.step
-        self.own_pending_steps = 0
+    # What members ask each other.
 
-    def _answer(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> Answer:
-        is_finite = not changes or are_finite(list(chain(*changes.values())))
-        return Answer(self.step, is_finite, self.own_pending_steps > 0)
+    def _agree_within(self, changes: Changes) -> None:
+        """Refuse on all alike before a subgroup, and perhaps the group, averages. Collective; blocks.
 
-    def _agree_within(self, changes: Mapping[Fragment, list[torch.Tensor]]) -> None:
-        subgroup = self._exact["subgroup"].transport
-        agree_within(subgroup, self._engine.transport, self._answer(changes))
+        The subgroup is asked first each time, so that members at different steps meet there, and not in
+        different groups. If they disagree, they ask the group at once, where the others, the next time that
+        they ask it, refuse with them.
+        """
+        own = self._answer(changes)
+        if not _do_agree(Consensus(own, self._exact["subgroup"].transport).answers()):
+            Consensus(own, self._engine.transport).checked()
 
-    def _ask(self, changes: Mapping[Fragment, list[torch.Tensor]] = NOTHING) -> Consensus:
+    def _ask(self, changes: Changes) -> Consensus:
         """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
         asked = Consensus(self._answer(changes), self._engine.transport)
         self._asked.append(asked)
         return asked
 
+    def _answer(self, changes: Changes) -> Answer:
+        is_finite = not changes or _are_finite(changes)
+        return Answer(self.step, is_finite, self.own_pending_steps > 0)
+
     def _read(self, until: Consensus | None) -> list[Answer]:
         """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""
         answers: list[Answer] = []
         while until in self._asked:
+            # In the order of asking, the same everywhere: so all refuse at the same question.
             answers = self._asked.pop(0).checked()
         return answers
+
+
+class Flight:
+    """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
+
+    Args:
+        changes: By fragment, as from `Fragment.changes`; the flight's from now on.
+        engine: What averages them; None if they are means already, as in a loaded state.
+        consensus: What was asked before they are sent; None if that was read already.
+
+    Attributes:
+        changes: As given.
+        consensus: What was asked before the latest round was sent: to be read before that is waited for.
+        num_rounds: Rounds that were sent so far.
+
+    Raises:
+        AgreementError: The processes have other algorithms, parameters or loaded states.
+        CommunicationError: A collective failed.
+    """
+
+    def __init__(self, changes: Changes, engine: Engine | None, consensus: Consensus | None = None) -> None:
+        self.changes, self.consensus = changes, consensus
+        self.num_rounds = 1
+        self._engine = engine
+        self._step: Step | None = None
+        if engine is None:
+            return
+        engine.agree()
+        # What is delayed must not wait for anything here.
+        self._step = engine.begin(pipelined=consensus is None)
+        try:
+            with engine.clock.inside(engine.traffic):
+                for fragment, flats in changes.items():
+                    for specs, flat in zip(fragment.layout, flats, strict=True):
+                        self._step.start(engine.open(specs, flat.device, is_agreed=True), flat)
+        except BaseException:
+            self._step.abandon()
+            raise
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the changes are their means."""
+        return self._step is None
+
+    def advance(self) -> bool:
+        """Wait for the round under way and send the next one; return whether there was one to send.
+
+        Raises:
+            CommunicationError: A collective failed. Memory is as it was.
+        """
+        assert self._step is not None, "advanced after it has landed"
+        is_under_way = self._step.advance()
+        self.num_rounds += is_under_way
+        return is_under_way
+
+    def land(self) -> None:
+        """Wait until all changes are their means, and let memory be written.
+
+        Raises:
+            StepError: A mean is not finite. Memory is as it was.
+            CommunicationError: A collective failed. Memory is as it was.
+        """
+        assert self._engine is not None
+        assert self._step is not None, "landed before"
+        with self._engine.clock.inside(self._engine.traffic):
+            committed = self._step.finish()
+        # An algorithm without memory commits whatever has come: nobody has looked at its means.
+        if not committed or not _are_finite(self.changes):
+            raise StepError(
+                "the mean change of the parameters is not finite though that of each process is: it has left "
+                "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"
+            )
+        self._step = None
+
+    def abandon(self) -> None:
+        """Forget it. Memory is as it was before."""
+        if self._step is not None:
+            self._step.abandon()
+
+
+class Answer(NamedTuple):
+    """What a process says of itself: its steps, and whether it had input since the last averaging."""
+
+    step: int
+    is_finite: bool
+    contributes: bool
+
+
+class Consensus:
+    """The answers of all members of a group, under way until they are read. Collective.
+
+    Args:
+        own: This process's answer.
+        transport: The group.
+
+    Cost: a message of 24 bytes from each process and, when they are read, a host synchronisation.
+
+    Raises:
+        CommunicationError: The collective failed.
+    """
+
+    def __init__(self, own: Answer, transport: Transport) -> None:
+        # Kept: a backend may read it meanwhile.
+        self._own = torch.tensor(own, dtype=torch.float64, device=transport.control_device)
+        self._rows = self._own.new_empty(transport.size, len(own))
+        purpose = f"step {own.step}, the consensus check before an averaging"
+        self._work = transport.all_gather(self._rows, self._own, purpose)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers, by rank. Blocks until all have come.
+
+        Raises:
+            CommunicationError: The collective failed.
+        """
+        self._work.wait()
+        return [Answer(int(row[0]), bool(row[1]), bool(row[2])) for row in self._rows.tolist()]
+
+    def checked(self) -> list[Answer]:
+        """Return the answers, by rank, or refuse on all members alike. Blocks until all have come.
+
+        Raises:
+            StepError: Processes are at different steps, or one has parameters or buffers that are not finite.
+            CommunicationError: The collective failed.
+        """
+        answers = self.answers()
+        broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
+        if broken:
+            raise StepError(
+                f"the parameters or buffers of process {_listed(broken)} are not finite (inf or NaN); "
+                "nothing was averaged, and every process has kept its own. Find what diverged there "
+                "(learning rate, loss, overflow in fp16 without a GradScaler) and restart all processes from "
+                "a checkpoint; the last average is in state_dict()['last_average']. Buffers that may be "
+                "infinite: average_buffers=False"
+            )
+        if not _do_agree(answers):
+            steps = _listed([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
+            raise StepError(
+                f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
+                "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have uneven "
+                "batches (different numbers of them), train inside thinwire.join as well: with local, "
+                "thinwire.join(local): … Call average() on all processes or on none"
+            )
+        return answers
+
+
+def _do_agree(answers: Sequence[Answer]) -> bool:
+    return len({answer.step for answer in answers}) == 1 and all(answer.is_finite for answer in answers)
+
+
+def _are_finite(changes: Changes) -> bool:
+    flats = list(chain(*changes.values()))
+    device = flats[0].device
+    # One host synchronisation, however many types and devices there are.
+    return bool(torch.stack([flat.isfinite().all().to(device) for flat in flats]).all())
+
+
+def _listed(values: Sequence[object]) -> str:
+    listed = ", ".join(map(str, values[:MAX_LISTED]))
+    return listed if len(values) <= MAX_LISTED else f"{listed} and {len(values) - MAX_LISTED} more"

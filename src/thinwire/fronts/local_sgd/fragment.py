@@ -1,8 +1,8 @@
-"""A slice of the model: what is averaged of it, and what it was after the last averaging."""
+"""What is averaged of a model, how it is divided, and what each part was after its last averaging."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Averaged", "Fragment", "are_finite", "averaged_tensors", "buckets_of"]
+__all__ = ["Averaged", "Fragment", "averaged_tensors", "buckets_of", "fragments_of", "layer_of"]
 
 
 class Averaged(NamedTuple):
@@ -39,6 +39,11 @@ class Averaged(NamedTuple):
         """The model's own values, as real numbers."""
         tensor = self.tensor.detach()
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What must stay as it is while averagings go on."""
+        return id(self.tensor), tuple(self.value.shape), self.value.dtype, self.value.device
 
 
 def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool) -> list[Averaged]:
@@ -68,7 +73,8 @@ def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool
         found.append(Averaged(plain_name(name), parameter, is_buffer=False))
     if not found:
         raise ConfigError(f"{type(module).__name__} has no trainable parameter: there is nothing to average")
-    seen: set[int] = set()
+    seen: set[int] = set()  # a buffer that modules share is averaged once
+    # Which buffers are not saved only the module knows that has them.
     for prefix, part in module.named_modules() if buffers else ():
         for own_name, buffer in part.named_buffers(recurse=False):
             name = f"{prefix}.{own_name}" if prefix else own_name
@@ -85,6 +91,68 @@ def buckets_of(averaged: Iterable[Averaged]) -> list[list[Averaged]]:
     for each in averaged:
         kinds[each.value.device, each.value.dtype].append(each)
     return list(kinds.values())
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a parameter or buffer, by its name.
+
+    That is the numbered block it is in, of several the outermost one, and else the module that has it.
+
+    Examples:
+        >>> [layer_of(name) for name in ("blocks.3.mlp.0.weight", "embed.tokens.weight", "scale")]
+        ['blocks.3', 'embed.tokens', 'scale']
+    """
+    parts = name.split(".")
+    numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
+    if numbered is not None and numbered < len(parts) - 1:
+        return ".".join(parts[: numbered + 1])
+    return name.rpartition(".")[0] or name
+
+
+def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[Averaged]]:
+    """Deal out the layers of a model: about as many bytes to each fragment, and layers from all depths.
+
+    The largest layers go first, each to the fragment that has least; so it is decided how many layers of
+    each size a fragment gets. Which of them is decided in the order of the model, the fragments in turn.
+    (The strided fragments of Streaming DiLoCo, arXiv 2501.18512, with bytes balanced.)
+
+    Args:
+        averaged: What is averaged, in the order of the model.
+        num_fragments: How many.
+
+    Raises:
+        ConfigError: There are fewer layers.
+    """
+    layers = defaultdict(list)
+    for each in averaged:
+        layers[layer_of(each.name)].append(each)
+    by_bytes = defaultdict(list)
+    for name, members in layers.items():
+        by_bytes[sum(each.value.nbytes for each in members)].append(name)
+    num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
+    if num_fragments > num_layers:
+        raise ConfigError(
+            f"fragments={num_fragments} is more than the layers that the model trains, {num_layers} "
+            f"({', '.join(list(layers)[:4])} …); a layer is averaged as a whole, so take at most as many"
+        )
+    held = [0] * num_fragments  # bytes
+    fragment_of: dict[str, int] = {}
+    for nbytes, names in sorted(by_bytes.items(), reverse=True):
+        share: Counter[int] = Counter()
+        for _ in names:
+            lightest = held.index(min(held))
+            held[lightest] += nbytes
+            share[lightest] += 1
+        # The order of the model, so that layers next to each other come into different fragments.
+        dealt: Counter[int] = Counter()
+        for place, name in enumerate(names, start=1):
+            behind = {f: place * share[f] / len(names) - dealt[f] for f in share if dealt[f] < share[f]}
+            fragment_of[name] = max(behind, key=lambda f: (behind[f], -f))
+            dealt[fragment_of[name]] += 1
+    fragments: list[list[Averaged]] = [[] for _ in range(num_fragments)]
+    for each in averaged:
+        fragments[fragment_of[layer_of(each.name)]].append(each)
+    return fragments
 
 
 class Fragment:
@@ -105,7 +173,6 @@ class Fragment:
     """
 
     def __init__(self, averaged: Sequence[Averaged], device: torch.device | None = None) -> None:
-        self.averaged = tuple(averaged)
         self.sent_after, self.num_rounds = 0, 1
         self._buckets = buckets_of(averaged)
         self.layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
@@ -115,21 +182,17 @@ class Fragment:
         """Return each tensor with its part of what is flat, a view in its shape and order of memory."""
         parts = []
         for bucket, specs, flat in zip(self._buckets, self.layout, flats, strict=True):
+            # In each one's own order of memory (channels_last, transposed): copies are straight passes.
             offset = flat.storage_offset()
             for each, spec in zip(bucket, specs, strict=True):
                 parts.append((each, flat.as_strided(spec.shape, spec.stride, offset)))
                 offset += spec.numel
         return parts
 
-    def take(self) -> None:
-        """Let what the model holds now, on all processes alike, count as the last average."""
+    def take(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Take over a saved last average; None for what the model holds now, on all processes alike."""
         for each, last in self.lasts:
-            last.copy_(each.value)
-
-    def load(self, last_average: Mapping[str, torch.Tensor]) -> None:
-        """Take over a saved last average. The model is left alone."""
-        for each, last in self.lasts:
-            last.copy_(last_average[each.name])
+            last.copy_(each.value if last_average is None else last_average[each.name])
 
     def named(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, as copies on the CPU, the parts of what is flat."""
@@ -156,10 +219,11 @@ class Fragment:
         changes = self._empty()
         for (each, change), (_, last) in zip(self._parts(changes), self.lasts, strict=True):
             change.copy_(last)  # from where the copy is
+            # Infinite entries of a mask that stayed the same would give inf - inf.
             is_same = each.value == change if each.is_buffer else None
             torch.sub(each.value, change, out=change)
             if is_same is not None:
-                change.masked_fill_(is_same, 0)  # infinite entries that stayed the same
+                change.masked_fill_(is_same, 0)
         return changes
 
     def write(self, means: Sequence[torch.Tensor]) -> None:
@@ -190,9 +254,3 @@ class Fragment:
                 each.value.mul_(mix).add_(last.to(each.value.device), alpha=1 - mix)
             else:
                 each.value.copy_(last)
-
-
-def are_finite(flats: Sequence[torch.Tensor]) -> bool:
-    """Return whether every element is finite. Cost: one host synchronisation."""
-    device = flats[0].device
-    return bool(torch.stack([flat.isfinite().all().to(device) for flat in flats]).all())

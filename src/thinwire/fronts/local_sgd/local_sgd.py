@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,26 +20,25 @@ from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.uneven import notify_of_step
 from thinwire.checks import checked_scaler, true_or_false, whole_count
-from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.fronts.local_sgd.averagings import Averagings
-from thinwire.fronts.local_sgd.flight import Flight
-from thinwire.fronts.local_sgd.fragment import Averaged, Fragment, averaged_tensors, buckets_of
-from thinwire.fronts.local_sgd.gradients import check_ddp, driven_gradients
-from thinwire.fronts.local_sgd.layers import fragments_of
+from thinwire.errors import AttachError, ConfigError, StateError, StepError
+from thinwire.fronts.contributors import Shadow
+from thinwire.fronts.local_sgd.averagings import Averagings, Flight
+from thinwire.fronts.local_sgd.fragment import (
+    Averaged,
+    Fragment,
+    averaged_tensors,
+    buckets_of,
+    fragments_of,
+)
+from thinwire.fronts.local_sgd.loop import calling_after_steps, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
-from thinwire.fronts.local_sgd.steps import calling_after_steps
 from thinwire.fronts.local_sgd.validation import (
-    OUTER_EXAMPLE,
     STATE_VERSION,
-    Outer,
-    checked_device,
     checked_optimizer,
     checked_state,
     checked_streaming,
     checked_transports,
-    described_outer,
-    identities,
-    new_outer,
+    held_by,
     unwrapped,
 )
 from thinwire.sync import Engine, GradientSync, Settings
@@ -49,7 +49,10 @@ from thinwire.sync.stats import Stats
 
 __all__ = ["LocalSGD"]
 
+Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
 EXACT = AllReduce()
+OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
 
 
 class LocalSGD(Joinable):
@@ -169,7 +172,12 @@ class LocalSGD(Joinable):
         self._schedule = Schedule(
             every_steps, warmup_steps, has_ddp, has_subgroup, num_fragments, delay_steps
         )
-        self._outer_device = checked_device("outer_device", outer_device)
+        try:
+            self._outer_device = None if outer_device is None else torch.device(outer_device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f'outer_device must be a device such as "cpu", or None, got {outer_device!r}'
+            ) from error
         self._average_buffers = true_or_false("average_buffers", average_buffers)
         averaged = self._averaged_now()
         parts = fragments_of(averaged, num_fragments)
@@ -201,7 +209,7 @@ class LocalSGD(Joinable):
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
-        self._entered: Mapping[str, object] = {}
+        self._entered: Mapping[str, object] = {}  # the identity of what is averaged
         self._loaded: Mapping[str, Any] | None = None  # from loading to entry
         self._attached = ExitStack()
         self._is_inside = self._shows_average = False
@@ -281,9 +289,10 @@ class LocalSGD(Joinable):
             "mix": self._averagings.mix,
             "average_buffers": self._average_buffers,
             "subgroup": schedule.has_subgroup,
-            "outer optimizer": described_outer(outer),
+            "outer optimizer": _described(outer),
             "loaded state": loaded is not None and loaded["checksum"],
         }
+        # All know before the first message whether the others start anew, which is collective, or go on.
         agree(group, {subject: str(value) for subject, value in described.items()}, "entering LocalSGD")
         if loaded is None:
             copy_from(group.rank == 0, chain(self.module.parameters(), self.module.buffers()), group)
@@ -304,7 +313,7 @@ class LocalSGD(Joinable):
             # Kept only when all are attached: where one refuses, those before it are taken off.
             self._attached = attached.pop_all()
         self._averagings.fragments, self._averagings.outer = fragments, outer
-        self._entered = identities(averaged)
+        self._entered = {each.name: each.identity for each in averaged}
         self._loaded, self._is_inside = None, True
         return self
 
@@ -313,25 +322,45 @@ class LocalSGD(Joinable):
         if len(sent_after) != len(fragments):  # saved with another number of them
             sent_after = [min(sent_after)] * len(fragments)
         for fragment, step in zip(fragments, sent_after, strict=True):
-            fragment.load(loaded["last_average"])
+            fragment.take(loaded["last_average"])
             fragment.sent_after = step
         for place, means in loaded["in_flight"]:
-            flight = Flight({fragments[place]: fragments[place].flat(means)}, self._engine)
-            flight.has_landed = True
-            self._averagings.flights.append(flight)
+            self._averagings.flights.append(Flight({fragments[place]: fragments[place].flat(means)}, None))
 
     def _new_outer(
         self, averaged: Sequence[Averaged], fragments: Sequence[Fragment]
     ) -> torch.optim.Optimizer | None:
+        """Return the outer optimizer of the last averages, with what was loaded of it."""
         if self._make_outer is None:
             return None
         lasts = {each.name: last for fragment in fragments for each, last in fragment.lasts}
         # In one order, however many fragments there are: so that its state fits any number.
-        ordered = [each for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
-        saved = None if self._loaded is None else self._loaded["outer"]
-        return new_outer(
-            self._make_outer, [lasts[each.name] for each in ordered], saved, self._engine.algorithm
+        parameters = [
+            lasts[each.name] for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer
+        ]
+        outer: object = self._make_outer(parameters)
+        if not isinstance(outer, torch.optim.Optimizer):
+            raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+        if held_by(outer) != set(map(id, parameters)):
+            raise ConfigError(
+                f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
+            )
+        has_momentum = any(
+            group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups
         )
+        if has_momentum and self._engine.algorithm.sends_few_entries:
+            warnings.warn(
+                f"the outer optimizer has momentum, and {self._engine.algorithm} sends an entry only now and "
+                "then: momentum moves it on in all the steps in which nothing was sent of it; "
+                "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
+                stacklevel=3,
+            )
+        if self._loaded is not None and self._loaded["outer"] is not None:
+            try:
+                outer.load_state_dict(dict(self._loaded["outer"]))
+            except ValueError as error:
+                raise StateError(f"the state is of another outer optimizer: {error}") from error
+        return outer
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
@@ -440,7 +469,7 @@ class LocalSGD(Joinable):
                 f"{call} came inside averaged(), where the model is the last average; leave that first, "
                 "and train and average outside it"
             )
-        now = identities(self._averaged_now())
+        now = {each.name: each.identity for each in self._averaged_now()}
         differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
         if differing:
             raise StepError(
@@ -471,16 +500,16 @@ class LocalSGD(Joinable):
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
         if self._ddp is not None:
             raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
-        self._averagings.divides_by_contributors = not options.get("divide_by_initial_world_size", True)
-        schedule = self._schedule
-        if self._averagings.divides_by_contributors and schedule.has_subgroup:
+        by_contributors, schedule = not options.get("divide_by_initial_world_size", True), self._schedule
+        if by_contributors and schedule.has_subgroup:
             raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
-        if self._averagings.divides_by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
+        if by_contributors and (schedule.num_fragments > 1 or schedule.delay_steps):
             raise ConfigError(
                 "with fragments or delay_steps, use divide_by_initial_world_size=True: a change is on its "
                 "way before it is known who contributes to it"
             )
-        return _Shadow(self)
+        self._averagings.divides_by_contributors = by_contributors
+        return Shadow(self, self._after_step, lambda _: self.average())
 
     @property
     def join_device(self) -> torch.device:
@@ -490,7 +519,7 @@ class LocalSGD(Joinable):
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
         self._check_inside("join_device")
-        return self._averagings.fragments[0].averaged[0].tensor.device
+        return self._averagings.fragments[0].lasts[0][0].tensor.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -563,16 +592,9 @@ class LocalSGD(Joinable):
         self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]
 
 
-class _Shadow(JoinHook):
-    """How a process that has no more input takes part in the steps of the others."""
-
-    def __init__(self, local: LocalSGD) -> None:
-        self._local = local
-
-    def main_hook(self) -> None:
-        self._local._after_step()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Average what is left, once all have run out, so that all hold the same model."""
-        self._local._join_config = type(self._local._join_config).construct_disabled_join_config()
-        self._local.average()
+def _described(outer: torch.optim.Optimizer | None) -> str:
+    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
+    if outer is None:
+        return "none"
+    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
+    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"

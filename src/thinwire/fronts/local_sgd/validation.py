@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import number, whole_count, whole_number
 from thinwire.errors import AttachError, ConfigError, StateError
@@ -21,27 +19,19 @@ from thinwire.sync.checksum import check_undamaged
 from thinwire.sync.state import DTYPES
 
 __all__ = [
-    "OUTER_EXAMPLE",
     "STATE_VERSION",
-    "Outer",
-    "checked_device",
     "checked_optimizer",
     "checked_state",
     "checked_streaming",
     "checked_transports",
-    "described_outer",
-    "identities",
-    "new_outer",
+    "held_by",
     "unwrapped",
 ]
-
-Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 STATE_VERSION = 3
 KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
 LATER_KEYS = {"sent_after", "in_flight"}  # that a state of version 2 lacks
 DEFAULT_MIX = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
-OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
 
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
@@ -155,7 +145,7 @@ def checked_optimizer(
         raise ConfigError(
             f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
         )
-    held = _held(optimizer)
+    held = held_by(optimizer)
     if not held & {id(each.tensor) for each in averaged}:
         raise ConfigError(
             "the optimizer holds none of the model's trainable parameters; build it from this model: "
@@ -170,80 +160,9 @@ def checked_optimizer(
     return optimizer
 
 
-def _held(optimizer: torch.optim.Optimizer) -> set[int]:
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the identities of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def new_outer(
-    make: Outer, parameters: list[torch.Tensor], saved: Mapping[str, Any] | None, algorithm: Algorithm
-) -> torch.optim.Optimizer:
-    """Return the outer optimizer of `parameters`; warn of a momentum that does not go with `algorithm`.
-
-    Args:
-        make: What the user gave.
-        parameters: All that it must hold.
-        saved: Its state, None to start anew.
-        algorithm: How the changes that it is given are averaged.
-
-    Raises:
-        ConfigError: `make` does not make an optimizer of exactly these.
-        StateError: The state is of another optimizer.
-    """
-    outer: object = make(parameters)
-    if not isinstance(outer, torch.optim.Optimizer):
-        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")
-    if _held(outer) != set(map(id, parameters)):
-        raise ConfigError(
-            f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
-        )
-    has_momentum = any(
-        group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups
-    )
-    if has_momentum and algorithm.sends_few_entries:
-        warnings.warn(
-            f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
-            "moves it on in all the steps in which nothing was sent of it; "
-            "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
-            stacklevel=4,
-        )
-    if saved is not None:
-        try:
-            outer.load_state_dict(dict(saved))
-        except ValueError as error:
-            raise StateError(f"the state is of another outer optimizer: {error}") from error
-    return outer
-
-
-def described_outer(outer: torch.optim.Optimizer | None) -> str:
-    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
-    if outer is None:
-        return "none"
-    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
-    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
-
-
-def identities(averaged: Iterable[Averaged]) -> dict[str, object]:
-    """Return, by name, what must stay as it is while averagings go on."""
-    return {
-        each.name: (id(each.tensor), tuple(each.value.shape), each.value.dtype, each.value.device)
-        for each in averaged
-    }
-
-
-def checked_device(name: str, given: torch.device | str | None) -> torch.device | None:
-    """Return a device.
-
-    Args:
-        name: Of the setting, for errors.
-        given: As the user gave it.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    try:
-        return None if given is None else torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f'{name} must be a device such as "cpu", or None, got {given!r}') from error
 
 
 def checked_state(

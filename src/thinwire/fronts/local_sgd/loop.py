@@ -1,12 +1,13 @@
-"""Over whom a DDP model averages its gradients: the group, the subgroup, or nobody."""
+"""What hangs on the user's loop meanwhile: steps are counted, and a DDP model's gradients directed."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,7 +18,50 @@ from thinwire.fronts.ddp_model import DetachedFront, check_options, dense_buffer
 from thinwire.fronts.local_sgd.schedule import Members
 from thinwire.sync import Engine
 
-__all__ = ["check_ddp", "driven_gradients"]
+__all__ = ["calling_after_steps", "check_ddp", "driven_gradients"]
+
+
+@contextmanager
+def calling_after_steps(
+    optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None, after_step: Callable[[], None]
+) -> Iterator[None]:
+    """Call `after_step` after every attempted step of `optimizer`, until the context ends.
+
+    Args:
+        optimizer: Its own hook sees the steps it takes.
+        grad_scaler: Does not call the optimizer when it skips, and torch has no hook for that: for as long
+            as the context lasts, `step` is replaced on this one object.
+        after_step: Takes no arguments.
+    """
+    is_in_scaler = False
+
+    def hook(*_: object) -> None:
+        if not is_in_scaler:
+            after_step()
+
+    with ExitStack() as attached:
+        attached.callback(optimizer.register_step_post_hook(hook).remove)
+        if grad_scaler is not None:
+            step, attributes = grad_scaler.step, vars(grad_scaler)
+
+            def counted(stepped: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+                nonlocal is_in_scaler
+                # The optimizer's own hook must not count the step that the scaler may let it take.
+                is_in_scaler = stepped is optimizer
+                try:
+                    result = step(stepped, *args, **kwargs)
+                finally:
+                    is_in_scaler = False
+                if stepped is optimizer:
+                    after_step()
+                return result
+
+            # Somebody else may have replaced it on this object before. The stack unwinds from its end: first
+            # ours is taken off, then theirs is put back.
+            attached.callback(attributes.update, {k: v for k, v in attributes.items() if k == "step"})
+            attached.callback(attributes.pop, "step")
+            attributes["step"] = counted
+        yield
 
 
 class _GradientSwitch:
@@ -55,6 +99,7 @@ def driven_gradients(
     names = {parameter: plain_name(name) for name, parameter in model.module.named_parameters()}
     fronts = {members: BucketFront(engine, names, model) for members, engine in engines.items()}
 
+    # A model that was in such a context before has it still.
     switch = next((state for _, state in model._comm_hooks if isinstance(state, _GradientSwitch)), None)
     if switch is None:
         switch = _GradientSwitch()
@@ -63,6 +108,7 @@ def driven_gradients(
     try:
         yield
     finally:
+        # An engine of its own: what is trained later is not in this LocalSGD's statistics.
         afterwards = BucketFront(Engine(AllReduce(), engines["group"].transport), names, model)
         switch.front_now = lambda: afterwards
 
