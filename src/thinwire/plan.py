@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "ParameterSpec", "Plan", "Route"]
+__all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "ParameterSpec", "Plan", "Route", "compression_ratio"]
 
 BUCKET_SEPARATOR = " … "
 SHARD_MARK = " @ shard "
@@ -141,7 +141,7 @@ class Plan:
     @property
     def compression_ratio(self) -> float:
         """Uncompressed over compressed; 1.0 for a model without gradients."""
-        return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0
+        return compression_ratio(self.gradient_bytes, self.message_bytes)
 
     def __str__(self) -> str:
         rows = [("parameter", "travels as", "bytes before", "bytes after")]
@@ -149,6 +149,16 @@ class Plan:
             rows.append((route.label, route.detail, f"{route.gradient_bytes:,}", f"{route.message_bytes:,}"))
         rows.append(("total", "", f"{self.gradient_bytes:,}", f"{self.message_bytes:,}"))
         return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f}"
+
+
+def compression_ratio(gradient_bytes: float, message_bytes: float) -> float:
+    """Return uncompressed over compressed bytes; 1.0 where nothing was sent.
+
+    Args:
+        gradient_bytes: Uncompressed.
+        message_bytes: Compressed.
+    """
+    return gradient_bytes / message_bytes if message_bytes else 1.0
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:

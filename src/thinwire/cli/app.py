@@ -36,12 +36,15 @@ def main() -> None:
         try:
             build_app(settings)()
         finally:
+            # In any case: typer ends most commands by SystemExit.
             _write_what_is_left()
     except ModuleNotFoundError as missing:
+        # Whatever else is missing is a mistake in an installation or here, and needs its traceback.
         package = (missing.name or "").partition(".")[0]
         if package not in CLI_PACKAGES:
             raise
         _fail(f"the command line needs {package}: pip install '.[cli]' in a clone of Thinwire", code=2)
+    # Before OSError, of which it is one.
     except BrokenPipeError:
         sys.exit(BROKEN_PIPE_CODE)
     except (ThinwireError, OSError) as error:
@@ -71,6 +74,7 @@ def build_app(settings: Settings) -> typer.Typer:
     from thinwire.cli.probe import probe  # noqa: PLC0415 - the same
     from thinwire.cli.report import report  # noqa: PLC0415 - the same
 
+    # Its own way of showing exceptions would be typer's; `main` says what an error looks like.
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 
     @app.callback(invoke_without_command=True)
@@ -99,7 +103,8 @@ def _write_what_is_left() -> None:
     Raises:
         OSError: It can't be written.
     """
-    if sys.stdout is None:  # as where a shell has closed it
+    # As where a shell has closed it.
+    if sys.stdout is None:
         return
     try:
         sys.stdout.flush()

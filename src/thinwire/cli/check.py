@@ -60,9 +60,11 @@ def check(
             )
         bench = Bench(own_device)
         start = time.perf_counter()
+        # One after the other, in the same order on all: each check makes collectives.
         own = {name: _outcome(name, run, bench) for name, run in CHECKS.items()}
         title = f"{bench.transport.size} processes, {dist.get_backend()}, {own_device.type}"
         title += f", {time.perf_counter() - start:.1f} s"
+        # A check may fail on some processes only; all end with the same exit code.
         everyone = gather_numbers(
             [float(not works) for works in own.values()], bench.transport, "the outcomes"
         )
@@ -83,7 +85,8 @@ def check(
                     found["device"] = page.as_plain()
                     text += f"\n\n{page.as_markdown()}"
                 print(json.dumps(found) if as_json else text, flush=True)
-        finally:  # the others wait for that: a launcher ends all processes when one has failed
+        finally:
+            # The others wait until all is printed: a launcher ends every process once one has failed.
             gather_numbers([0.0], bench.transport, "waiting until all is printed")
     if any(failures):
         raise typer.Exit(1)
@@ -101,7 +104,9 @@ def _outcome(name: str, run: Check, bench: Bench) -> bool:
     try:
         run(bench)
     except Exception as error:
+        # Of any kind: the checks to come are made all the same, so that the processes stay together.
         bench.findings.append(f"{type(error).__name__}: {error}")
     for found in bench.findings:
+        # At once: if a later check hangs, this may be why.
         print(f"thinwire: process {bench.transport.rank}: {name}: {found}", file=sys.stderr, flush=True)
     return not bench.findings

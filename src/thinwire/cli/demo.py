@@ -63,6 +63,7 @@ def demo(
 
     Example: `thinwire demo --steps 100 --algorithm exact --algorithm powersgd`
     """
+    # Checks everything, before anything starts.
     options = DemoOptions(
         processes=processes,
         steps=steps,
@@ -78,6 +79,7 @@ def demo(
         with shown_progress(console, options) as show:
             run_job(options, show)
     except JobInterruptedError as interruption:
+        # Not as an error of ours: the user wanted the end, and a shell knows it by 128 + the signal.
         typer.echo(f"thinwire: {interruption}", err=True)
         raise typer.Exit(128 + interruption.signal_number) from None
     show_summary(options, console)
@@ -104,6 +106,7 @@ def show_summary(options: DemoOptions, console: Console) -> None:
     console.print(summary_table([summarize(read_records(path)) for path in paths]))
     console.print(FOOTNOTE, f"Every step is a line of {options.output}/*.jsonl", sep="\n", soft_wrap=True)
     page = options.output / "report.html"
+    # From the files, as the user can do again with other runs beside them.
     write_report(paths, page)
     console.print(f"Compared at length: {page}", soft_wrap=True)
 
@@ -124,6 +127,7 @@ def _milliseconds_at(bits_per_second: float) -> Callable[[Summary], str]:
 
 
 FIGURES: dict[str, Callable[[Summary], str]] = {
+    # A run that was interrupted has no last step, and no such loss.
     "held-out loss, nats/byte": lambda summary: (
         "not measured" if summary.heldout_loss is None else f"{summary.heldout_loss:.3f}"
     ),

@@ -52,12 +52,14 @@ def joined_job(
     try:
         if backend != "gloo" and torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            # Before the group is made: NCCL takes the current device, and all would take the first.
             torch.cuda.set_device(device)
         chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
         if is_in_local_job():
             join_local_job(chosen, timeout_seconds=timeout_seconds)
         else:
             dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
+    # torch raises any of these, by backend and by what is wrong.
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"the process group of the job can't be joined: {error}") from error
     try:
@@ -73,10 +75,12 @@ def alone() -> Iterator[None]:
     Raises:
         ConfigError: This machine has no loopback interface.
     """
-    variable = "GLOO_SOCKET_IFNAME"  # without it Gloo listens on the address of this machine's name
+    # Without it Gloo listens on the address of this machine's name, which others may reach.
+    variable = "GLOO_SOCKET_IFNAME"
     before = os.environ.get(variable)
     os.environ[variable] = loopback_interface()
     try:
+        # A store in memory: alone, nobody has to be met, and no port is opened.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         try:
             yield
@@ -90,10 +94,8 @@ def alone() -> Iterator[None]:
 
 
 def _leave_group() -> None:
-    """Destroy the default process group, and before that what keeps it.
-
-    A DDP model that is still there, in a cycle, keeps the backend's threads running into the interpreter's
-    end, where they now and then abort.
-    """
+    """Destroy the default process group, and before that what keeps it."""
+    # A DDP model that is still there, in a cycle, keeps the backend's threads running into the interpreter's
+    # end, where they now and then abort.
     gc.collect()
     dist.destroy_process_group()

@@ -54,10 +54,13 @@ def lab(
     layout = Layout(hosts=hosts, rate=rate, hosts_per_node=hosts_per_node)
     if not grace_seconds >= 0:
         raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
+    # Before anything is made: a missing tool should not be found half-way.
     check_machine()
+    # Bytes: what the hosts print need not be text.
     output = Output(sys.stdout.buffer)
     with Network(layout) as network:
         exit_code, seconds = run_on_hosts(network, command, output, grace_seconds=grace_seconds)
+        # While the network stands: its counters go with it.
         sent_bytes = [network.sent_bytes(host) for host in range(layout.hosts)]
     if report is not None:
         outcome = {"exit_code": exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
@@ -69,5 +72,6 @@ def lab(
             raise OSError(f"the hosts' output can't be written: {output.error.strerror}") from output.error
     else:
         for host, (sent, took) in enumerate(zip(sent_bytes, seconds, strict=True)):
+            # To stderr: stdout is the hosts' own, and may be parsed.
             print(f"thinwire lab: host {host} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     raise typer.Exit(exit_code)

@@ -53,6 +53,7 @@ def probe(
 
     Example: `thinwire lab --hosts 2 --rate 100mbit -- thinwire probe`
     """
+    # Before measuring: matplotlib would refuse it half a minute later.
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
     run_here(processes)
@@ -64,6 +65,7 @@ def probe(
                 budget_seconds=budget_seconds, device=device, all_pairs=all_pairs, progress=status.update
             )
         if is_first:
+            # All hold the same result.
             print(found.to_json()) if as_json else show(found, Console())
             if save is not None:
                 found.save(save)
@@ -85,6 +87,7 @@ def save_plot(found: Probe, path: Path) -> None:
     sizes = [each.message_bytes for each in found.timings]
     medians = [1e3 * each.median_seconds for each in found.timings]
     spreads = [1e3 * each.spread_seconds / 2 for each in found.timings]
+    # A logarithmic axis has nothing at 0 and below.
     lowest = [max(middle - spread, middle / 10) for middle, spread in zip(medians, spreads, strict=True)]
     highest = [middle + spread for middle, spread in zip(medians, spreads, strict=True)]
     axes.fill_between(sizes, lowest, highest, alpha=0.25)
@@ -122,6 +125,7 @@ def _table(found: Probe) -> Table:
     for name in ("message", "ms, median", "spread", "times", "Mbit/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
+    # Of what leaves each process, as on a ring: that is what its link carries.
     rates = [
         8e-6 * ring_share(found.world_size) * each.message_bytes / each.median_seconds
         for each in found.timings

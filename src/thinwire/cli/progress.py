@@ -34,6 +34,7 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
     recent: deque[TrainedStep] = deque(maxlen=AVERAGED_STEPS)
 
     def take(step: TrainedStep) -> str:
+        # The averages are of one algorithm.
         if recent and recent[-1].algorithm != step.algorithm:
             recent.clear()
         recent.append(step)
@@ -43,6 +44,7 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
         return f"loss {loss:.3f}  {len(recent) / seconds:4.1f} steps/s  {megabytes:4.1f} MB/s sent"
 
     if not console.is_terminal:
+        # In a pipe or a file: a few whole lines, no control characters.
         width, digits = max(map(len, options.algorithms)), len(str(options.steps))
 
         def print_line(step: TrainedStep) -> None:
@@ -58,6 +60,7 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
+        # As wide as it will get, or the line would jump.
         MofNCompleteColumn(table_column=Column(min_width=2 * len(str(options.steps)) + 1)),
         TextColumn("{task.fields[recent]}"),
         TimeRemainingColumn(),
@@ -65,6 +68,8 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
         expand=True,
     ) as progress:
         tasks = {
+            # Not started: algorithms train one after the other, and a bar's time left counts from its own
+            # first step.
             name: progress.add_task(name, total=options.steps, start=False, recent="")
             for name in options.algorithms
         }

@@ -42,11 +42,13 @@ def write_report(paths: Sequence[Path], output: Path) -> None:
         ConfigError: A file can't be read, or has no step.
         OSError: The page can't be written.
     """
+    # Writing the page would destroy the run.
     if output.resolve() in [path.resolve() for path in paths]:
         raise ConfigError(f"{printable(output)} is one of the files to read; give another --output")
     from thinwire.report.page import left_out, report_page  # noqa: PLC0415 - slow to import, needed here alone
 
     runs = [read_run(path) for path in paths]
+    # Made before anything is printed or written: a run without steps leaves an older page alone.
     page = report_page(runs)
     for run in runs:
         if run.damage is not None:

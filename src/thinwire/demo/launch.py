@@ -46,11 +46,13 @@ def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> N
     options.output.mkdir(parents=True, exist_ok=True)
     paths = [options.record_path(name) for name in options.algorithms]
     for path in paths:
+        # A watch goes on in a file that is there, as after a resume.
         path.unlink(missing_ok=True)
     log_path = options.output / "processes.log"
     files = [RecordFile(path) for path in paths]
     command = [*python_module("thinwire.demo.train"), options.to_json()]
     with (
+        # Before the job: a signal while its processes start must end them, too.
         EndSignals() as end_signals,
         log_path.open("wb") as log,
         LocalJob(command, options.processes, out=log) as job,
@@ -62,6 +64,7 @@ def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> N
         raise JobInterruptedError(end_signals.received)
     if job.failure is not None:
         raise JobError(f"the training job failed: {job.failure}; see {log_path}")
+    # Once more: the last lines came after the last look.
     _hand_over(files, on_record)
 
 

@@ -102,6 +102,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return what has the same shape, `(batch, length, width)`."""
+        # One product for all three; (batch, length, 3, heads, width of a head), taken apart by the 3.
         split = self.queries_keys_values(hidden).unflatten(-1, (3, self.heads, -1))
         queries, keys, values = split.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -147,6 +148,7 @@ def heldout_loss(model: GPT, heldout: Tensor, *, batches: int = 16, batch_size: 
     """
     length = model.config.context_length
     windows = fixed_batches(heldout, batches=batches, batch_size=batch_size, context_length=length)
+    # Restored below: a caller may measure in the middle of training.
     was_training = model.training
     model.eval()
     losses = [next_byte_loss(model, inputs, targets).item() for inputs, targets in windows]

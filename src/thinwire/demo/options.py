@@ -53,6 +53,7 @@ class DemoOptions:
             _check_choice("algorithm", name, tuple(ALGORITHMS))
             if self.algorithms.count(name) > 1:
                 raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
+            # Its settings are refused here, before anything is started.
             self.algorithm(name)
 
     def algorithm(self, name: str) -> Algorithm:
@@ -71,6 +72,7 @@ class DemoOptions:
     def from_json(cls, line: str) -> DemoOptions:
         """Return the options that `to_json` wrote."""
         fields = json.loads(line)
+        # JSON has neither tuples nor paths.
         fields.update(algorithms=tuple(fields["algorithms"]), output=Path(fields["output"]))
         return cls(**fields)
 

@@ -6,9 +6,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from thinwire.watch.records import Record, record_of
+from thinwire.watch.reading import Growing
+from thinwire.watch.records import Record
 
 __all__ = ["RecordFile", "TrainedStep", "read_records"]
+
+COUNTED = ("step_seconds", "waiting_seconds", "messages", "message_bytes", "gradient_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,41 +47,32 @@ class RecordFile:
     """The file of a watch that may still be going on."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._position = 0
+        self._file = Growing(path)
         self._run: Record = {}
         self._step: Record = {}
 
     def new_records(self) -> list[TrainedStep]:
         """Return the steps whose loss was logged since the last call."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self._position += len(complete) + len(newline)
-        lines = complete.decode().splitlines()
-        return [step for line in lines if (step := self._joined(line)) is not None]
-
-    def _joined(self, line: str) -> TrainedStep | None:
-        record = record_of(line)
-        if record is None:
-            return None
-        if record["kind"] == "run":
-            self._run = record
-        elif record["kind"] == "step":
-            self._step = record
-        if record["kind"] != "log":
-            return None
-        counted = ("step_seconds", "waiting_seconds", "messages", "message_bytes", "gradient_bytes")
-        return TrainedStep(
-            algorithm=self._run["name"],
-            processes=self._run["processes"],
-            step=record["step"],
-            loss=math.nan if record["loss"] is None else record["loss"],
-            heldout_loss=record.get("heldout_loss"),
-            **{name: self._step[name] for name in counted},
-        )
+        found = []
+        for record in self._file.new_records():
+            if record["kind"] == "run":
+                self._run = record
+            elif record["kind"] == "step":
+                self._step = record
+            elif record["kind"] == "log":
+                # A step is whole with its loss, which is logged behind the record of what it sent.
+                found.append(
+                    TrainedStep(
+                        algorithm=self._run["name"],
+                        processes=self._run["processes"],
+                        step=record["step"],
+                        # What was not finite is null in the file.
+                        loss=math.nan if record["loss"] is None else record["loss"],
+                        heldout_loss=record.get("heldout_loss"),
+                        **{name: self._step[name] for name in COUNTED},
+                    )
+                )
+        return found
 
 
 def read_records(path: Path) -> list[TrainedStep]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from thinwire.demo.records import TrainedStep
+from thinwire.plan import compression_ratio
 from thinwire.probe.result import ring_share
 
 __all__ = ["Summary", "summarize"]
@@ -57,7 +58,9 @@ def summarize(steps: Sequence[TrainedStep]) -> Summary:
         heldout_loss=steps[-1].heldout_loss,
         step_seconds=median(step.step_seconds for step in steps),
         waiting_seconds=median(step.waiting_seconds for step in steps),
+        # Of the differences: medians of two numbers do not subtract to the median of their difference.
         working_seconds=median(step.step_seconds - step.waiting_seconds for step in steps),
+        # The mean, unlike above: some algorithms send much in one step of several, and links carry the sum.
         message_bytes=fmean(step.message_bytes for step in steps),
-        compression_ratio=gradient_bytes / message_bytes if message_bytes else 1.0,
+        compression_ratio=compression_ratio(gradient_bytes, message_bytes),
     )

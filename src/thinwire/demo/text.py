@@ -26,6 +26,7 @@ __all__ = [
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
+# Whole files: windows of one file would be too alike to judge by.
 HELDOUT_EVERY_FILES = 10
 MAX_TRAIN_BYTES = 16_000_000
 MAX_HELDOUT_BYTES = 2_000_000
@@ -48,8 +49,10 @@ def source_files(folder: Path) -> list[Path]:
     """Return every Python source file under `folder` that is text worth reading, in one fixed order."""
     found = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]  # nor is it looked into
+        # In place: what is taken out of its list, `os.walk` does not look into.
+        folders[:] = [each for each in folders if each not in SKIPPED_FOLDERS]
         found += [Path(parent, name).relative_to(folder) for name in names if name.endswith(".py")]
+    # The order in which files are found is the file system's; what is trained on must not be.
     return [folder / path for path in sorted(found, key=Path.as_posix)]
 
 
@@ -94,6 +97,7 @@ def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generat
         step: Of the run.
         process_rank: Of the process.
     """
+    # Seeded by a text, which Python hashes: sums such as seed + step would give two runs the same batches.
     mixed = random.Random(f"{seed}/{step}/{process_rank}").getrandbits(63)
     return torch.Generator().manual_seed(mixed)
 
@@ -124,6 +128,7 @@ def fixed_batches(
         batch_size: Windows in each.
         context_length: Bytes in each window.
     """
+    # In float64: float32 does not hold every position beyond 16 MB.
     starts = torch.linspace(0, data.numel() - context_length - 1, batches * batch_size, dtype=torch.float64)
     for chunk in starts.long().view(batches, batch_size):
         yield _windows(data, chunk, context_length)
@@ -131,6 +136,7 @@ def fixed_batches(
 
 def _windows(data: Tensor, starts: Tensor, context_length: int) -> tuple[Tensor, Tensor]:
     indices = starts[:, None] + torch.arange(context_length + 1)
+    # One byte more than the model sees: targets are the inputs, moved by one.
     window = data[indices].long()
     return window[:, :-1], window[:, 1:]
 
@@ -141,4 +147,5 @@ def _read(files: list[Path], max_bytes: int) -> Tensor:
         content += path.read_bytes()
         if len(content) >= max_bytes:
             break
+    # Of a bytearray: of bytes, which can't be written, torch would warn.
     return torch.frombuffer(content[:max_bytes], dtype=torch.uint8)

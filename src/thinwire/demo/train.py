@@ -22,8 +22,10 @@ __all__ = ["Trainer", "main", "train"]
 
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
+# Of a collective: longer than one process measures the held-out loss, on any machine.
 TIMEOUT_SECONDS = 1800.0
-MAX_GRADIENT_NORM = 1.0  # Without it, the first steps overshoot, and training ends 0.4 worse.
+# Without it, the first steps overshoot, and training ends 0.4 worse.
+MAX_GRADIENT_NORM = 1.0
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -47,6 +49,7 @@ class Trainer:
     """
 
     def __init__(self, options: DemoOptions, algorithm: str, train: Tensor) -> None:
+        # Before the model: every algorithm starts from the same one.
         torch.manual_seed(options.seed)
         self._options, self._train = options, train
         self.model = GPT(SIZES[options.model_size])
@@ -60,6 +63,7 @@ class Trainer:
             self._train,
             batch_size=BATCH_SIZE,
             context_length=self.model.config.context_length,
+            # Each process draws its own batch, and every algorithm sees the same ones.
             generator=batch_generator(seed=self._options.seed, step=step, process_rank=dist.get_rank()),
         )
         for group in self._optimizer.param_groups:
@@ -67,6 +71,7 @@ class Trainer:
         self._optimizer.zero_grad()
         loss = next_byte_loss(self._ddp_model, inputs, targets)
         torch.autograd.backward(loss)
+        # After the averaging: the means are the same on all processes, and so is what is cut.
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRADIENT_NORM)
         self._optimizer.step()
         return loss.item()
@@ -82,11 +87,14 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
     """
     trainer = Trainer(options, algorithm, text.train)
     path, is_first = options.record_path(algorithm), dist.get_rank() == 0
+    # One process records: the bytes of all are alike, and a file takes one.
     watch = thinwire.Watch(trainer.sync, path, name=algorithm) if is_first else None
     for step in range(options.steps):
         logged = {"loss": trainer.step(step)}
         if watch is not None:
             if step == options.steps - 1:
+                # All hold the same model, so one measures; the others wait in the next averaging, or for the
+                # end.
                 logged["heldout_loss"] = heldout_loss(trainer.model, text.heldout)
             watch.log(**logged)
     if watch is not None:
@@ -97,6 +105,7 @@ def train(options: DemoOptions, algorithm: str, text: Text) -> None:
 def main() -> None:
     """Train with each algorithm in turn, as asked for by the first argument and the job's environment."""
     options = DemoOptions.from_json(sys.argv[1])
+    # Or each process would start a thread for every core of the machine, and they would fight for them.
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // options.processes))

@@ -29,7 +29,9 @@ class Output:
     """
 
     def __init__(self, out: IO[bytes]) -> None:
+        # Kept, not raised: threads write, and the lab's own loop decides what follows.
         self.error: OSError | None = None
+        # One thread per host writes: without the lock, lines would be torn.
         self._out, self._lock = out, threading.Lock()
 
     def write(self, line: bytes) -> None:
@@ -38,6 +40,7 @@ class Output:
             if self.error is None:
                 try:
                     self._out.write(line)
+                    # At once: a pipe's buffer would hold back what the last words of a failed host were.
                     self._out.flush()
                 except OSError as error:
                     self.error = error
@@ -67,6 +70,7 @@ def run_on_hosts(
         The exit code of the first that failed, as a shell tells it (128 + the signal that ended it); 0 if
         none did; that of `output` if it has an error. And how many seconds each ran.
     """
+    # Before the first host starts: a signal in between must find somebody to pass it on.
     with EndSignals() as asked:
         hosts = [_Host(network, host, command, output) for host in range(network.layout.hosts)]
         exit_code = _wait(hosts, asked, output, grace_seconds)
@@ -91,6 +95,7 @@ class _Host:
         self.exit_code: int | None = None
         self.seconds = 0.0
         self._start = time.monotonic()
+        # Hosts share this machine's cores. Unbuffered, lines come when they are printed.
         defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             network.kept_command_in(host, *command),
@@ -98,7 +103,8 @@ class _Host:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches the lab alone, which passes it on
+            # So that Ctrl-C reaches the lab alone, which passes it on.
+            start_new_session=True,
         )
         prefix = f"[host {host:>{len(str(network.layout.hosts - 1))}}] ".encode()
         self._reader = threading.Thread(target=self._pass_on, args=(prefix, output), daemon=True)
@@ -117,10 +123,12 @@ class _Host:
 
     def send(self, number: int) -> None:
         """Send a signal to the command's process group; SIGKILL to all that the command has started."""
-        if self._process.poll() is not None:  # by now its number may be another process's
+        # By now its number may be another process's.
+        if self._process.poll() is not None:
             return
         if number == signal.SIGKILL:
-            os.kill(self._process.pid, signal.SIGUSR1)  # which the keeper understands
+            # Not SIGKILL, at which the keeper could do nothing: now it ends all that the command has started.
+            os.kill(self._process.pid, signal.SIGUSR1)
         else:
             os.killpg(self._process.pid, number)
 
@@ -129,10 +137,10 @@ class _Host:
 
         Args:
             prefix: Of every line.
-            output: Where they go. If nothing can be written there any more, they are read all the same: a
-                command whose pipe is full would never end.
+            output: Where they go.
         """
         assert self._process.stdout is not None
+        # Also when nothing can be written any more: a command whose pipe is full would never end.
         for line in self._process.stdout:
             output.write(prefix + line.removesuffix(b"\n") + b"\n")
 
@@ -160,12 +168,15 @@ def _wait(hosts: Sequence[_Host], asked: EndSignals, output: Output, grace_secon
         last_words = [(now + grace_seconds, signal.SIGTERM), (now + 2 * grace_seconds, signal.SIGKILL)]
         for host in hosts:
             if host.has_just_ended() and host.exit_code and failure is None:
+                # Not at once: the others find out by themselves, and their own words tell more than a
+                # signal's.
                 failure, to_send = host.exit_code, list(last_words)
         if asked.received is not None and not passed_on:
             failure, to_send, passed_on = 128 + asked.received, list(last_words), True
             for host in hosts:
                 host.send(asked.received)
         if output.error is not None and not is_output_lost:
+            # Nobody reads what they would still say: no grace.
             is_output_lost = True
             to_send = [(now, signal.SIGTERM), (now + grace_seconds, signal.SIGKILL)]
         while to_send and now >= to_send[0][0]:

@@ -37,8 +37,10 @@ def keep(lab_pid: int, command: Sequence[str]) -> int:
     Returns:
         The command's exit code, as a shell tells it.
     """
+    # The command is in the same process group and hears the same: it decides what it does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _ignore)  # the command is in the same process group, and hears the same
+        signal.signal(number, _ignore)
+    # Whatever loses its parent below becomes this one's child, and can be found and waited for.
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -46,12 +48,13 @@ def keep(lab_pid: int, command: Sequence[str]) -> int:
         signal.signal(END_ALL, _end_all)
         prctl(PR_SET_PDEATHSIG, END_ALL)
         if os.getppid() != lab_pid:
-            _end_all(END_ALL, None)  # the lab was gone before
+            _end_all(END_ALL, None)
         # Should this process be killed outright, it can end nobody.
         end_with_this = partial(prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
         process = subprocess.Popen(command, preexec_fn=end_with_this)  # noqa: PLW1509 - there is one thread
         code = wait_for(process.pid)
-        signal.signal(END_ALL, _ignore)  # what follows ends all anyway, and must not be cut short
+        # What follows ends all anyway, and must not be cut short.
+        signal.signal(END_ALL, _ignore)
     except AllMustEndError:
         code = 128 + signal.SIGKILL
     except OSError as error:
@@ -72,7 +75,8 @@ def wait_for(process_id: int) -> int:
 
 def end_descendants() -> None:
     """Kill every descendant of this process, those that are born meanwhile as well."""
-    while True:  # a process may start another between the look and the kill
+    # Again and again: a process may start another between the look and the kill.
+    while True:
         for process_id in descendants():
             with suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
@@ -88,8 +92,10 @@ def descendants() -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(OSError), open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as stat:
+                # The name before it, in brackets, may hold anything, brackets and spaces too.
                 parent = int(stat.read().rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry))
+    # The list grows while it is gone through, generation by generation.
     found = [os.getpid()]
     for process_id in found:
         found.extend(children.get(process_id, []))
@@ -97,7 +103,8 @@ def descendants() -> list[int]:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Go on. What is ignored with SIG_IGN would be ignored in the command, too."""
+    """Go on."""
+    # A function, not SIG_IGN: that would be inherited, and the command would ignore the signal as well.
 
 
 def _end_all(number: int, frame: FrameType | None) -> None:
@@ -106,7 +113,8 @@ def _end_all(number: int, frame: FrameType | None) -> None:
     Raises:
         AllMustEndError: Always.
     """
-    signal.signal(number, _ignore)  # a second one must not break off the ending
+    # A second one must not break off the ending.
+    signal.signal(number, _ignore)
     raise AllMustEndError
 
 

@@ -11,6 +11,7 @@ from thinwire.errors import ConfigError
 
 __all__ = ["Layout", "bits_per_second"]
 
+# Addresses end in 1 to 254.
 MAX_HOSTS = 200
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 MIN_BITS_PER_SECOND, MAX_BITS_PER_SECOND = 10**5, 10**11
@@ -103,12 +104,14 @@ class Layout:
         return {
             "RANK": str(host),
             "WORLD_SIZE": str(self.hosts),
+            # As if the hosts of a node were the processes of a machine: what torchrun would say of them.
             "LOCAL_RANK": str(place),
             "LOCAL_WORLD_SIZE": str(self.hosts_per_node),
             "GROUP_RANK": str(node),
             "GROUP_WORLD_SIZE": str(self.nodes),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(port),
+            # Otherwise Gloo would look for the address of this machine's name, which no namespace has.
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,

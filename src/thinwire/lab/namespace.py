@@ -50,12 +50,17 @@ class Namespace:
         flags = _allowed_flags() if outer is None else ["--net"]
         make = ["unshare", *flags, *HOLD_OPEN]
         self._holder = subprocess.Popen(
+            # By the kernel, not by an exit handler: the namespace is gone even where this process is killed
+            # outright.
             ["setpriv", "--pdeathsig", "KILL", "--", *(make if outer is None else outer.command(*make))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # so that Ctrl-C, which the lab passes on, does not end it
+            # Ctrl-C on a terminal reaches the whole session; the lab passes it on, and still needs its hosts.
+            start_new_session=True,
         )
         self.holder_pid = self._holder.pid
+        # A namespace belongs to the user namespace that made it: without entering that, nobody may configure
+        # it.
         self._user_holder_pid: int | None = outer._user_holder_pid if outer is not None else None
         if "--user" in flags:
             self._user_holder_pid = self.holder_pid
@@ -76,6 +81,7 @@ class Namespace:
     def close(self) -> None:
         """Let go of it: it is gone when no process is left in there."""
         self._holder.kill()
+        # Waited for, or a zombie would stay until the lab ends.
         self._holder.wait()
 
 
@@ -85,6 +91,7 @@ def _allowed_flags() -> list[str]:
     Raises:
         ConfigError: There are none.
     """
+    # Tried, not deduced: whether it is allowed hangs on capabilities, sysctls and AppArmor alike.
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:
         if subprocess.run(["unshare", *flags, "true"], capture_output=True, check=False).returncode == 0:

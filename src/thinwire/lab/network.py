@@ -41,6 +41,7 @@ class Network:
         """
         with ExitStack() as opened:
             self._core = Namespace()
+            # What stands is taken down if a later tool fails; only a whole network is kept open.
             opened.callback(self._core.close)
             self._run("ip", "link", "set", "lo", "up")
             self._bridge("core")
@@ -73,6 +74,7 @@ class Network:
             host: Its number.
             command: The program and its arguments.
         """
+        # -S: the keeper needs no package, and starts sooner where none is looked for.
         keeper = [sys.executable, "-S", str(Path(__file__).with_name("keeper.py"))]
         return self.command_in(host, *keeper, str(os.getpid()), *command)
 
@@ -92,6 +94,7 @@ class Network:
         self._run("ip", "link", "set", f"up{node}", "master", f"node{node}", "up")
         self._run("ip", "link", "set", f"down{node}", "master", "core", "up")
         if self.layout.rate is not None:
+            # One queue for all hosts of the node: they share the link.
             self._run("tc", "qdisc", "add", "dev", f"up{node}", "root", *self.layout.shaping())
 
     def _add_host(self, host: int, opened: ExitStack) -> None:
@@ -101,6 +104,7 @@ class Network:
             host: Its number.
             opened: Closes it if a later one can't be made.
         """
+        # Within the core's user namespace, so that the core may put ends of links into it.
         namespace = Namespace(self._core)
         opened.callback(namespace.close)
         self._hosts.append(namespace)
@@ -109,9 +113,12 @@ class Network:
         peer = ["peer", "name", "eth0", "netns", str(namespace.holder_pid)]
         self._run("ip", "link", "add", f"host{host}", "type", "veth", *peer)
         self._run("ip", "link", "set", f"host{host}", "master", bridge, "up")
+        # /24: hosts find each other without routes; MAX_HOSTS keeps to it.
         address = ["ip", "addr", "add", f"{self.layout.address(host)}/24", "dev", "eth0"]
         for command in (["ip", "link", "set", "lo", "up"], address, ["ip", "link", "set", "eth0", "up"]):
             _run(*self.command_in(host, *command))
+        # Shaped where it is sent, in the host's own queue: its sockets feel the slow link, as they would
+        # feel a real one's driver.
         if alone and self.layout.rate is not None:
             shaped = ["tc", "qdisc", "add", "dev", "eth0", "root", *self.layout.shaping()]
             _run(*self.command_in(host, *shaped))

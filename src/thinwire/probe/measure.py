@@ -16,6 +16,7 @@ from thinwire.probe.result import PairTiming, Probe, Timing, nodes_of
 
 __all__ = ["probe"]
 
+# Four times from one to the next: between them, `average_seconds` is linear.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
 MAX_REPETITIONS = 25
 MIN_REPETITIONS = 3
@@ -61,6 +62,7 @@ def probe(
     if transport.size < 2:
         raise ConfigError("probe measures between processes: start at least 2, got 1")
     device = transport.fast_device if device is None else device
+    # Other arguments would mean other messages, and processes that wait for ever.
     agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
     meter = _Meter(transport, device, progress)
     timings = list(meter.timings(0.75 * budget_seconds))
@@ -93,18 +95,22 @@ class _Meter:
             share_seconds = (end - time.perf_counter()) / (len(MESSAGE_BYTES) - index)
             message = torch.zeros(message_bytes // 4, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
-            first_seconds = self.once(message)  # connections are made, pages are touched
+            # Not counted: connections are made, pages are touched.
+            first_seconds = self.once(message)
             # From the mean over all: with unlike numbers of repetitions they would wait for ever.
             wanted = self.agreed(min(MAX_REPETITIONS, share_seconds / max(first_seconds, 1e-6)))
             repetitions = max(MIN_REPETITIONS, int(wanted))
             yield Timing(message_bytes, [self.once(message) for _ in range(repetitions)])
+            # The next size takes about four times as long. All stop at the same one: the decision is made on
+            # a mean.
             missing_seconds = 4 * (MIN_REPETITIONS + 1) * first_seconds - (end - time.perf_counter())
             if self.agreed(missing_seconds) > 0 and index > 0:
                 return
 
     def once(self, message: torch.Tensor) -> float:
         """Return the seconds of one averaging that all start together, their mean over the processes."""
-        self.agreed(0.0)  # or the first to come would count its waiting for the others as the network's time
+        # All start together, or the first to come would count its waiting as the network's time.
+        self.agreed(0.0)
         self._synchronize()
         start = time.perf_counter()
         self.transport.mean(message, "a probe").wait()
@@ -124,6 +130,7 @@ class _Meter:
         """
         found = Probe(self.transport.size, "", "", timings, [], [])
         seconds = min(PAIR_SECONDS, budget_seconds / (2 * (PAIR_REPETITIONS + 1)))
+        # What an averaging of all manages in that time, one message of a pair does as well.
         sizes: list[int] = [each for each in MESSAGE_BYTES[1:] if found.average_seconds(each) < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
@@ -136,12 +143,14 @@ class _Meter:
         """
         self.progress(f"processes {processes[0]} and {processes[1]}, {message_bytes:,} bytes")
         found = 0.0
+        # The others wait below: two pairs at a time would share links.
         if self.transport.rank in processes:
             message = torch.zeros(message_bytes // 4, device=self.device)
             seconds = [self.transport.ping_seconds(*processes, message) for _ in range(PAIR_REPETITIONS + 1)]
             # What else the computers do can only add to it, and would hide who is near whom.
             found = min(each or 0.0 for each in seconds[1:])
         everyone = gather_numbers([found], self.transport, "a probe")
+        # As the first of the pair saw it; all must hold the same.
         return PairTiming(processes, message_bytes, everyone[processes[0]][0])
 
     def _synchronize(self) -> None:

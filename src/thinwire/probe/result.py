@@ -104,12 +104,14 @@ class Probe:
     def bytes_per_second(self) -> float:
         """What each process's link carries, from the two largest messages, sent as a ring all-reduce does."""
         small, large = self.timings[-2:]
+        # The difference of two large messages: what each costs whatever its size falls out.
         gained = large.median_seconds - small.median_seconds
         sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
         return sent / gained if gained > 0 else math.inf
 
     def average_seconds(self, message_bytes: float) -> float:
         """Return how long an averaging takes: linear between the measured sizes, and beyond the largest."""
+        # Below the smallest there is nothing but latency.
         if message_bytes <= self.timings[0].message_bytes:
             return self.latency_seconds
         for small, large in pairwise(self.timings):
@@ -148,6 +150,7 @@ class Probe:
             ConfigError: It is not such a file, or of another version.
         """
         try:
+            # Bounded: the path may be any file's, of any length.
             with path.open("rb") as file:
                 read = file.read(MAX_FILE_BYTES + 1)
             if len(read) > MAX_FILE_BYTES:
@@ -165,6 +168,7 @@ class Probe:
             raise ValueError(f"version {version}, expected {VERSION}")
         world_size = whole_number_of("world_size", field_of(plain, "world_size"), 2, MAX_PROCESSES)
         timings = [_timing(each) for each in list_of("timings", field_of(plain, "timings"), 2, MAX_TIMINGS)]
+        # `average_seconds` divides by the difference of neighbours.
         if any(small.message_bytes >= large.message_bytes for small, large in pairwise(timings)):
             raise ValueError("timings must be of ascending message_bytes")
         nodes = list_of("nodes", field_of(plain, "nodes"))
@@ -219,6 +223,7 @@ def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
         [[0, 1], [2]]
     """
     slowest = max((pair.seconds for pair in pairs), default=0.0)
+    # Being near is handed on: a near pair joins the groups of both, under the smaller number.
     node_of = list(range(world_size))
     for pair in pairs:
         if pair.seconds < NEAR_BELOW * slowest:
@@ -228,4 +233,5 @@ def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
         [process for process in range(world_size) if node_of[process] == node]
         for node in sorted(set(node_of))
     ]
+    # Where nobody is near anybody there is no structure, and one group says so.
     return nodes if len(nodes) < world_size else [list(range(world_size))]

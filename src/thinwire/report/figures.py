@@ -6,7 +6,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
@@ -40,8 +40,10 @@ VARIABLES = {
     **{color: f"--part-{number}" for number, color in enumerate(PARTS)},
 }
 STYLE: dict[Any, Any] = {
+    # Letters stay letters: the page's font draws them, and they can be found and selected.
     "svg.fonttype": "none",
     "font.size": 10,
+    # Names are the user's; two dollars in one are no formula.
     "text.parse_math": False,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -80,6 +82,7 @@ def logged(runs: Sequence[Run], name: str, across: str) -> str:
             at, values = [getattr(point, across) for point in points], [point.value for point in points]
             color = COLORS[number % SERIES]
             if len(points) > 2 * SMOOTHED_PARTS:
+                # Smoothed lines hide how much single steps differ.
                 axes.plot(at, values, color=color, alpha=0.2, linewidth=0.8)
                 axes.plot(at, _smoothed(points), color=color, linewidth=1.8)
             else:
@@ -100,6 +103,7 @@ def bytes_against_steps(runs: Sequence[Run]) -> str:
                 totals.append(total / 1e6)
             steps = [each["step"] for each in run.steps]
             axes.plot(steps, totals, color=COLORS[number % SERIES], linewidth=1.8)
+        # A logarithm has no zero: in its first steps, a local SGD may have sent nothing.
         is_sent = all(each["message_bytes"] > 0 for run in runs for each in run.steps[:1])
         axes.set(xlabel="steps", ylabel="MB sent", yscale="log" if is_sent else "linear")
         axes.yaxis.set_major_formatter("{x:g}")
@@ -113,7 +117,7 @@ def time_bars(runs: Sequence[Run]) -> str:
     def draw(axes: Axes) -> None:
         left = [0.0] * len(runs)
         for color, name in zip(PARTS, ("waiting", "arithmetic", "all else"), strict=True):
-            widths = [1e3 * median(_seconds_of(name, step) for step in run.steps) for run in runs]
+            widths = [1e3 * median(_parts(step)[name] for step in run.steps) for run in runs]
             axes.barh(range(len(runs)), widths, left=left, color=color, height=0.6, label=name)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.set_yticks(range(len(runs)), [_shortened(run.name) for run in runs])
@@ -128,18 +132,22 @@ def time_bars(runs: Sequence[Run]) -> str:
 def error_map(run: Run) -> str:
     """Draw the relative error of each compressed parameter, steps from left to right."""
     labels = labels_of(run)[:MAX_LABELS]
-    columns = list(_binned(run.norms, MAP_COLUMNS))
+    # Pieces of about equal length, one per column: a long run's records would be finer than pixels.
+    count, total = min(MAP_COLUMNS, len(run.norms)), len(run.norms)
+    columns = [run.norms[n * total // count : (n + 1) * total // count] for n in range(count)]
     values = [[_mean_error(column, label) for column in columns] for label in labels]
 
     def draw(axes: Axes) -> None:
         axes.grid(visible=False)
         first, last = run.norms[0]["step"], run.norms[-1]["step"]
+        # From 0 to 1 for all runs, so that maps compare.
         image = axes.imshow(
             values,
             aspect="auto",
             interpolation="nearest",
             vmin=0,
             vmax=1,
+            # A single record would be a picture without width.
             extent=(first, max(last, first + 1), len(labels), 0),
         )
         axes.set_yticks([0.5 + row for row in range(len(labels))], map(_shortened, labels), fontsize=8)
@@ -158,20 +166,24 @@ def labels_of(run: Run) -> list[str]:
 def _svg(draw: Callable[[Axes], None], height_inches: float = SIZE_INCHES[1]) -> str:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the letters are the browser's
+        # Not of pyplot, which would keep it, and look for a display.
         figure = Figure(figsize=(SIZE_INCHES[0], height_inches), layout="constrained")
         draw(figure.add_subplot())
         text = io.StringIO()
+        # Without the date: the same runs make the same page.
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _for_a_page(text.getvalue())
 
 
 def _for_a_page(svg: str) -> str:
     """Return an SVG without a size and names of its own, in the page's colours and letters."""
+    # Within HTML there is no XML declaration, and names must be the page's only ones.
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    # Matplotlib has measured with that font; the reader's machine may lack it.
     svg = svg.replace("'DejaVu Sans', ", "")
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
@@ -188,22 +200,17 @@ def _shortened(name: str) -> str:
 def _smoothed(points: Sequence[Point]) -> list[float]:
     """Return means over the last points."""
     width = max(1, len(points) // SMOOTHED_PARTS)
+    # Running sums: one pass, however many points are averaged.
     sums = [0.0, *accumulate(point.value for point in points)]
     starts = [max(0, end - width) for end in range(1, len(sums))]
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
 
 
-def _seconds_of(part: str, step: StepRecord) -> float:
+def _parts(step: StepRecord) -> dict[str, float]:
+    """Return the seconds of a step by part; a record may stand for several steps."""
     waiting, arithmetic = step["waiting_seconds"] / step["steps"], step["arithmetic_seconds"] / step["steps"]
-    seconds = {"waiting": waiting, "arithmetic": arithmetic}
-    return seconds.get(part, max(0.0, step["step_seconds"] - waiting - arithmetic))
-
-
-def _binned(records: Sequence[NormsRecord], max_bins: int) -> Iterable[Sequence[NormsRecord]]:
-    """Cut records into at most so many pieces of about equal length."""
-    count = min(max_bins, len(records))
-    for number in range(count):
-        yield records[number * len(records) // count : (number + 1) * len(records) // count]
+    all_else = max(0.0, step["step_seconds"] - waiting - arithmetic)
+    return {"waiting": waiting, "arithmetic": arithmetic, "all else": all_else}
 
 
 def _mean_error(column: Sequence[NormsRecord], label: str) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import jinja2
 
 from thinwire.errors import ConfigError
+from thinwire.plan import compression_ratio
 from thinwire.report import figures
 from thinwire.version import __version__
 from thinwire.watch.reading import Run, printable
@@ -46,9 +47,15 @@ def report_page(runs: Sequence[Run]) -> str:
         if not run.steps:
             damage = f": {run.damage}" if run.damage else ""
             raise ConfigError(f"{printable(run.path)} has no step{damage}")
-    runs = _with_names_of_their_own(runs)
+    given = [run.name for run in runs]
+    runs = [
+        replace(run, name=f"{run.name} ({printable(run.path)})") if given.count(run.name) > 1 else run
+        for run in runs
+    ]
     names = _logged_names(runs)[:MAX_NAMES]
     template = files("thinwire.report").joinpath("page.html.j2").read_text(encoding="utf-8")
+    # Escaped: names come from files, and a file may come from anywhere. Strict: what is missing is an error,
+    # not a blank.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     return environment.from_string(template).render(
         runs=[_summary(run, number, names) for number, run in enumerate(runs)],
@@ -56,6 +63,7 @@ def report_page(runs: Sequence[Run]) -> str:
         left_out=left_out(runs),
         figures=list(_figures(runs, names)),
         maps=[_map(run) for run in runs if run.norms],
+        # The last ones, by which the run ended.
         plans=[
             (run.name, plan["step"], plan["algorithm"], _routes(plan))
             for run in runs
@@ -86,17 +94,9 @@ def left_out(runs: Sequence[Run]) -> list[str]:
     return sentences
 
 
-def _with_names_of_their_own(runs: Sequence[Run]) -> list[Run]:
-    """Tell runs of one name apart by their files."""
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=f"{run.name} ({printable(run.path)})") if names.count(run.name) > 1 else run
-        for run in runs
-    ]
-
-
 def _logged_names(runs: Sequence[Run]) -> list[str]:
     """Return the names with a number, in one pass."""
+    # In the order in which they were first logged, which is the order the user thinks in.
     found = (name for run in runs for each in run.logs for name, value in each.items() if value is not None)
     return [name for name in dict.fromkeys(found) if name not in RESERVED]
 
@@ -105,6 +105,7 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
     steps = sum(each["steps"] for each in run.steps)
     sent = sum(each["message_bytes"] for each in run.steps)
     uncompressed = sum(each["gradient_bytes"] for each in run.steps)
+    # With `host_check=False` the host does not learn of them; a sum of some would pass for all.
     known = [count for each in run.steps if (count := each["nonfinite_steps"]) is not None]
     return {
         "color": number % figures.SERIES,
@@ -116,9 +117,10 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
         "resumed": run.resumed,
         "damage": run.damage,
         "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
+        # A record may stand for several steps.
         "exposed_ms": 1e3 * median(each["exposed_seconds"] / each["steps"] for each in run.steps),
         "step_megabytes": sent / steps / 1e6,
-        "compression_ratio": uncompressed / sent if sent else 1.0,
+        "compression_ratio": compression_ratio(uncompressed, sent),
         "last": {name: _last(run, name) for name in names},
     }
 
@@ -131,6 +133,7 @@ def _last(run: Run, name: str) -> float | None:
 
 def _figures(runs: Sequence[Run], names: Sequence[str]) -> list[_Figure]:
     found = []
+    # A single number is in the table; a curve needs two.
     curves = [name for name in names if any(len(run.points(name)) > 1 for run in runs)]
     for name in curves:
         shown = name.replace("_", " ")

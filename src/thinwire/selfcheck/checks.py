@@ -21,7 +21,9 @@ from thinwire.sync.loss_scale import LossScale, loss_scale_of
 
 __all__ = ["CHECKS", "Bench", "Check"]
 
+# Enough that an overflow in the middle would show in the steps behind it.
 STEPS = 6
+# Two of one shape, so that matrices are batched; some too small to be compressed, which travel beside.
 SHAPES = {"conv": (40, 6, 3, 3), "linear": (64, 32), "same": (64, 32), "bias": (64,), "scale": ()}
 
 Check: TypeAlias = "Callable[[Bench], None]"
@@ -71,6 +73,7 @@ class Bench:
             process_rank: Of any process.
             step: Of the check; no two steps have the same gradients.
         """
+        # Drawn on the CPU: the generators of other devices draw other numbers, and devices may differ.
         generator = torch.Generator().manual_seed(1000 * process_rank + step)
         numel = sum(spec.numel for spec in self.specs)
         return torch.randn(numel, generator=generator).to(self.device)
@@ -144,10 +147,13 @@ def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
     for step in range(STEPS):
         sent += bench.average(engine, bench.gradient(step))
         true += bench.true_mean(step)
+    # What is saved is the mean of the processes' residuals, which is what the sum of means lacks. What
+    # travels uncompressed has none.
     saved = dict(engine.state_dict()["error"])
     residual = [saved.get(spec.name, torch.zeros(spec.shape)).reshape(-1) for spec in bench.specs]
     lost = gap(sent + torch.cat(residual).to(bench.device), true)
     bench.expect(lost < tolerance, f"{lost:.1e} of the gradients is lost, expected below {tolerance:.0e}")
+    # Where nothing was compressed, nothing could have been lost either.
     ratio = engine.counts().compression_ratio
     bench.expect(ratio > 2, f"the compression ratio is {ratio:.1f}, expected above 2")
 
@@ -165,6 +171,7 @@ def overflow_leaves_no_trace(bench: Bench, *, host_check: bool) -> None:
     for step in range(STEPS):
         if step == 3:
             gradient = bench.gradient(99)
+            # On one process: the others must learn of it by what they receive.
             gradient[0] = torch.inf if bench.transport.rank == 0 else gradient[0]
             bench.expect(
                 bool(bench.average(hit, gradient).isnan().all()), "the gradients of that step are not all NaN"
@@ -188,8 +195,10 @@ def state_resumes(bench: Bench) -> None:
 
 def differences_are_refused(bench: Bench) -> None:
     """Check that processes with unlike settings are refused, all of them."""
+    # Alone, there is nobody to differ from.
     if bench.transport.size == 1:
         return
+    # One differs from all others, and those must hear of it as well: who went on would wait for it in vain.
     engine = bench.engine(PowerSGD(matrix_rank=1 + (bench.transport.rank == 0)))
     try:
         engine.agree()
@@ -212,6 +221,7 @@ def models_stay_the_same(bench: Bench) -> None:
         torch.autograd.backward(model(bench.gradient(step)[:512].view(8, 64)).square().mean())
         optimizer.step()
     flat = torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
+    # Bytes, not numbers: NaN is not equal to itself, and 0.0 equals −0.0.
     everyone = gather_stacked(flat.view(torch.uint8), bench.transport)
     bench.expect(bool((everyone == everyone[0]).all()), "parameters differ between processes")
     bench.expect(sync.stats().compression_ratio > 2, "nothing was compressed")

@@ -23,8 +23,11 @@ from thinwire.version import __version__
 
 __all__ = ["ALGORITHMS", "GPT2_SMALL", "DevicePage", "KernelError", "StepCost", "measured"]
 
+# Up to 4 the CPU has compiled kernels of its own; above, torch's operations serve.
 MATRIX_RANKS = (1, 4, 32)
+# The first steps compile kernels, agree upon plans and lay memory out.
 UNTIMED_STEPS, TIMED_STEPS = 3, 5
+# As of DDP.
 BUCKET_BYTES = 25 << 20
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -147,6 +150,8 @@ def measured(
         CommunicationError: A collective failed.
     """
     buckets = _buckets(shapes)
+    # Steps work in place, so each gets its gradients by a copy; its time is the unit, and is taken off
+    # again.
     flats = [torch.randn(sum(spec.numel for spec in bucket), device=device) for bucket in buckets]
     copies = [torch.empty_like(flat) for flat in flats]
     copy_seconds = _seconds(device, lambda: torch._foreach_copy_(copies, flats))
@@ -183,6 +188,7 @@ def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec,
     """Return the buckets that DDP would make."""
     buckets: list[list[ParameterSpec]] = [[]]
     held_bytes = 0
+    # The backward pass makes the last layer's gradients first, so DDP fills its buckets from there.
     for name, shape in reversed(list(shapes.items())):
         if held_bytes >= BUCKET_BYTES:
             buckets.append([])
@@ -193,11 +199,14 @@ def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec,
 
 
 def _kernel_error(device: torch.device, matrix_rank: int) -> KernelError:
+    # Drawn on the CPU in float64, so that every device is judged by the same matrices.
     generator = torch.Generator().manual_seed(matrix_rank)
     exact, residual = (torch.randn(1, 384, 256, generator=generator, dtype=torch.float64) for _ in range(2))
     start = torch.linalg.qr(torch.randn(256, matrix_rank, generator=generator, dtype=torch.float64)).Q.T
     matrix, error, right = (each.float().to(device) for each in (exact, residual, start.unsqueeze(0)))
     group = MatrixGroup(["matrix"], list(matrix), list(error), matrix_rank)
+    # In step with the device: its first product adds the residual to the gradient in place, and all that
+    # follows is of the sum.
     exact += residual
     (left,) = products([group], [right], None, add_error=True)
     found_products = _gap(left, start @ exact.mT)
@@ -211,6 +220,7 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> KernelError:
     return KernelError(
         matrix_rank,
         found_products,
+        # Per row, so that matrix ranks compare.
         float(unlike.norm() / matrix_rank**0.5),
         found_projections,
         _gap(error, rest),
@@ -237,6 +247,7 @@ def _step_cost(
         torch._foreach_copy_(copies, list(flats))
         engine.average(zip(buckets, copies, strict=True))
 
+    # Gradients and their copies lie there already, and count in no step.
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -253,12 +264,15 @@ def _looked_at(step: Callable[[], None]) -> tuple[int, int]:
         torch.cuda.synchronize()
     launches = sum(str(event.device_type).endswith("CUDA") for event in profile.events() or [])
     with warnings.catch_warnings(record=True) as caught:
+        # The host's waits are told as warnings, one each; Python would drop those that repeat.
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
             step()
         finally:
+            # The mode is the whole process's.
             torch.cuda.set_sync_debug_mode("default")
+    # Other warnings may come as well, and are not for this page.
     return launches, sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
@@ -275,4 +289,5 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
+        # A GPU's calls return when it has been told, not when it is done.
         torch.accelerator.synchronize(device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from thinwire.plan import compression_ratio
+
 __all__ = ["Stats"]
 
 
@@ -68,4 +70,4 @@ class Stats:
     @property
     def compression_ratio(self) -> float:
         """Uncompressed over compressed bytes, warm-up included; 1.0 before the first step."""
-        return self.gradient_bytes / self.message_bytes if self.message_bytes else 1.0
+        return compression_ratio(self.gradient_bytes, self.message_bytes)

@@ -74,6 +74,7 @@ def fail_at(
         >>> fail_at(process=1, step=3, kind="kill")
         Fault(process=1, step=3, kind='kill', after_messages=0, seconds=None, restart=0)
     """
+    # `restart` may be None, for every incarnation.
     given = {"process": process, "step": step, "after_messages": after_messages, "restart": restart or 0}
     for name, value in given.items():
         whole_number(name, value, minimum=0)
@@ -117,6 +118,7 @@ def random_faults(
     whole_number("processes", processes, minimum=1)
     if not kinds:
         raise ConfigError(f"kinds must name at least one of {', '.join(get_args(Kind))}")
+    # A generator of its own: the script draws the same numbers with faults as without.
     draw = random.Random(seed)
     drawn = []
     for step in sorted(draw.sample(range(steps), num_faults)):
@@ -146,7 +148,8 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
     """
     engine = engine_of(target)
     restart = int(os.environ.get(RESTART_COUNT, "0"))
-    own, before = [], engine.wire  # perhaps faulty already, by a context around this one
+    # Perhaps faulty already, by a context around this one.
+    own, before = [], engine.wire
     for fault in schedule:
         if not isinstance(fault, Fault):
             raise ConfigError(f"expected faults made by fail_at(…), got {fault!r}")
@@ -156,11 +159,14 @@ def faults(target: GradientSync | Synced, schedule: Iterable[Fault]) -> Iterator
             raise ConfigError(f"simulated workers share one process: {fault.kind!r} would hit all of them")
         if fault.process == before.rank and fault.restart in (None, restart):
             own.append(fault)
+    # The wire carries steps alone. What is agreed upon and saved takes `engine.transport`, and is spared:
+    # the messages that a schedule counts are then the same with and without a resume.
     faulty = _FaultyTransport(before, engine, own)
     engine.wire = faulty
     try:
         yield faulty.struck
     finally:
+        # Also where a fault has raised: steps made afterwards are healthy.
         engine.wire = before
 
 
@@ -178,12 +184,15 @@ class _FaultyTransport(Wrapped):
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
         """Let what is due strike first."""
-        if self._engine.steps != self._step:  # the first message of another step
+        # The first message of another step.
+        if self._engine.steps != self._step:
             self._step, self._messages = self._engine.steps, 0
         due = [f for f in self._waiting if (f.step, f.after_messages) == (self._step, self._messages)]
+        # Counted, taken off and noted before it strikes: a fault may leave this method by raising, or end the
+        # process, and the step that has failed may be made again.
         self._messages += 1
         for fault in due:
-            self._waiting.remove(fault)  # before it strikes: a step that fails may be made again
+            self._waiting.remove(fault)
             if fault.kind == "non-finite" and not tensor.is_floating_point():
                 raise ConfigError(
                     f"message {fault.after_messages} of step {fault.step} is of {tensor.dtype}, which holds "
@@ -196,12 +205,14 @@ class _FaultyTransport(Wrapped):
 
 def _suffer(fault: Fault, message: torch.Tensor) -> None:
     if fault.kind == "non-finite":
+        # A slice, not an index: a message may be empty.
         message.view(-1)[:1] = torch.inf
     elif fault.kind == "slow":
         time.sleep(fault.seconds or 0.0)
     elif fault.kind == "stall":
         _stall(fault.seconds)
     elif fault.kind == "kill":
+        # Not `sys.exit`: nothing is cleaned up, as where a machine loses its power.
         os.kill(os.getpid(), signal.SIGKILL)
     else:
         raise InjectedError(f"process {fault.process} raises in step {fault.step}, as scheduled")
@@ -209,8 +220,10 @@ def _suffer(fault: Fault, message: torch.Tensor) -> None:
 
 def _stall(seconds: float | None) -> None:
     """Stop this process; another one wakes it."""
+    # SIGSTOP stops every thread of this process, so none of them could wake it.
     waker = None
-    if seconds is not None:  # again and again: it could come before the stop
+    if seconds is not None:
+        # Again and again: the first one could come before the stop.
         wake = f"sleep {seconds}; while kill -CONT {os.getpid()}; do sleep 0.1; done"
         waker = subprocess.Popen(["sh", "-c", wake])
     os.kill(os.getpid(), signal.SIGSTOP)

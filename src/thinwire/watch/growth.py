@@ -6,6 +6,7 @@ from statistics import fmean
 
 __all__ = ["GrowthAlarm"]
 
+# Below so many, a quarter of them is noise.
 MIN_SAMPLES = 32
 MIN_STEPS = 1000
 MAX_GROWTH = 1.3
@@ -40,9 +41,11 @@ class GrowthAlarm:
         samples = self._samples
         samples.append(relative_norm)
         count = len(samples)
+        # A power of two has a single bit: the number of samples has doubled since the last look.
         if count < MIN_SAMPLES or count & (count - 1):
             return None
         growth = _ratio(samples[count // 2 :], samples[count // 4 : count // 2])
+        # A residual that grew and has settled since is none of the user's business.
         lately = _ratio(samples[-count // 4 :], samples[count // 2 : -count // 4])
         grew_before, self._grew = self._grew, growth > MAX_GROWTH
         alarms = self._grew and grew_before and lately > STILL_GROWING and step >= MIN_STEPS

@@ -20,9 +20,10 @@ from thinwire.watch.records import (
     Record,
     StepRecord,
     checked_record,
+    record_of,
 )
 
-__all__ = ["Point", "Run", "printable", "read_run"]
+__all__ = ["Growing", "Point", "Run", "printable", "read_run"]
 
 MAX_BYTES = 1 << 28
 
@@ -94,11 +95,13 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     path = Path(path)
     run, shown = Run(path, printable(path.stem)), printable(path)
     try:
+        # All of it, before anything is said: what the damage is, `_undamaged` knows only at its end.
         segments = list(_segments(_undamaged(path, run)))
     except OSError as error:
         raise ConfigError(f"{shown} can't be read: {error.strerror}") from error
     if not segments:
         raise ConfigError(f"{shown} is no file of a thinwire.Watch: {run.damage or 'it is empty'}")
+    # Of any start: training may have been resumed with a later version.
     later = max(segment[0]["format"] for segment in segments)
     if later > FORMAT:
         raise ConfigError(
@@ -110,6 +113,30 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     run.logs = _without(run.logs, undone)
     run.resumed = len(segments) - 1
     return run
+
+
+class Growing:
+    """The file of a watch that may still be going on; there need not be one yet.
+
+    Args:
+        path: The file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+
+    def new_records(self) -> list[Record]:
+        """Return what was written since the last call, less what is no record."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            # What follows the last newline is still being written; it is read when its own has come.
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self._position += len(complete) + len(newline)
+        records = map(record_of, complete.decode("utf-8", "replace").splitlines())
+        return [record for record in records if record is not None]
 
 
 def printable(path: str | os.PathLike[str]) -> str:
@@ -131,7 +158,8 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
     read_bytes = 0
     with path.open("rb") as file:
         for number in count(start=1):
-            line = file.readline(MAX_LINE_BYTES)  # a file that is no watch's may be one line of any length
+            # Bounded: a file that is no watch's may be one line of any length.
+            line = file.readline(MAX_LINE_BYTES)
             read_bytes += len(line)
             if not line:
                 return
@@ -142,13 +170,20 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
                 )
                 return
             try:
-                record = _record(line)
+                if not line.endswith(b"\n"):
+                    is_too_long = len(line) == MAX_LINE_BYTES
+                    raise ValueError(
+                        f"it is longer than {MAX_LINE_BYTES:,} bytes" if is_too_long else "it is cut off"
+                    )
+                record = checked_record(line.decode("utf-8", "replace"))
                 if number == 1 and record["kind"] != "run":
                     raise ValueError("the first line must be of kind run")
             except ValueError as error:
                 run.damage = f"line {number} is damaged ({error}); read up to there"
                 return
             if record["kind"] == "run":
+                # Two processes that append to one file interleave their steps: neither's could be told from
+                # it.
                 process_rank = record["process_rank"] if process_rank is None else process_rank
                 if record["process_rank"] != process_rank:
                     run.damage = (
@@ -157,18 +192,6 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
                     )
                     return
             yield record
-
-
-def _record(line: bytes) -> Record:
-    """Return the record of a line.
-
-    Raises:
-        ValueError: It is none; says why.
-    """
-    if not line.endswith(b"\n"):
-        is_too_long = len(line) == MAX_LINE_BYTES
-        raise ValueError(f"it is longer than {MAX_LINE_BYTES:,} bytes" if is_too_long else "it is cut off")
-    return checked_record(line.decode("utf-8", "replace"))
 
 
 def _segments(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -191,9 +214,12 @@ def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> N
         segment: The records from one start to the next.
         undone: Gets where training went back: after how many logs, to which step.
     """
+    # A start that resumes makes steps again that were recorded after its state was saved: the later ones
+    # count.
     first = next((each["step"] - each["steps"] for each in segment if each["kind"] == "step"), None)
     if first is not None:
         _go_back_to(first, run, undone)
+    # Each start counts its seconds from 0; those of a run go on.
     before_seconds = run.steps[-1]["seconds"] if run.steps else 0.0
     lists: dict[str, list[Any]] = {"step": run.steps, "norms": run.norms, "log": run.logs}
     for record in segment:
@@ -202,9 +228,11 @@ def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> N
         if record["kind"] == "run":
             run.name, run.processes = record["name"] or run.name, record["processes"]
         elif record["kind"] == "plan":
+            # Every start records its plan; only another one is news.
             if not run.plans or _travels(run.plans[-1]) != _travels(record):
                 run.plans.append(cast(PlanRecord, record))
         else:
+            # Within one start as well: a training loop may load an earlier state and go on from there.
             if record["kind"] == "step" and run.steps and record["step"] <= run.steps[-1]["step"]:
                 _go_back_to(record["step"] - record["steps"], run, undone)
             lists[record["kind"]].append(record)
@@ -240,6 +268,8 @@ def _without(logs: list[Record], undone: list[tuple[int, int]]) -> list[Record]:
     returns = list(undone)
     lowest = math.inf
     for index in reversed(range(len(logs))):
+        # A log goes if training went back before its step at any time after it was written. Seen from the
+        # end, those returns are the ones met so far, and the furthest of them decides.
         while returns and returns[-1][0] > index:
             lowest = min(lowest, returns.pop()[1])
         if logs[index]["step"] <= lowest:

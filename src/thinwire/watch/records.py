@@ -37,7 +37,9 @@ __all__ = [
     "record_of",
 ]
 
+# Of files. A reader takes all earlier ones (`old_formats`) and refuses later ones.
 FORMAT = 3
+# Also what a reader holds in memory at once of a file that may come from anywhere.
 MAX_LINE_BYTES = 1 << 24
 
 # Of `Stats`, as differences.
@@ -62,7 +64,7 @@ def _or_null(check: Check) -> Check:
 
 
 def _numbers_or_null(name: str, values: object) -> dict[str, float | None]:
-    """Return numbers by name; the names are kept once for all records.
+    """Return numbers by name.
 
     Args:
         name: Of the field, for the error.
@@ -75,7 +77,9 @@ def _numbers_or_null(name: str, values: object) -> dict[str, float | None]:
         raise ValueError(f"{name} must be an object")
     check = _or_null(number_of)
     return {
-        sys.intern(text_of("a name", key)): check(reprlib.repr(key), value) for key, value in values.items()
+        # Each record has the same names: interned, they are kept once for all records.
+        sys.intern(text_of("a name", key)): check(reprlib.repr(key), value)
+        for key, value in values.items()
     }
 
 
@@ -188,6 +192,7 @@ def checked_record(line: str) -> Record:
     kind = field_of(read, "kind")
     if type(kind) is not str or kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}")
+    # Before the checks, which know today's words only.
     brought_up_to_date(read)
     record = {"kind": kind, **_checked(read, KINDS[kind])}
     if kind == "log":
@@ -210,6 +215,7 @@ def _checked(read: Any, kind: type) -> Record:
         read: The record as read.
         kind: Its type here.
     """
+    # What later versions have added is absent from older files, but checked where it is there.
     optional = cast("frozenset[str]", kind.__optional_keys__)  # type: ignore[attr-defined]
     return {
         name: check(name, field_of(read, name))
@@ -221,5 +227,7 @@ def _checked(read: Any, kind: type) -> Record:
 @cache
 def _checks(kind: type) -> Mapping[str, Check]:
     """Return the checks of a record's fields, as its type has them."""
+    # Cached: evaluating the annotations takes far longer than checking a line. `kind`, a Literal, has no
+    # check: by it the type was chosen.
     hints = get_type_hints(kind, include_extras=True)
     return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}

@@ -80,13 +80,18 @@ class Watch:
             )
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._norms_every_steps = whole_count("norms_every_steps", norms_every_steps, minimum=1)
+        # The engine has the plan and the errors; the handle counts steps as its user does: a LocalSGD counts
+        # the optimizer's, of which few average anything.
         self._engine, self._watched = engine_of(sync), handle
+        # After the other checks: a watch that is refused leaves no file behind.
         self._writer: Writer | None = _checked(writer)
         self._alarm = GrowthAlarm()
         self._planned: tuple[object, ...] = ()
         self._start = self._last_end = time.perf_counter()
+        # What was counted before is no step of this watch: it may begin in the middle of training.
         self._last = self._watched.counts()
-        self._steps = self._nonfinite_steps = 0  # since the last record
+        # Since the last record.
+        self._steps = self._nonfinite_steps = 0
         transport = self._engine.transport
         self._write(
             "run",
@@ -134,8 +139,12 @@ class Watch:
         for name, value in values.items():
             if name in RESERVED:
                 raise ConfigError(f"log can't take {name}=, which every record has; give it another name")
+            # True is an int to Python, and hardly meant as a number; a tensor would make the host wait
+            # unseen.
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ConfigError(f"{name} must be a number, got {value!r}; of a tensor, give value.item()")
+            # Python's whole numbers have no bound: `float` of a large one would raise within somebody's
+            # logger.
             if isinstance(value, int) and not -sys.float_info.max <= value <= sys.float_info.max:
                 raise ConfigError(f"{name} must be a number that a float can hold, got one that is too large")
         self._write("log", {"seconds": time.perf_counter() - self._start, **values})
@@ -148,6 +157,7 @@ class Watch:
             # Before the step's record: who reads the file must know the plan by which the step was made.
             self._write_plan()
             self._write_step()
+        # A step that was dropped has left memory alone: its errors would be those of the step before.
         if step % self._norms_every_steps == 0 and committed:
             self._write_norms()
 
@@ -171,6 +181,7 @@ class Watch:
         planned = (self._engine.algorithm, self._engine.plan)
         if planned != self._planned:
             self._planned = planned
+            # Under another plan the residual settles elsewhere, and growing up to there is no alarm.
             self._alarm.start_anew()
             algorithm = self._engine.algorithm if self._watched is self._engine else self._watched
             routes = [_recorded(route) for route in self._engine.plan.routes]
@@ -178,6 +189,7 @@ class Watch:
 
     def _write_norms(self) -> None:
         stats = self._engine.stats()
+        # Of an algorithm without residual, or before the first step, there is nothing to tell.
         if not stats.error_norm:
             return
         self._write("norms", {"relative_error": stats.relative_error, "error_norm": stats.error_norm})
@@ -200,12 +212,14 @@ class Watch:
             kind: As of `Writer.write`.
             values: As of `Writer.write`.
         """
+        # An error may have ended the watching long before: the training loop goes on calling `log`.
         if self._writer is None:
             return
         try:
             self._writer.write(kind, self._watched.steps, values)
         except Exception as error:
-            if kind == "run":  # before training: the user is still there to mend it
+            # Before training the user is still there to mend it.
+            if kind == "run":
                 raise
             logger.warning("step %d: watching ends, training goes on: %r", self._watched.steps, error)
             self._watched.observers.remove(self._after_step)
@@ -240,10 +254,8 @@ def _recorded(route: Route) -> dict[str, Any]:
 
 
 def _residual_in_steps(stats: Stats) -> float:
-    """Return the residual of all parameters as a multiple of what was sent in the last step, by norm.
-
-    What was sent is orthogonal to the residual: of each route, its norm follows from the relative error.
-    """
+    """Return the residual of all parameters as a multiple of what was sent in the last step, by norm."""
+    # What was sent is orthogonal to the residual: its norm follows from the relative error.
     sent = [
         stats.error_norm[label] * math.sqrt(max(0.0, 1 / relative**2 - 1)) if relative > 0 else 0.0
         for label, relative in stats.relative_error.items()

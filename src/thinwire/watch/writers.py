@@ -17,6 +17,7 @@ __all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer", "metri
 
 Metrics = dict[str, float]
 
+# By default json writes NaN and Infinity, which are no JSON and which reading refuses.
 _strict = json.JSONEncoder(allow_nan=False).encode
 
 
@@ -54,8 +55,19 @@ class JSONLWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if self.path.is_file() and self.path.stat().st_size > 0:
-            _check_is_ours(self.path)  # before anything is cut off
-            _cut_half_line(self.path)
+            # Before anything is cut off. Bounded: another program's file may be one line of any length.
+            with self.path.open("rb") as file:
+                first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
+            if first is None or first["kind"] != "run":
+                raise ConfigError(
+                    f"{self.path} is there, and is no file of a thinwire.Watch; give another path"
+                )
+            # A killed process may have left half a line; a record behind it would be damage, and end reading.
+            with self.path.open("r+b") as file:
+                # Longer lines are not read, so the last newline lies within so many bytes.
+                start = max(0, self.path.stat().st_size - MAX_LINE_BYTES)
+                file.seek(start)
+                file.truncate(start + file.read().rfind(b"\n") + 1)
         # Line by line: what a killed process has done up to then can be read.
         self._file = self.path.open("a", buffering=1, encoding="utf-8")
 
@@ -93,6 +105,7 @@ class MetricsWriter:
         if kind in ("step", "norms"):
             self._log(dict(_named("thinwire", values)), step)
         elif kind == "log":
+            # `seconds` is for the file: loggers have clocks of their own.
             self._log({name: float(value) for name, value in values.items() if name not in RESERVED}, step)
 
     def close(self) -> None:
@@ -178,29 +191,10 @@ def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
 
 def _readable(value: Any) -> Any:
     if isinstance(value, int | float):
+        # NaN is within no bounds, so it becomes null like what is too large.
         return value if -MAX_NUMBER <= value <= MAX_NUMBER else None
     if isinstance(value, Mapping):
         return {key: _readable(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_readable(each) for each in value]
     return value
-
-
-def _check_is_ours(path: Path) -> None:
-    """Refuse a file that no watch has begun.
-
-    Raises:
-        ConfigError: It is one.
-    """
-    with path.open("rb") as file:
-        first = record_of(file.readline(MAX_LINE_BYTES).decode("utf-8", "replace"))
-    if first is None or first["kind"] != "run":
-        raise ConfigError(f"{path} is there, and is no file of a thinwire.Watch; give another path")
-
-
-def _cut_half_line(path: Path) -> None:
-    """Remove what follows the last newline."""
-    with path.open("r+b") as file:
-        start = max(0, path.stat().st_size - MAX_LINE_BYTES)
-        file.seek(start)
-        file.truncate(start + file.read().rfind(b"\n") + 1)
