@@ -86,7 +86,8 @@ class Averagings:
         if not is_delayed:
             self._average_now(changes, self._read(asked))
             return
-        if not self._engine.has_agreed:  # its comparison blocks anyway; here all must be known to come to it
+        # The engine's comparison blocks anyway, and all must be known to come to it: so the answers are read.
+        if not self._engine.has_agreed:
             self._read(asked)
         self.flights.append(Flight(changes, self._engine, asked))
         for fragment in sent:
@@ -104,6 +105,7 @@ class Averagings:
             self._agree_within(changes)
         asked = self._ask(changes)
         answers = self._read(asked)
+        # A copy of the list, for what lands leaves it.
         for flight in tuple(self.flights):
             (fragment,) = flight.changes
             # Without a step since it was sent there is nothing of one's own to keep.
@@ -114,6 +116,7 @@ class Averagings:
             turns = [pending] if pending else []
         else:  # each by itself as ever, those first that have waited longest
             turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
+        # All are known to be at this step: one question is enough for all turns.
         for fragments in turns:
             self._average_now({each: changes[each] for each in fragments}, answers)
 
@@ -133,16 +136,19 @@ class Averagings:
         """Forget what is in flight: it is sent again when its turn comes."""
         for flight in self.flights:
             flight.abandon()
-            for fragment in flight.changes:  # what it has changed is still to be sent
+            # What it has changed is still to be sent, so the next averaging must not pass over it.
+            for fragment in flight.changes:
                 fragment.sent_after = min(fragment.sent_after, self.step - 1)
         self.flights, self._asked = [], []
 
     def _average_now(self, changes: Changes, answers: Sequence[Answer]) -> None:
         """Average over the group, all members having agreed."""
         num_contributors = sum(answer.contributes for answer in answers)
-        if self.divides_by_contributors and num_contributors:  # what goes in, so that the mean comes out
+        # What goes in is scaled, not what comes out: the residual keeps one unit.
+        if self.divides_by_contributors and num_contributors:
             for flat in chain(*changes.values()):
                 flat.mul_(len(answers) / num_contributors)
+        # In the warm-up nothing is compressed, so that its end is that of plain data-parallel training.
         is_exact = self._schedule.is_warm_up(self.step)
         engine = self._exact["group"] if is_exact else self._engine
         with engine.clock.inside(engine.traffic):
@@ -161,6 +167,7 @@ class Averagings:
         Whatever may be sent, a question goes before it. So a process that has left the common course, and
         asks before it averages what is left, meets a question of the others, and all learn of it.
         """
+        # What is delayed is sent one fragment at a time.
         (fragment,) = flight.changes
         age = self.step - fragment.sent_after
         # A fragment is sent again before it has landed only after resuming with other settings.
@@ -255,7 +262,7 @@ class Flight:
         if engine is None:
             return
         engine.agree()
-        # What is delayed must not wait for anything here.
+        # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
         self._step = engine.begin(pipelined=consensus is None)
         try:
             with engine.clock.inside(engine.traffic):

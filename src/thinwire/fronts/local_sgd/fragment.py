@@ -63,6 +63,7 @@ def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool
     """
     left_out = set(ignored)
     found = []
+    # In the model's order, which is the same on every process and decides what travels where.
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad or name in left_out:
             continue
@@ -73,8 +74,9 @@ def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool
         found.append(Averaged(plain_name(name), parameter, is_buffer=False))
     if not found:
         raise ConfigError(f"{type(module).__name__} has no trainable parameter: there is nothing to average")
-    seen: set[int] = set()  # a buffer that modules share is averaged once
-    # Which buffers are not saved only the module knows that has them.
+    # Module by module: which buffers are not saved only the module knows that has them. One that modules
+    # share is averaged once.
+    seen: set[int] = set()
     for prefix, part in module.named_modules() if buffers else ():
         for own_name, buffer in part.named_buffers(recurse=False):
             name = f"{prefix}.{own_name}" if prefix else own_name
@@ -218,7 +220,8 @@ class Fragment:
         """Return by bucket, flat, what has changed since the last averaging on this process."""
         changes = self._empty()
         for (each, change), (_, last) in zip(self._parts(changes), self.lasts, strict=True):
-            change.copy_(last)  # from where the copy is
+            # The copy may be on another device, so it is subtracted where the change is.
+            change.copy_(last)
             # Infinite entries of a mask that stayed the same would give inf - inf.
             is_same = each.value == change if each.is_buffer else None
             torch.sub(each.value, change, out=change)
@@ -229,6 +232,7 @@ class Fragment:
     def write(self, means: Sequence[torch.Tensor]) -> None:
         """Make the model the last average, which stays, plus mean changes, which are overwritten."""
         for (each, last), (_, mean) in zip(self.lasts, self._parts(means), strict=True):
+            # In the means' own memory: their sum needs no other.
             each.value.copy_(mean.add_(last.to(mean.device)))
 
     def move(
@@ -242,11 +246,14 @@ class Fragment:
             mix: The share that the model keeps of what it holds; the rest is of the new average.
         """
         for (each, last), (_, change) in zip(self.lasts, self._parts(means), strict=True):
+            # A statistic is no parameter: a step with momentum could make a variance negative.
             if outer is None or each.is_buffer:
                 last.add_(change.to(last.device))
             else:
+                # An optimizer steps against its gradient, and the model is to follow the change.
                 last.grad = change.neg_().to(last.device)
-        if outer is not None:  # of other fragments' parameters there are no gradients
+        # It holds all fragments' parameters, and leaves those alone that have no gradient.
+        if outer is not None:
             outer.step()
             outer.zero_grad(set_to_none=True)
         for each, last in self.lasts:

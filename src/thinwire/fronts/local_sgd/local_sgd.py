@@ -180,6 +180,7 @@ class LocalSGD(Joinable):
             ) from error
         self._average_buffers = true_or_false("average_buffers", average_buffers)
         averaged = self._averaged_now()
+        # Made again on entry: what is frozen or loaded until then changes it.
         parts = fragments_of(averaged, num_fragments)
         self._optimizer = checked_optimizer(optimizer, averaged, self.module)
         self._grad_scaler = checked_scaler(grad_scaler)
@@ -198,8 +199,9 @@ class LocalSGD(Joinable):
         if self._ddp is not None:
             check_ddp(self._ddp)
         buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(each)] for each in parts]
-        # What else averages over the same group counts with it.
+        # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
         self._engine = Engine(algorithm, group, specs, parts=buckets if num_fragments > 1 else ())
+        # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
         settings = Settings(on_nonfinite=on_nonfinite)
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
@@ -276,6 +278,7 @@ class LocalSGD(Joinable):
                 "with load_state_dict(state_dict())"
             )
         schedule, loaded, group = self._schedule, self._loaded, self._engine.transport
+        # The models first: those of other shapes could not even be divided alike.
         self._engine.agree()
         averaged = self._averaged_now()
         parts = fragments_of(averaged, schedule.num_fragments)
@@ -312,6 +315,7 @@ class LocalSGD(Joinable):
                 )
             # Kept only when all are attached: where one refuses, those before it are taken off.
             self._attached = attached.pop_all()
+        # Only now: until here another attempt to enter is allowed.
         self._averagings.fragments, self._averagings.outer = fragments, outer
         self._entered = {each.name: each.identity for each in averaged}
         self._loaded, self._is_inside = None, True
@@ -319,11 +323,13 @@ class LocalSGD(Joinable):
 
     def _go_on_from(self, loaded: Mapping[str, Any], fragments: Sequence[Fragment]) -> None:
         sent_after = loaded["sent_after"]
-        if len(sent_after) != len(fragments):  # saved with another number of them
+        # Saved with another number of them: as if all had waited as long as the one that has waited longest.
+        if len(sent_after) != len(fragments):
             sent_after = [min(sent_after)] * len(fragments)
         for fragment, step in zip(fragments, sent_after, strict=True):
             fragment.take(loaded["last_average"])
             fragment.sent_after = step
+        # They have landed; each is applied at the step at which it would have been.
         for place, means in loaded["in_flight"]:
             self._averagings.flights.append(Flight({fragments[place]: fragments[place].flat(means)}, None))
 
@@ -365,6 +371,7 @@ class LocalSGD(Joinable):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
         try:
+            # After an exception other processes may be anywhere: a collective could meet another one.
             if kind is None:
                 self.average()
         finally:
@@ -415,6 +422,7 @@ class LocalSGD(Joinable):
         self._check_inside("averaged()")
         lasts = [pair for fragment in self._averagings.fragments for pair in fragment.lasts]
         own = [each.value.clone() for each, _ in lasts]
+        # A step now would change the average, and be lost when the model's own values come back.
         self._shows_average = True
         try:
             for each, last in lasts:
@@ -429,6 +437,7 @@ class LocalSGD(Joinable):
 
     def _after_own_step(self) -> None:
         """Count a step that the optimizer, or the scaler, has attempted."""
+        # Before all that the step sends: processes that shadow it are waiting for this message.
         notify_of_step(self)
         self._averagings.own_pending_steps += 1
         self._after_step()
@@ -439,6 +448,7 @@ class LocalSGD(Joinable):
         If an averaging is due, it takes part with what it has changed since the last one: without input,
         its own last steps at first, then nothing.
         """
+        # The rest of the check looks at the whole model, which is too much for every step.
         if self._shows_average:
             self._check_inside("a step")
         self._steps_here += 1
@@ -447,7 +457,8 @@ class LocalSGD(Joinable):
         if due is not None or self._averagings.flights:
             with self._averaging("a step"):
                 self._averagings.go_on(due)
-        for observer in tuple(self.observers):  # a copy: one may leave while it is called
+        # A copy: an observer may leave while it is called.
+        for observer in tuple(self.observers):
             observer(True)
 
     @contextmanager
@@ -455,7 +466,8 @@ class LocalSGD(Joinable):
         """Check the model first; where anything fails inside, forget what is in flight."""
         self._check_inside(call)
         try:
-            with full_precision(self.join_device):  # the step may stand under autocast
+            # The step may stand under autocast, which would round the arithmetic on changes.
+            with full_precision(self.join_device):
                 yield
         except BaseException:
             self._averagings.abandon()
@@ -553,6 +565,7 @@ class LocalSGD(Joinable):
         now = self._averagings
         if not now.fragments:
             raise StepError("there is nothing to save before the context is entered: with local: …")
+        # What algorithms remember of a step is known when it has ended.
         if any(not flight.has_landed for flight in now.flights):
             with self._averaging("state_dict()"):
                 now.finish_all()
@@ -588,6 +601,7 @@ class LocalSGD(Joinable):
         averaged = self._averaged_now()
         parts = fragments_of(averaged, self._schedule.num_fragments)
         loaded = checked_state(state, parts, has_outer=self._make_outer is not None)
+        # First what may refuse: then nothing else has changed.
         self.sync.load_state_dict(loaded["sync"])
         self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]
 
@@ -596,5 +610,6 @@ def _described(outer: torch.optim.Optimizer | None) -> str:
     """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
     if outer is None:
         return "none"
+    # What else there is (functions, tensors) may print differently on every process.
     plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
     return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"

@@ -35,6 +35,7 @@ def calling_after_steps(
     """
     is_in_scaler = False
 
+    # The hook runs behind the step, so that the parameters it finds are those after it.
     def hook(*_: object) -> None:
         if not is_in_scaler:
             after_step()
@@ -81,6 +82,7 @@ class _GradientSwitch:
 
 
 def _local_sgd_hook(state: _GradientSwitch, bucket: GradBucket) -> Future[torch.Tensor]:
+    # Asked at every bucket: the same answer throughout a pass, for the step counts only after it.
     front = state.front_now()
     return left_alone(dense_buffer(bucket)) if front is None else front.run(bucket)
 

@@ -54,6 +54,7 @@ class Schedule:
         """
         if self.is_warm_up(step):
             return None
+        # From 1 to every_steps: the last place is that of the multiples.
         place = (step - self.warmup_steps - 1) % self.every_steps + 1
         turn, rest = divmod(place * self.num_fragments, self.every_steps)
         # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.

@@ -41,7 +41,7 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
         AttachError: It is sharded.
         ConfigError: It is no module.
     """
-    inner = getattr(model, "_orig_mod", model)
+    inner = getattr(model, "_orig_mod", model)  # what torch.compile was given
     if isinstance(inner, DistributedDataParallel):
         return inner.module, inner
     if not isinstance(inner, nn.Module):
@@ -141,6 +141,7 @@ def checked_optimizer(
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
+    # Wrappers may derive from Optimizer without calling its __init__.
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise ConfigError(
             f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
@@ -151,6 +152,7 @@ def checked_optimizer(
             "the optimizer holds none of the model's trainable parameters; build it from this model: "
             "optimizer = torch.optim.SGD(model.parameters(), …)"
         )
+    # Fewer than the model's are fine: several optimizers may train it.
     foreign = len(held - {id(p) for p in module.parameters()})
     if foreign:
         raise ConfigError(
@@ -189,9 +191,11 @@ def checked_state(
         )
     if state.keys() != (KEYS if version == 2 else KEYS | LATER_KEYS):
         raise StateError("expected a state made by LocalSGD.state_dict()")
+    # Before anything is believed of it. With the true checksum, for processes to compare what they loaded.
     checked = {**state, "checksum": check_undamaged(state)}
     step = whole_number("step", state["step"], minimum=0, error=StateError)
     pending_steps = whole_number("pending_steps", state["pending_steps"], minimum=0, error=StateError)
+    # Version 2 is of before fragments: there was one, and nothing in flight.
     if version == 2:
         checked |= {"sent_after": (step - pending_steps,), "in_flight": ()}
     if state["outer"] is not None and not has_outer:
