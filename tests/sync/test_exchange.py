@@ -25,7 +25,7 @@ def alone() -> Recording:
 
 
 def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[Requests] = ()) -> Exchange:
-    """An exchange that has come to its gate, and passed it."""
+    """An exchange that has come to its commit, and passed it."""
     exchange = Exchange(transport, "step 0")
     for name, requests in zip(BUCKETS, buckets, strict=False):
         exchange.start(requests, name)
@@ -33,7 +33,7 @@ def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[
         exchange.close_with(requests)
     while exchange.advance():
         pass
-    assert len(exchange.gates) == len(buckets) + len(closing)
+    assert len(exchange.commits) == len(buckets) + len(closing)
     assert bool(exchange.is_healthy())
     for task in exchange.tasks:
         task.commit()
@@ -122,7 +122,7 @@ def test_a_bucket_that_has_ended_waits_for_the_others() -> None:
     def bucket(name: str, rounds: int) -> Requests:
         for _ in range(rounds):
             yield Mean(torch.zeros(2))
-        events.append(f"{name} at its gate")
+        events.append(f"{name} at its commit")
         yield healthy()
         events.append(f"{name} writes")
 
@@ -130,7 +130,7 @@ def test_a_bucket_that_has_ended_waits_for_the_others() -> None:
     driven([bucket("first", 0), bucket("second", 3), bucket("third", 1)], transport)
     assert [note.shape for note in transport.notes] == [(2,)] * 4
     assert events == [
-        "first at its gate", "third at its gate", "second at its gate",
+        "first at its commit", "third at its commit", "second at its commit",
         "first writes", "second writes", "third writes",
     ]  # fmt: skip
 

@@ -37,26 +37,27 @@ def check_undamaged(state: Mapping[str, object]) -> str:
     stated = state.get("checksum")
     tensors: list[torch.Tensor] = []
     _plain(state, tensors)
+    # Before anything is read: a file of a few bytes can hold a tensor of any size, without values or with one
+    # value expanded.
     _check_stored(tensors)
-    found = _checksum({key: state[key] for key in state if key != "checksum"})
-    if stated not in (None, found):
+    actual = _checksum({key: state[key] for key in state if key != "checksum"})
+    if stated not in (None, actual):
         raise StateError(
             "the state is damaged: it is not what its checksum was made of; load an earlier one. (If you "
             "have changed it on purpose, set state['checksum'] to None)"
         )
-    return found
+    return actual
 
 
 def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that are not stored number by number, before anything is read or copied.
-
-    A file of a few bytes can hold a tensor of any size: without values, or one value expanded.
+    """Refuse tensors that are not stored number by number.
 
     Raises:
         StateError: One is sparse, without values, of a class of its own, or they have more elements than are
             stored.
     """
     for tensor in tensors:
+        # By type and not by isinstance: a class of its own may answer for its shape and bytes as it likes.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
         if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
             raise StateError(
@@ -65,6 +66,7 @@ def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
             )
     shape_bytes = sum(math.prod(tensor.shape) * tensor.itemsize for tensor in tensors)
     storages = [tensor.untyped_storage() for tensor in tensors]
+    # By address: two tensors on one storage have its bytes once.
     stored_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     if shape_bytes > stored_bytes:
         raise StateError(
@@ -79,6 +81,7 @@ def _checksum(state: Mapping[str, object]) -> str:
     for tensor in tensors:
         held = tensor.detach().cpu().contiguous()
         size = held.numel() * held.element_size()
+        # The memory itself: NumPy knows no bfloat16, and bytes of it would be a copy of the model's size.
         if size:
             crc = zlib.crc32((ctypes.c_char * size).from_address(held.data_ptr()), crc)
     return f"crc32:{crc:08x}"
@@ -89,7 +92,7 @@ def _plain(value: object, tensors: list[torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return f"{tuple(value.shape)} {value.dtype}"
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping):  # sorted: what has stored it may have changed the order
         return [[str(key), _plain(value[key], tensors)] for key in sorted(value, key=str)]
     if isinstance(value, list | tuple):
         return [_plain(each, tensors) for each in value]

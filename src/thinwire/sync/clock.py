@@ -32,6 +32,8 @@ class StepClock:
             traffic: Has the time spent waiting.
             are_ready: Whether gradients have become ready at the beginning.
         """
+        # Fronts, engines and steps each ask, and any may be the outer one; the engines of a local SGD have
+        # one clock, so that an average of one within the other's time counts once.
         if self._is_inside:
             yield
             return

@@ -69,11 +69,15 @@ class Engine:
         parts: Parts = (),
     ) -> None:
         self.transport = transport
+        # Around it, and not in its place: what is agreed upon or saved is no gradient's message, so it is
+        # neither counted nor met by faults.
         self.metered = Metered(transport, traffic)
         self.wire: Transport = self.metered
         self.clock = StepClock() if clock is None else clock
         self.observers: list[Callable[[bool], None]] = []
         self._lanes = Lanes(algorithm, transport, self.traffic, specs, settings, parts)
+        # Those that are open, and until the next one begins those that have ended: what they have sent may
+        # still be under way.
         self._steps: list[Step] = []
         self._gradient_bytes = 0
         self._has_warned = False
@@ -187,6 +191,9 @@ class Engine:
                 next of them in time; for algorithms that want it. For callers that have something to compute
                 between their buckets.
         """
+        # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
+        # all members before anything new; and until then its messages may be written, where the gradients of
+        # the next pass are to lie.
         for step in self._steps:
             if not step.is_open:
                 step.drain()
@@ -221,6 +228,7 @@ class Engine:
                 for specs, flat in buckets:
                     step.start(self.open(specs, flat.device, is_agreed=is_agreed), flat)
             committed = step.finish()
+        # An interrupt, too: lanes left in flight would refuse every later step.
         except BaseException:
             step.abandon()
             raise
@@ -325,14 +333,15 @@ class Engine:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
         if self._kept_errors is not None:
             return self._kept_errors
-        found = [plan.diagnose(self._lanes.memory) for plan in self._lanes.plans]
-        diagnoses = [each for each in found if each is not None]
+        diagnosed = [plan.diagnose(self._lanes.memory) for plan in self._lanes.plans]
+        diagnoses = [diagnosis for diagnosis in diagnosed if diagnosis is not None]
         if not diagnoses:
             return {}, {}
+        # All in one tensor: each number read by itself would make the host wait for the device.
         device = diagnoses[0].error_norms.device
         numbers = [torch.stack([each.relative_errors, each.error_norms]).to(device) for each in diagnoses]
         relative_errors, error_norms = torch.cat(numbers, dim=1).tolist()
-        labels = [label for each in diagnoses for label in each.labels]
+        labels = [label for diagnosis in diagnoses for label in diagnosis.labels]
         return (
             dict(zip(labels, relative_errors, strict=True)),
             dict(zip(labels, error_norms, strict=True)),
@@ -354,6 +363,7 @@ class Engine:
         """
         lanes = self._lanes
         lanes.local_is_mean = False
+        # What else is local belongs to this residual, and would be wrong beside another.
         for slot in lanes.memory.slots:
             if slot.is_local and slot != ERROR:
                 lanes.memory[slot].pop(name, None)
@@ -380,6 +390,7 @@ class Engine:
             agree(self.transport, lanes.described("state_dict()"), purpose)
             # Before the residual is averaged, which changes what they are made of.
             self._kept_errors = self._errors()
+            # Here as well: who resumes does not have it, and must go on to the same bits as who has saved.
             for slot, tensors in lanes.memory.slots.items():
                 if slot.is_local and not slot.is_saved:
                     tensors.clear()
@@ -406,6 +417,7 @@ class Engine:
             if not (slot.is_local and slot.is_elementwise) or not specs:
                 continue
             tensors = memory[slot]
+            # Asked first: a member without one sends zeros where another has some, or the others would wait.
             has = torch.tensor([spec.name in tensors for spec in specs], dtype=torch.uint8).to(
                 self.transport.control_device
             )
@@ -432,7 +444,7 @@ class Engine:
     def load(self, loaded: LoadedState) -> None:
         """Go on from what `check_state_dict` has returned, or a part of it."""
         self._lanes.load(loaded)
-        self._kept_errors = None
+        self._kept_errors = None  # they were of a step that this memory has not seen
 
     def check_state_dict(
         self,

@@ -1,4 +1,4 @@
-"""One step's exchange: carries the requests of its buckets, in rounds, up to the gate."""
+"""One step's exchange: carries the requests of its buckets, in rounds, up to the commit."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Task:
         self._requests = requests
         self.request: Request | tuple[Message, ...] | None = None
         self._is_committed = False
-        self.answer(None)
+        self.answer(None)  # a generator that has not begun takes nothing else
 
     def answer(self, answer: Any) -> None:
         """Hand over the answer to its request; the next one follows.
@@ -55,17 +55,19 @@ class Task:
             self.request = None
             if self._is_committed:
                 return
+            # Without one it would have written its memory whether or not the step was healthy.
             raise ConfigError(
                 "an exchange has ended without Commit, expected it as the last request; yield "
                 "Commit(lambda: all_finite(…)) before memory is written"
             ) from None
+        # A message behind the commit could fail where other buckets have written their memory already.
         if self._is_committed and not isinstance(self.request, Jointly):
             raise ConfigError(
                 f"an exchange has asked for {self.request!r} behind its Commit, expected its end"
             )
 
     def commit(self, is_healthy: torch.Tensor | None = None) -> None:
-        """Let it pass its gate; going on to its end is what writes memory.
+        """Let it pass its commit; going on to its end is what writes memory.
 
         Args:
             is_healthy: One bool, if it is to see to itself that memory is written only where that is true.
@@ -118,6 +120,10 @@ class Exchange:
         self._joining: list[Task] = []
         self._number = 1
 
+    # Backends match collectives by nothing but their order: members that disagree in it wait for ever, or
+    # take one message for another. So one thread sends all, where the caller's code stands, which is the same
+    # on every member; never when something has happened to arrive, which is not.
+
     def start(self, requests: Requests, name: str) -> None:
         """Run a bucket to its first message and send it, while the backward pass goes on.
 
@@ -131,10 +137,13 @@ class Exchange:
         """
         with shown("thinwire: round 1"):
             task = Task(requests)
+            # Of this bucket alone: to wait for the others' would take the first message out of the backward
+            # pass.
             _compute_jointly([task])
             self._rounds.append(
                 _send([task], self._transport, f"{self._name}, round 1 of the bucket of {name}")
             )
+        # Not before it is sent: of a bucket that was not, nothing is in flight.
         self.tasks.append(task)
 
     def advance_earlier(self) -> None:
@@ -147,10 +156,11 @@ class Exchange:
             CommunicationError: A collective failed.
             ConfigError: The algorithm asks for something that there is not.
         """
+        # By what was started, and not by what has arrived: so all members send the same at the same buckets.
         previous, self._previous = self._previous, self._rounds[-1]
         if previous is None:
             return
-        end = next(place for place, each in enumerate(self._rounds, start=1) if each is previous)
+        end = next(place for place, sent in enumerate(self._rounds, start=1) if sent is previous)
         earlier = self._rounds[:end]
         with shown("thinwire: wait for earlier buckets"):
             for each in earlier:
@@ -162,6 +172,7 @@ class Exchange:
                 _answer(each)
             del self._rounds[:end]
             _compute_jointly(tasks)
+            # Whose exchange has come to its commit stands there until all have.
             waiting = [task for task in tasks if not isinstance(task.request, Commit)]
             if waiting:
                 purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
@@ -178,7 +189,7 @@ class Exchange:
         between by others must be in the same order everywhere.
 
         Returns:
-            Whether there is a round under way. If not, all buckets stand at their gate.
+            Whether there is a round under way. If not, all buckets stand at their commit.
 
         Raises:
             CommunicationError: A collective failed.
@@ -196,8 +207,11 @@ class Exchange:
             self._rounds = []
             _compute_jointly(self.tasks)
             waiting = [task for task in self.tasks if not isinstance(task.request, Commit)]
+            types = [task.request.tensor for task in waiting if isinstance(task.request, Mean)]
             for task in self._joining:
-                _take_the_type_of(waiting, task)
+                # In the type of what is sent anyway: a message of its own would cost a latency more.
+                if types and isinstance(task.request, Mean):
+                    task.request = Mean(task.request.tensor.to(types[0]))
             waiting += self._joining
             # Behind the buckets, whose means they read when they commit.
             self.tasks += self._joining
@@ -213,24 +227,25 @@ class Exchange:
         return all(sent.work.is_completed() for each in self._rounds for _, sent in each.sent)
 
     @property
-    def gates(self) -> Sequence[Commit]:
+    def commits(self) -> Sequence[Commit]:
         """What the tasks stand at, once `advance` has returned False."""
         return [task.request for task in self.tasks if isinstance(task.request, Commit)]
 
     def is_healthy(self) -> torch.Tensor:
         """Return whether all that was received may be used, as a tensor of one bool; not read back."""
-        asked = [gate.is_healthy for gate in self.gates]
-        received = [tensor for each in asked if isinstance(each, AllFinite) for tensor in each.tensors]
-        healths = [each() for each in asked if not isinstance(each, AllFinite)]
+        asked = [commit.is_healthy for commit in self.commits]
+        # Of all buckets at once: on an accelerator what counts is how many launches it takes.
+        received = [tensor for ask in asked if isinstance(ask, AllFinite) for tensor in ask.tensors]
+        answers = [ask() for ask in asked if not isinstance(ask, AllFinite)]
         if received:
-            healths.insert(0, all_finite(*received))
-        if not healths:
+            answers.insert(0, all_finite(*received))
+        if not answers:
             return torch.tensor(True)
         # One question for all buckets: each of its own would make the host wait for the device.
-        return torch.stack([each.to(healths[0].device, non_blocking=True) for each in healths]).all()
+        return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """Let some tasks pass their gates and write memory.
+        """Let some tasks pass their commits and write memory.
 
         Args:
             tasks: Which.
@@ -248,6 +263,7 @@ class Exchange:
         for task in [*self.tasks, *self._joining]:
             task.close()
         self.tasks, self._joining = [], []  # with what they have received
+        # The rounds stay: what was sent can't be called back, and `drain` must know of it.
 
     def drain(self) -> None:
         """Wait for what was under way when it was closed; whether that has failed no longer matters.
@@ -281,6 +297,7 @@ def answered(requests: Replanning, transport: Transport, purpose: str) -> Choice
             return end.value  # type: ignore[no-any-return]
         messages = request if isinstance(request, tuple) else (request,)
         answers: list[torch.Tensor] = []
+        # One after the other: nothing else travels at this time, and it is seldom asked.
         for message in messages:
             _check_message(message)
             sent = _MESSAGES[type(message)]([message], transport, purpose)
@@ -297,6 +314,7 @@ def shown(name: str) -> AbstractContextManager[object]:
 
 def _compute_jointly(tasks: Sequence[Task]) -> None:
     """Serve what tasks want computed, those that name one function together, until none wants anything."""
+    # Again and again: with its answer a task may want the next thing computed.
     while True:
         wanting = [task for task in tasks if isinstance(task.request, Jointly)]
         if not wanting:
@@ -308,13 +326,6 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
         for task, items in zip(served, of_each, strict=True):
             task.answer(results[: len(items)])
             del results[: len(items)]
-
-
-def _take_the_type_of(waiting: Sequence[Task], joining: Task) -> None:
-    """Let a mean that joins travel with those that are sent anyway."""
-    types = [each.request.tensor for each in waiting if isinstance(each.request, Mean)]
-    if types and isinstance(joining.request, Mean):
-        joining.request = Mean(joining.request.tensor.to(types[0]))
 
 
 def _send(tasks: Sequence[Task], transport: Transport, purpose: str) -> _Round:
@@ -360,6 +371,7 @@ def _sent_means(messages: Sequence[Mean], transport: Transport, purpose: str) ->
                 f"an exchange has asked for the mean of {tensor.dtype}, expected a floating type; "
                 "AllGather and AllToAll carry every type"
             )
+    # One alone is not copied, so its mean comes to lie where the request was.
     flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     work = transport.mean(flat, purpose)
     sizes = [tensor.numel() for tensor in tensors]

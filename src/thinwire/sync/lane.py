@@ -14,6 +14,9 @@ __all__ = ["Lane"]
 class Lane:
     """Where the gradients of one bucket go, step by step.
 
+    It lives from the bucket's first step until its engine plans anew. Its front keeps it that long: what is
+    done once for a bucket (processes compared, plan made, loaded memory laid out) is in no later step's way.
+
     Attributes:
         plan: How they travel.
         is_current: Whether it may be started. An engine closes its lanes when it changes its algorithm, its

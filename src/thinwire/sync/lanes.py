@@ -6,20 +6,21 @@ import logging
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import TypeAlias
 
 import torch
 
 from thinwire.algorithms import Algorithm, BucketPlan, Choices, Memory, Slot
-from thinwire.channel import Description, Traffic, Transport, agree
+from thinwire.channel import CALL, Description, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
 from thinwire.sync.exchange import answered
-from thinwire.sync.fingerprint import description_of
 from thinwire.sync.lane import Lane
 from thinwire.sync.regrouping import ExpectedBuckets
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, check_model, fitting, laid_out, without_shards
+from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order, without_shards
+from thinwire.version import __version__
 
 __all__ = ["Lanes", "Parts"]
 
@@ -94,7 +95,7 @@ class Lanes:
                 f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
             )
         specs = tuple(self.specs.values())
-        if specs:
+        if specs:  # else they are checked bucket by bucket, when lanes are opened
             algorithm.check_model(specs)
         choices = algorithm.first_choices(specs)
         # Last: what was refused above has changed nothing.
@@ -114,6 +115,7 @@ class Lanes:
         """
         if self.num_parts == 1:
             return self.memory
+        # The same slots: what is written behind the commit is written for all parts.
         return Memory((step - self.nonfinite_steps) // self.num_parts, self.memory.slots)
 
     def count_unseen(self, was_nonfinite: torch.Tensor) -> None:
@@ -153,7 +155,7 @@ class Lanes:
         """
         self._take(algorithm)
         self._plan_anew()
-        if self._plans:  # before the first step it is not known what is stale
+        if self._plans:  # before the first step nobody knows what is stale
             self._forget_stale()
             for plan in self._plans:
                 plan.adopt(self.memory)
@@ -167,16 +169,19 @@ class Lanes:
         Raises:
             CommunicationError: A collective failed.
         """
-        turns, rest = divmod(self.memory.step, self.num_parts)
-        if rest or not self.algorithm.is_replan_due(turns):
+        turns, num_since = divmod(self.memory.step, self.num_parts)
+        # Not between turns, when some parts have made a step more than others.
+        if num_since or not self.algorithm.is_replan_due(turns):
             return
         before = self.plan
         replanning = self.algorithm.replan(self.plans, self.memory)
         chosen = answered(replanning, wire, f"step {self.steps}, what the plan is made by")
         self.choices = {**self.choices, **chosen}
         plans = tuple(self._prepared(plan.specs) for plan in self._plans)
+        # To plan anew closes all lanes, and to open them costs a comparison of the processes.
         if [plan.routes for plan in plans] == [plan.routes for plan in self._plans]:
             return
+        # What is in flight still writes its memory by the plan before.
         in_flight = {lane.specs for lane in self._open.values() if lane.is_in_flight}
         self._plan_anew()
         for plan in self._plans:
@@ -186,17 +191,15 @@ class Lanes:
             logger.info("step %d: a new plan\n%s", self.steps, self.plan)
 
     def _plan_anew(self) -> None:
-        self._close()
+        for lane in self._open.values():
+            lane.is_current = False  # fronts keep their lanes from step to step, and look at this
+        self._open.clear()
+        # Whatever has changed may have changed on some processes only, so they are compared again.
+        self._model_plan, self.has_agreed = None, False
         self._plans = tuple(self._prepared(plan.specs) for plan in self._plans)
 
     def _prepared(self, specs: tuple[ParameterSpec, ...]) -> BucketPlan:
         return self.algorithm.prepare(specs, self.choices, num_members=self._transport.size)
-
-    def _close(self) -> None:
-        for lane in self._open.values():
-            lane.is_current = False  # fronts keep their lanes from step to step, and look at this
-        self._open.clear()
-        self._model_plan, self.has_agreed = None, False
 
     def note(self, lanes: Sequence[Lane]) -> None:
         """Take note of the buckets of a step that has ended."""
@@ -211,6 +214,7 @@ class Lanes:
         labels = {label for plan in self._plans for label in plan.labels}
         here = {spec.name for plan in self._plans for spec in plan.specs}
         for slot, tensors in self.memory.slots.items():
+            # What is elementwise is a parameter's, whatever the algorithm: any one sends the residual.
             for label in () if slot.is_elementwise else tensors.keys() - labels:
                 if here.issuperset(label.split(BUCKET_SEPARATOR)):  # else of a parameter not used just now
                     del tensors[label]
@@ -241,16 +245,20 @@ class Lanes:
         if any(spec.name not in self.specs for spec in specs):
             self.specs.update((spec.name, spec) for spec in specs)
             self._model_plan = None
+        # Before the bucket's first message: members whose messages have other lengths would wait for ever, or
+        # add up what does not belong together. And by a gather, which is never taken for an average: where
+        # only some come here, it ends in a timeout that says what to look for.
         if not is_agreed:
             self._compare(", ".join(spec.name for spec in specs))
         # Behind the comparison: where it refuses, what was loaded is still there to be saved or replaced.
         for slot, tensors in self._unclaimed.items():
             for spec in specs:
                 if spec.name in tensors:
-                    self.memory[slot][spec.name] = laid_out(slot, tensors.pop(spec.name), spec, device)
-        said = plan.adopt(self.memory)
-        if said and self._unchecked is not None:
-            warnings.warn(said, stacklevel=5)
+                    loaded = tensors.pop(spec.name)
+                    self.memory[slot][spec.name] = in_memory_order(slot, loaded, spec, device)
+        warning = plan.adopt(self.memory)
+        if warning and self._unchecked is not None:
+            warnings.warn(warning, stacklevel=5)
         lane = self._open[specs] = Lane(plan)
         return lane
 
@@ -272,15 +280,28 @@ class Lanes:
         self._traffic.waiting_seconds += time.perf_counter() - start
 
     def described(self, call: str) -> Description:
-        """Return what this process says of itself before a call."""
-        progress = {
-            **self.settings.described(),
+        """Return what must be the same on every process before a call, by subject."""
+        # The plan is not among it: it follows from the algorithm, its choices and the shapes.
+        described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
+        if is_dataclass(self.algorithm):
+            for name, value in asdict(self.algorithm).items():
+                if isinstance(value, tuple):  # of pairs: where some differ, only those are shown
+                    described |= {f"{name} of {key}": repr(each) for key, each in value}
+                else:
+                    described[name] = repr(value)
+        described |= self.settings.described()
+        described |= {
             "committed steps": str(self.memory.step),
             "steps that were not finite": str(self.nonfinite_steps),
             "loaded state": self._loaded_checksum or "none",
             "averaged error": str(self.local_is_mean),
         }
-        return description_of(call, self.algorithm, self.choices, self.specs.values(), progress)
+        described |= {f"choice for {name}": str(choice) for name, choice in sorted(self.choices.items())}
+        for spec in self.specs.values():
+            shape = "×".join(map(str, spec.shape)) or "scalar"
+            dtype = str(spec.dtype).removeprefix("torch.")
+            described[f"parameter {spec.name}"] = f"{shape} {dtype}, strides {spec.stride}"
+        return described
 
     # A loaded state.
 
@@ -305,8 +326,10 @@ class Lanes:
             loaded = fitting(loaded, self.specs)
         memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})
         specs = tuple(self.specs.values())
+        # Before memory is replaced: an algorithm may refuse what it does not know.
         self.choices = self.algorithm.resumed_choices(loaded.choices, memory, specs)
         self.memory = memory
+        # Laid out when lanes are opened: in which order of memory, and on which device, is not known before.
         self._unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
         self.nonfinite_steps, self._unseen = loaded.skipped_steps, None
         self.local_is_mean, self._loaded_checksum = True, loaded.checksum
@@ -314,9 +337,9 @@ class Lanes:
         self._plan_anew()
         self._unchecked = None if self.all_known else loaded
         for plan in self.plans if self.all_known else ():
-            said = plan.adopt(self.memory)
-            if said:
-                warnings.warn(said, stacklevel=4)
+            warning = plan.adopt(self.memory)
+            if warning:
+                warnings.warn(warning, stacklevel=4)
 
     def check_loaded(self) -> None:
         """Refuse a loaded state, at the first step after it, if it turns out to be of another model.

@@ -20,8 +20,6 @@ LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
 def loss_scale_of(grad_scaler: object) -> LossScale | None:
     """Return a function of what the loss is multiplied by, for a device; None if it is not.
 
-    A `GradScaler`'s scale is not read back from its device.
-
     Args:
         grad_scaler: A `GradScaler`, a function that returns the scale of the step under way (a tensor on an
             accelerator costs a host synchronisation), or None.
@@ -32,6 +30,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
     if grad_scaler is None:
         return None
     if isinstance(grad_scaler, GradScaler):
+        # `get_scale` would read it back, and wait for the device; to scale a one does not.
         return lambda device: grad_scaler.scale(torch.ones((), device=device))
     if not callable(grad_scaler):
         raise ConfigError(
@@ -42,6 +41,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
     def scale_on(device: torch.device) -> torch.Tensor:
         scale = grad_scaler()
         words = f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"
+        # Both would pass as numbers: float("2") is one, and so is True.
         if isinstance(scale, str | bool):
             raise ConfigError(words)
         try:

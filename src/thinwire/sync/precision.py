@@ -17,10 +17,10 @@ FULL_PRECISION = ("ieee", "none")
 def full_precision(device: torch.device) -> Iterator[None]:
     """Switch off autograd, autocast and products in TF32 or bf16, while this is open.
 
-    Backward may run under the first two; autocast refuses to mix 16-bit types. What a product in TF32
-    rounds off would neither be sent nor stay in the residual. Afterwards every setting of the user's is as it
-    was.
+    Afterwards every setting of the user's is as it was.
     """
+    # A backward pass may run under the first two, and autocast refuses to mix 16-bit types. What a product in
+    # TF32 rounds off would neither be sent nor stay in the residual.
     inside: frozenset[str] = getattr(_threads, "inside", frozenset())
     if device.type in inside:  # a step is made of calls that are often made within another
         yield
@@ -42,12 +42,10 @@ _threads = threading.local()  # on which devices' types each thread is inside
 
 
 class _FullProducts:
-    """Products in full precision while anybody is inside.
+    """Products in full precision while anybody is inside."""
 
-    The setting is the whole process's, and backward passes of several devices run on threads of their own:
-    the first to come sets it, and the last to go restores it.
-    """
-
+    # The setting is the whole process's, and backward passes of several devices run on threads of their own:
+    # the first to come sets it, and the last to go restores it.
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_inside = 0
@@ -80,12 +78,9 @@ _products = _FullProducts()
 
 
 def _own_precision(backend: str) -> str:
-    """Return what the user has set for a backend's products themselves, "none" if nothing.
-
-    Then they follow a wider setting.
-    Torch knows only what is in effect, so the wider settings are put out of effect while it is asked.
-    Written back as the own one, the setting in effect would stay when the user changes the wider one.
-    """
+    """Return what is set for a backend's products themselves, "none" if they follow a wider setting."""
+    # Torch tells only what is in effect, so the wider settings are put out of effect while it is asked.
+    # Written back as the products' own, the setting in effect would stay when the user changes the wider one.
     with ExitStack() as restored:
         for wider in ("generic", backend):
             restored.callback(_set_precision, wider, "all", _precision(wider, "all"))

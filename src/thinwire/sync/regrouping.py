@@ -84,6 +84,7 @@ def regrouped(held: Sequence[Bucket], planned: Names) -> list[Bucket] | None:
     )
     if not fits:
         return None
+    # Copied: DDP holds what came, and applies what it finds there in the end (`copy_back`).
     return [
         Bucket(tuple(came[name][0] for name in names), torch.cat([came[name][1] for name in names]))
         for names in planned

@@ -21,7 +21,7 @@ __all__ = [
     "check_model",
     "checked_state",
     "fitting",
-    "laid_out",
+    "in_memory_order",
     "packed_state",
     "slot_names",
     "without_shards",
@@ -70,9 +70,7 @@ def packed_state(
 ) -> dict[str, Any]:
     """Return the state of `memory`, as copies on the CPU.
 
-    Names and what they are of stand in tuples of pairs: `torch.distributed.checkpoint` takes mappings apart,
-    and when loading fills in only the keys that are there already. So the slots that every algorithm of
-    Thinwire's may have are always there.
+    Names and what they are of stand in tuples of pairs: `torch.distributed.checkpoint` takes mappings apart.
 
     Args:
         algorithm: Noted for the reader.
@@ -84,6 +82,8 @@ def packed_state(
         buckets: What the next step is to be made with, where results depend on it.
         choices: What the algorithm has chosen at run time.
     """
+    # `torch.distributed.checkpoint` fills in only the keys that are there when it loads: so a fresh run must
+    # have those of every algorithm, whatever it runs itself.
     named = {**SLOTS, **{slot.name: slot for slot in (*algorithm.slots, *memory.slots)}}
     slots = [slot for slot in named.values() if slot.is_saved]
     state: dict[str, Any] = {
@@ -97,10 +97,16 @@ def packed_state(
         "choices": tuple(sorted((choices or {}).items())),
     }
     for slot in slots:
-        kept = {
-            label: _in_shape(tensor, specs[label]) if slot.is_elementwise else tensor.to("cpu", copy=True)
-            for label, tensor in memory.slots.get(slot, {}).items()
-        }
+        kept = {}
+        for label, tensor in memory.slots.get(slot, {}).items():
+            if not slot.is_elementwise:
+                kept[label] = tensor.to("cpu", copy=True)
+                continue
+            # In the parameter's shape: who resumes may have another order of memory (channels last).
+            spec = specs[label]
+            strided = tensor.as_strided(spec.shape, spec.stride, tensor.storage_offset())
+            kept[label] = strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        # What was loaded for buckets that have not come yet is still to be sent.
         kept |= {name: tensor.clone() for name, tensor in unclaimed.get(slot, {}).items()}
         state[slot.name] = tuple(sorted(kept.items()))
     return with_checksum(state)
@@ -142,6 +148,8 @@ def checked_state(
     if not state.keys() >= KEYS or (version == STATE_VERSION and not state.keys() >= LATER_KEYS):
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
     known = {**SLOTS, **{slot.name: slot for slot in slots}}
+    # All that can be seen without its numbers comes first: a file may name tensors of any size, and no copy
+    # is made before it is in order.
     saved_slots = _slots(state, known, version)
     shapes = _shapes(state)
     tensors = {slot: _tensors(state, slot.name) for slot in saved_slots}
@@ -235,12 +243,14 @@ def without_shards(loaded: LoadedState) -> LoadedState:
         for slot, tensors in loaded.slots.items()
     }
     choices = loaded.choices
-    if choices is not None:
+    if choices is not None:  # None has the algorithm find them in its memory
         choices = {name: choice for name, choice in choices.items() if SHARD_MARK not in name}
     return loaded._replace(slots=slots, choices=choices)
 
 
-def laid_out(slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device) -> torch.Tensor:
+def in_memory_order(
+    slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device
+) -> torch.Tensor:
     """Return an elementwise tensor as memory holds it: flat, in the parameter's order of memory and type.
 
     Args:
@@ -252,6 +262,7 @@ def laid_out(slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torc
     Raises:
         StateError: It has another shape than the parameter, or is too large for its type.
     """
+    # Both may come to light only here: of a front that learns its parameters bucket by bucket.
     _check_range(slot.name, {spec.name: tensor}, {spec.name: spec})
     if tuple(tensor.shape) != spec.shape:
         raise StateError(
@@ -262,15 +273,11 @@ def laid_out(slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torc
     return strided.copy_(tensor).as_strided((spec.numel,), (1,))
 
 
-def _in_shape(flat: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-    strided = flat.as_strided(spec.shape, spec.stride, flat.storage_offset())
-    return strided.to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
 def _check_inside(loaded: LoadedState) -> None:
     """Refuse what is not of the parameters that are listed, or not of their shapes."""
     for slot, tensors in loaded.slots.items():
         for label, tensor in tensors.items():
+            # A checksum says that a file is as it was written, not that it makes sense.
             if slot.is_elementwise and loaded.shapes.get(label) != tuple(tensor.shape):
                 raise StateError(
                     f"the state's {slot.name} of {label} has shape {tuple(tensor.shape)}, its list of "
@@ -280,7 +287,7 @@ def _check_inside(loaded: LoadedState) -> None:
                 raise StateError(
                     f"the state has a {slot.name} of {label}, which is not in its list of parameters"
                 )
-            if slot.check is not None and SHARD_MARK not in label:
+            if slot.check is not None and SHARD_MARK not in label:  # of a shard, whose shape is not listed
                 slot.check(label, tensor, loaded.shapes)
 
 
@@ -318,6 +325,13 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise StateError(f"parameters must pair names with shapes, got {name!r}: {_kind(shape)}")
     return {name: tuple(shape) for name, shape in state["parameters"]}
+
+
+def _choices(state: Mapping[str, Any]) -> Choices:
+    for name, choice in _pairs(state, "choices"):
+        if type(choice) is not int:
+            raise StateError(f"choices must pair names with whole numbers, got {name!r}: {choice!r}")
+    return dict(state["choices"])
 
 
 def _buckets(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[str, ...], ...]:
@@ -360,13 +374,6 @@ def _slots(state: Mapping[str, Any], known: Mapping[str, Slot], version: int) ->
     return slots
 
 
-def _choices(state: Mapping[str, Any]) -> Choices:
-    for name, choice in _pairs(state, "choices"):
-        if type(choice) is not int:
-            raise StateError(f"choices must pair names with whole numbers, got {name!r}: {choice!r}")
-    return dict(state["choices"])
-
-
 def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
     for name, tensor in _pairs(state, key):
         if not isinstance(tensor, torch.Tensor) or tensor.dtype not in DTYPES:
@@ -378,6 +385,7 @@ def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:
 
 
 def _copied(key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    # One number that is not finite would stop all later steps, or spread from the residual to the model.
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")

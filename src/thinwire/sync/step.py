@@ -13,7 +13,7 @@ from thinwire.channel import Traffic, Transport
 from thinwire.errors import StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
-from thinwire.sync.exchange import Exchange, Task, shown
+from thinwire.sync.exchange import Exchange, shown
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes
 from thinwire.sync.precision import full_precision
@@ -63,9 +63,11 @@ class Step:
         self._pipelined = pipelined and lanes.algorithm.pipelines_buckets
         self._exchange = Exchange(wire, f"step {number}")
         self._streams = Streams()
-        self._buckets: list[Bucket] = []
-        self._held: list[Bucket] = []
-        self._copied: list[Bucket] = []
+        self._buckets: list[Bucket] = []  # as sent
+        # Where results depend on the buckets, they may have to be sent in others than they come in: see
+        # `regrouping`.
+        self._held: list[Bucket] = []  # came, and wait for those that they are sent with
+        self._copied: list[Bucket] = []  # came, were sent in others, and get their means back
         self._came: list[tuple[ParameterSpec, ...]] = []
         self._used: list[torch.Tensor] = []
         self._finds_unused = False
@@ -86,6 +88,7 @@ class Step:
         self._check_open()
         refuse_capture(flat.device)
         if any(bucket.specs == lane.specs for bucket in [*self._buckets, *self._held]):
+            # The pass that began this step will never end it: left open, it would stand in the way of saving.
             self.abandon()
             raise StepError(
                 f"the bucket of {lane.specs[0].name} was started twice: the last backward pass did not "
@@ -98,7 +101,7 @@ class Step:
                 "first"
             )
         with self._clock.inside(self._traffic), full_precision(flat.device):
-            self._streams.note(flat.device)
+            self._streams.note(flat.device)  # before anything is launched for the bucket
             self._came.append(lane.specs)
             self.num_parameters += len(lane.specs)
             self.gradient_bytes += flat.nbytes
@@ -119,6 +122,8 @@ class Step:
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
         lanes = self._all_lanes
         scale = lanes.settings.loss_scale
+        # Asked in each step, for a `GradScaler` changes it; a tensor, for to read it would wait for the
+        # device.
         loss_scale = None if scale is None else scale(flat.device).reshape(())
         bucket = Bucket(lane.specs, flat, loss_scale, self._wire.rank)
         if not self._buckets:
@@ -131,6 +136,7 @@ class Step:
             self._used.append(used_flags(bucket))
         memory = lanes.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name)
+        # Only now: where the message could not be sent, the lane stays free for another step.
         lane.is_in_flight = True
         self.lanes.append(lane)
         self._buckets.append(bucket)
@@ -153,9 +159,13 @@ class Step:
             CommunicationError: A collective failed; memory is as it was.
         """
         self._check_open()
+        # Not ready anew: the last gradients were when their bucket was started, and all since then is
+        # exposed.
         with self._clock.inside(self._traffic, are_ready=False), full_precision(self._all_lanes.device):
             try:
-                return self._advance()
+                if not self._has_all:
+                    self._complete()
+                return self._exchange.advance()
             except BaseException:
                 self.abandon()
                 raise
@@ -165,17 +175,20 @@ class Step:
         """Whether `advance` would not block."""
         return self._exchange.is_ready
 
-    def _advance(self) -> bool:
-        if not self._has_all:
-            if not self._buckets and not self._held:
-                raise StepError("finish() was called without start(): there are no gradients to average")
-            self._all_lanes.check_loaded()
-            self._streams.gather()
-            self._send_held()
-            if self._used:
-                self._exchange.close_with(keep_unapplied(self._buckets, self._used, self._all_lanes.memory))
-            self._has_all = True
-        return self._exchange.advance()
+    def _complete(self) -> None:
+        """Take no more buckets, and send what waited until all are there."""
+        if not self._buckets and not self._held:
+            raise StepError("finish() was called without start(): there are no gradients to average")
+        # Where parameters become known bucket by bucket, the state of another model can't be refused sooner.
+        # Nothing has been written yet.
+        self._all_lanes.check_loaded()
+        # Buckets may have been started on several streams; from here on all are worked on from one.
+        self._streams.gather()
+        self._send_held()
+        if self._used:
+            # One message for all buckets, which travels with their second.
+            self._exchange.close_with(keep_unapplied(self._buckets, self._used, self._all_lanes.memory))
+        self._has_all = True
 
     def _send_held(self) -> None:
         """Send what was held back in the expected buckets, or as it came if its parameters are others."""
@@ -205,19 +218,21 @@ class Step:
         self._check_open()
         with self._clock.inside(self._traffic, are_ready=False), full_precision(self._all_lanes.device):
             try:
-                while self._advance():
+                while self.advance():
                     pass
                 with shown("thinwire: commit"):
                     committed = self._commit()
                 copy_back(self._buckets, self._copied)
                 lanes = self._all_lanes
                 lanes.expected.note(self._came, self._number, was_regrouped=bool(self._copied))
+                # Behind the commit: exchanges go by the count of the steps before theirs.
                 if committed:
                     lanes.memory.step += 1
                     lanes.local_is_mean = False
                 else:
                     lanes.nonfinite_steps += 1
                 lanes.note(self.lanes)
+                # Before a new plan, to which the memory of lanes in flight is not fitted at once.
                 for lane in self.lanes:
                     lane.is_in_flight = False
                 if committed:
@@ -234,13 +249,21 @@ class Step:
     def _commit(self) -> bool:
         """Let all buckets commit, or none; return whether they did, as far as the host knows."""
         settings = self._all_lanes.settings
-        asks = any(gate.writes for gate in self._exchange.gates) or settings.on_nonfinite != "nan"
+        # All buckets or none: had those that came early written their memory, a `GradScaler` that skips the
+        # step because of a late one would drop gradients that their residuals take for sent.
+        asks = any(commit.writes for commit in self._exchange.commits) or settings.on_nonfinite != "nan"
         if not asks and settings.together is None:
+            # There is nothing to take back, and what is not finite is so in the gradients already.
             self._exchange.commit(self._exchange.tasks)
             return True
+        # Of what all members have received alike: all find the same, and need not ask each other.
         is_healthy = self._exchange.is_healthy()
         if settings.together is not None:
-            is_healthy = self._is_healthy_everywhere(is_healthy, settings.together)
+            # Other shards have received other messages, so they do ask.
+            unhealthy = (~is_healthy).to(settings.together.control_device, torch.uint8).view(1)
+            purpose = f"step {self._number}, whether it is healthy"
+            settings.together.all_reduce(unhealthy, purpose, operation="max").wait()
+            is_healthy = unhealthy[0] == 0
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             self._commit_unseen(is_healthy, fill)
@@ -264,35 +287,26 @@ class Step:
         if not accelerators.pays_per_launch(is_healthy.device):
             self._commit_if(bool(is_healthy), fill)
             return
-        by_themselves = []
+        by_themselves, memory = [], self._all_lanes.memory
+        # A task for each bucket: the one for unused parameters needs the host, so it goes with `host_check`.
         for task, lane, bucket in zip(self._exchange.tasks, self.lanes, self._buckets, strict=True):
             keeps_to_it = isinstance(task.request, Commit) and task.request.writes_where
             if keeps_to_it and bucket.flat.device == is_healthy.device:
                 by_themselves.append(task)
             else:
-                self._commit_where(is_healthy, task, lane)
+                # By itself: so there is a copy of one bucket's memory at a time, and not of all.
+                before = memory.copied(lane.plan.labels)
+                self._exchange.commit([task])
+                memory.restore_where(is_healthy, before, lane.plan.labels)
         self._exchange.commit(by_themselves, is_healthy)
         for task, bucket in zip(self._exchange.tasks, self._buckets, strict=True):
             if task not in by_themselves or fill == 0:  # else it has made them NaN
                 bucket.flat.masked_fill_(~is_healthy.to(bucket.flat.device), fill)
 
-    def _is_healthy_everywhere(self, is_healthy: torch.Tensor, together: Transport) -> torch.Tensor:
-        unhealthy = (~is_healthy).to(together.control_device, torch.uint8).view(1)
-        together.all_reduce(unhealthy, f"step {self._number}, whether it is healthy", operation="max").wait()
-        return unhealthy[0] == 0
-
-    def _commit_where(self, is_healthy: torch.Tensor, task: Task, lane: Lane) -> None:
-        """Let a bucket write memory, then take that back on the device unless `is_healthy`.
-
-        Cost: a copy of what the bucket has in memory, for the moment.
-        """
-        memory, labels = self._all_lanes.memory, lane.plan.labels
-        before = memory.copied(labels)
-        self._exchange.commit([task])
-        memory.restore_where(is_healthy, before, labels)
-
     def abandon(self) -> None:
         """End a step that can't be finished. Memory is as it was before it."""
+        # It does not wait for what is under way: where a member has died, that would hold back the error
+        # until the group's timeout. What comes next does (`drain`).
         self._exchange.close()
         if self.is_open:
             for lane in self.lanes:

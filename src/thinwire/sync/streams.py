@@ -15,23 +15,19 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 class Streams:
-    """Orders what a step does on several streams.
+    """Orders what a step does on several streams."""
 
-    DDP runs all hooks on the stream that was current when it was built. In the first step of a static graph,
-    in a join's shadow steps and with several devices they may differ. What is allocated on one stream goes
-    back to it when it is freed, whoever still reads it.
-    """
+    # DDP runs all hooks on the stream that was current when it was built. In the first step of a static
+    # graph, in a join's shadow steps and with several devices they may differ.
 
     def __init__(self) -> None:
         self._used: dict[torch.device, list[torch.Stream]] = {}
 
     def note(self, device: torch.device) -> None:
-        """Take note that a bucket is started on the current stream of its device.
-
-        It comes behind the buckets before it: they may have made what is kept for all.
-        """
+        """Take note that a bucket is started on the current stream of its device."""
         stream, used = current_stream(device), self._used.setdefault(device, [])
         if stream is not None and stream not in used:
+            # Behind the buckets before it, which may have made what is kept for all.
             for earlier in used:
                 stream.wait_stream(earlier)
             used.append(stream)
@@ -42,7 +38,8 @@ class Streams:
             here.wait_stream(noted)
 
     def release(self) -> None:
-        """Let those that were noted wait for the current ones, so that they may reuse what is freed."""
+        """Let those that were noted wait for the current ones."""
+        # What was allocated on a stream goes back to it when it is freed, whoever still reads it.
         for here, noted in self._pairs():
             noted.wait_stream(here)
 

@@ -25,20 +25,19 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
 
     Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket.
     """
-    return torch.stack([_is_used(gradient) for gradient in bucket.gradients]).float()
-
-
-def _is_used(gradient: torch.Tensor) -> torch.Tensor:
-    # On the CPU a used gradient mostly shows at once; an accelerator would have to be waited for.
-    glance = gradient[:GLANCE].any()
-    return glance if gradient.device.type == "cpu" and glance else gradient.any()
+    flags = []
+    for gradient in bucket.gradients:
+        # On the CPU a used gradient mostly shows at once; an accelerator would have to be waited for.
+        glance = gradient[:GLANCE].any()
+        flags.append(glance if gradient.device.type == "cpu" and glance else gradient.any())
+    return torch.stack(flags).float()
 
 
 def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:
     """Find the parameters that nobody used, in one round; their means go back to the residual.
 
     Args:
-        buckets: All of the step, averaged when this passes its gate.
+        buckets: All of the step, averaged when this passes its commit.
         flags: Of each bucket, from `used_flags`.
         memory: Its residual takes up the means that DDP will not apply.
     """
@@ -48,10 +47,11 @@ def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], mem
     parts = [
         (bucket, each) for bucket in buckets for each in zip(bucket.specs, bucket.gradients, strict=True)
     ]
-    for (bucket, (spec, gradient)), share in zip(parts, used.tolist(), strict=True):
-        if share == 0 and gradient.any():
+    for (bucket, (spec, gradient)), used_share in zip(parts, used.tolist(), strict=True):
+        if used_share == 0 and gradient.any():
             unapplied = gradient.to(spec.memory_dtype)
             unapplied = unapplied if bucket.loss_scale is None else unapplied / bucket.loss_scale
             error = memory[ERROR].get(spec.name)
+            # All of the mean on every member: so the mean residual grows by just what is not applied.
             memory[ERROR][spec.name] = unapplied.clone() if error is None else error.add_(unapplied)
-            gradient.zero_()
+            gradient.zero_()  # what is kept for later must not be applied now as well
