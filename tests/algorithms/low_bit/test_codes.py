@@ -105,12 +105,13 @@ def test_levels_of_4_bits_serve_a_gaussian_nearly_as_well_as_the_best_fifteen() 
 def test_each_number_becomes_the_nearest_level(bits: int, kernels: CodeKernels) -> None:
     flat, codebook = numbers(), CODEBOOKS[bits]
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
-    assert coded.codes.shape == (BLOCKS.total, 64 * bits // 8)
+    assert coded.codes.shape == (BLOCKS.num_members, BLOCKS.share, 64 * bits // 8)
     found = torch.empty_like(flat)
     kernels.decode(coded, BLOCKS, codebook, found)
     blocks = reference_blocks(BLOCKS, flat.double().numpy())
     results = reference_blocks(BLOCKS, found.double().numpy())
-    for scale, block, result in zip(coded.scales.double().tolist(), blocks, results, strict=True):
+    scales = coded.scales.flatten()[: BLOCKS.total].double().tolist()
+    for scale, block, result in zip(scales, blocks, results, strict=True):
         wanted, _ = reference(bits, block)
         # Rounded to bf16; upwards, where the largest number must not be cut off.
         assert scale == pytest.approx(wanted, rel=2**-7)
@@ -129,9 +130,10 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     values = [torch.empty(sum(BLOCKS.numels)) for _ in sent]
     for each, flat in zip(sent, values, strict=True):
         kernels.decode(each, BLOCKS, codebook, flat)
-    received = Coded(
-        torch.stack([each.codes[own] for each in sent]), torch.stack([each.scales[own] for each in sent])
-    )
+    # Between those of other buckets, as several buckets' messages travel.
+    rows = torch.stack([each.message[0] for each in sent])
+    beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
+    received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], BLOCKS.share)
     lost = torch.empty(own.stop - own.start, 64)
     mean = kernels.averaged(received, BLOCKS, own, codebook, None, lost, torch.float32)
     true = np.mean([flat.double().numpy() for flat in values], axis=0)
@@ -139,10 +141,11 @@ def test_the_mean_is_that_of_numpy(bits: int, kernels: CodeKernels) -> None:
     blocks = list(reference_blocks(BLOCKS, true))[own]
     decoded = torch.empty(sum(BLOCKS.numels))
     whole = kernels.encoded(decoded.zero_(), BLOCKS, codebook, None)
-    whole.codes[own], whole.scales[own] = mean.codes, mean.scales
+    whole.message[0] = mean.message[0]
     kernels.decode(whole, BLOCKS, codebook, decoded)
     results = list(reference_blocks(BLOCKS, decoded.double().numpy()))[own]
-    for block, result, left, scale in zip(blocks, results, lost, mean.scales.double().tolist(), strict=True):
+    scales = mean.scales[0, : own.stop].double().tolist()
+    for block, result, left, scale in zip(blocks, results, lost, scales, strict=True):
         distance = np.abs(block[:, None] - scale * levels).min(1)
         size = scale * levels[-1]
         assert (np.abs(block - result) <= distance + 1e-5 * size).all()
@@ -177,7 +180,7 @@ def test_what_is_not_finite_has_such_a_scale_and_comes_out_as_nan(
     flat, codebook = numbers(), CODEBOOKS[bits]
     flat[5] = value
     coded = kernels.encoded(flat, BLOCKS, codebook, None)
-    assert coded.scales.isfinite().tolist() == [False] + [True] * (BLOCKS.total - 1)
+    assert coded.scales.flatten()[: BLOCKS.total].isfinite().tolist() == [False] + [True] * (BLOCKS.total - 1)
     found = torch.empty_like(flat)
     kernels.decode(coded, BLOCKS, codebook, found)
     assert found[:64].isnan().all()
@@ -205,7 +208,7 @@ def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels
     coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
     found = torch.empty(64 * 400)
     kernels.decode(coded, blocks, codebook, found)
-    step = (torch.tensor(codebook.levels).diff().max() * coded.scales[0]).item()
+    step = (torch.tensor(codebook.levels).diff().max() * coded.scales[0, 0]).item()
     assert (found.view(400, 64) - one).abs().max() <= 1.01 * step
     assert found.view(400, 64).std(0).max() > 0.2 * step / 8
     assert (found.view(400, 64).mean(0) - one).abs().max() < 4 * step / 2 / math.sqrt(400)

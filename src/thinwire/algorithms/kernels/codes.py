@@ -22,7 +22,7 @@ class CodeKernels(Protocol):
     """
 
     def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
-        """Return all blocks as they travel.
+        """Return all blocks as they travel: a row for each member, which averages it.
 
         Args:
             flat: The tensors that `blocks` divides, one after the other; only read.
@@ -41,10 +41,10 @@ class CodeKernels(Protocol):
         lost: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> Coded:
-        """Return the mean of what members have sent of some blocks, coded again.
+        """Return the mean of what members have sent of some blocks, coded again: one row.
 
         Args:
-            received: Contiguous; codes of shape (members, blocks, bytes), scales (members, blocks).
+            received: A row of each member.
             blocks: Of the bucket.
             own: Which of them were received.
             codebook: The levels.

@@ -26,7 +26,8 @@ class TorchCodes(CodeKernels):
 
     def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
         """As `CodeKernels.encoded`; where blocks are short, a copy is filled up with zeros."""
-        return _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
+        codes, scales = _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
+        return Coded.of(codes, scales, blocks.num_members, blocks.share)
 
     def averaged(
         self,
@@ -39,31 +40,32 @@ class TorchCodes(CodeKernels):
         dtype: torch.dtype,
     ) -> Coded:
         """As `CodeKernels.averaged`."""
-        members, num_blocks = received.scales.shape
-        device, block = received.scales.device, blocks.block
+        members, num_blocks = len(received.message), own.stop - own.start
+        device, block = received.message.device, blocks.block
+        all_codes, all_scales = received.codes, received.scales
         lengths = blocks.lengths(device)[own]
         levels = torch.tensor(codebook.levels, dtype=dtype, device=device)
         mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
         for some in _cached(mean, copies=members):
-            sent = Coded(received.codes[:, some], received.scales[:, some])
-            torch.sum(_decoded(sent, levels, block, codebook, divisor=members), 0, out=mean[some])
+            sent = _decoded(all_codes[:, some], all_scales[:, some], levels, block, codebook, members)
+            torch.sum(sent, 0, out=mean[some])
             if not blocks.are_whole:
                 is_behind = torch.arange(block, device=device) >= lengths[some, None]
                 mean[some].masked_fill_(is_behind, 0)
-        coded = _encoded(mean, lengths, codebook, draws)
+        codes, scales = _encoded(mean, lengths, codebook, draws)
         if lost is not None:
             for some in _cached(mean):
-                part = Coded(coded.codes[some], coded.scales[some])
-                lost[some] -= _decoded(part, levels, block, codebook)
-        return coded
+                lost[some] -= _decoded(codes[some], scales[some], levels, block, codebook)
+        return Coded.of(codes, scales, 1, blocks.share)
 
     def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
         """As `CodeKernels.decode`; where blocks are short, by way of a copy."""
         block = blocks.block
         levels = torch.tensor(codebook.levels, dtype=flat.dtype, device=flat.device)
         rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
+        codes, scales = coded.codes.flatten(0, 1), coded.scales.flatten()
         for some in _cached(rows):
-            rows[some] = _decoded(Coded(coded.codes[some], coded.scales[some]), levels, block, codebook)
+            rows[some] = _decoded(codes[some], scales[some], levels, block, codebook)
         if not blocks.are_whole:
             torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
 
@@ -81,7 +83,10 @@ def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
     return (slice(start, min(start + together, count)) for start in range(0, count, together))
 
 
-def _encoded(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook, draws: Draws | None) -> Coded:
+def _encoded(
+    rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook, draws: Draws | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of rows."""
     num_blocks, block = rows.shape
     size = packed_bytes(block, codebook.bits)
     codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
@@ -96,7 +101,7 @@ def _encoded(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook, draw
         else:
             places = _drawn(units, levels, draws.of(some).uniform(block, rows.dtype))
         codes[some] = pack(places, codebook.bits)
-    return Coded(codes, scales)
+    return codes, scales
 
 
 def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> torch.Tensor:
@@ -148,12 +153,17 @@ def _drawn(units: torch.Tensor, levels: torch.Tensor, uniform: torch.Tensor) -> 
 
 
 def _decoded(
-    coded: Coded, levels: torch.Tensor, block: int, codebook: Codebook, divisor: int = 1
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    levels: torch.Tensor,
+    block: int,
+    codebook: Codebook,
+    divisor: int = 1,
 ) -> torch.Tensor:
-    scales = coded.scales.to(levels.dtype)
+    scales = scales.to(levels.dtype)
     # So that what is infinite does not end as the largest number of the gradient's type.
     scales = torch.where(scales.isfinite(), scales, torch.nan) / divisor
-    places = unpack(coded.codes, codebook.bits, block)
+    places = unpack(codes, codebook.bits, block)
     return _levels_at(places, levels, codebook).mul_(scales[..., None])
 
 

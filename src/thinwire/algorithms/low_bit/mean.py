@@ -12,7 +12,7 @@ from thinwire.algorithms.kernels.codes import CodeKernels
 from thinwire.algorithms.kernels.dispatch import code_kernels_for
 from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import Codebook
-from thinwire.algorithms.low_bit.coded import SCALE_BYTES, Coded
+from thinwire.algorithms.low_bit.coded import Coded
 from thinwire.algorithms.low_bit.rounding import Draws
 from thinwire.algorithms.requests import AllGather, AllToAll, Message, Request
 
@@ -108,32 +108,9 @@ def low_bit_mean(
     own, kernels = blocks.own(rank), code_kernels_for(flat)
     of_member, of_mean = draws or (None, None)
     sent = kernels.encoded(flat, blocks, codebook, of_member)
-    members, share = blocks.num_members, blocks.share
-    scales, codes = _filled(sent.scales, members * share), _filled(sent.codes, members * share)
-    parts = [scales.view(torch.uint8).view(members, -1), codes.view(members, -1)]
-    arrived = _taken_apart((yield AllToAll(torch.cat(parts, dim=1))), share)
-
-    count = own.stop - own.start
-    received = Coded(arrived.codes[:, :count].contiguous(), arrived.scales[:, :count].contiguous())
-    lost = flat.new_empty(count, blocks.block) if keeps_lost else None
+    received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
+    lost = flat.new_empty(own.stop - own.start, blocks.block) if keeps_lost else None
     of_share = None if of_mean is None else of_mean.of(own)
     mean = kernels.averaged(received, blocks, own, codebook, of_share, lost, flat.dtype)
-    parts = [_filled(mean.scales, share).view(torch.uint8), _filled(mean.codes, share).view(-1)]
-    gathered = _taken_apart((yield AllGather(torch.cat(parts))), share)
-    coded = Coded(gathered.codes.flatten(0, 1)[: blocks.total], gathered.scales.flatten()[: blocks.total])
+    coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)
     return LowBitMean(coded, sent, lost, own, blocks, codebook, kernels)
-
-
-def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a tensor with zeros behind it."""
-    missing = length - len(tensor)
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
-
-
-def _taken_apart(rows: torch.Tensor, share: int) -> Coded:
-    """Return codes and scales of the rows of a message."""
-    scale_bytes = share * SCALE_BYTES
-    # Of several buckets' messages that travelled as one, a part may begin between two numbers.
-    scales = rows[:, :scale_bytes].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
-    codes = rows[:, scale_bytes:].reshape(len(rows), share, -1 if share else 0)
-    return Coded(codes, scales)

@@ -68,7 +68,17 @@ SMALLEST = 0x0080  # one over what is smaller is not finite
 
 
 @compiled
-def encode(flat: int, numels: Counts, block: int, bits: int, last: float, codes: int, scales: Scales) -> None:
+def encode(
+    flat: int,
+    numels: Counts,
+    block: int,
+    bits: int,
+    last: float,
+    codes: int,
+    scales: Scales,
+    row_bytes: int,
+    share: int,
+) -> None:
     """Write codes and scales of all blocks.
 
     Args:
@@ -77,17 +87,21 @@ def encode(flat: int, numels: Counts, block: int, bits: int, last: float, codes:
         block: Elements of a block.
         bits: Of a code.
         last: The last level.
-        codes: Address; written.
-        scales: Written.
+        codes: Address of the first row's; written.
+        scales: From the first row's to the end of the message; written.
+        row_bytes: From one row to the next.
+        share: Blocks of a row.
     """
-    place, size = 0, block * bits // 8
+    size = block * bits // 8
+    place, left = 0, share
     for numel in numels:
         for start in range(0, numel, block):
             length = min(block, numel - start)
-            _encode(
-                flat + FLOAT_BYTES * start, length, block, bits, last, codes + place * size, scales, place
-            )
-            place += 1
+            _encode(flat + FLOAT_BYTES * start, length, block, bits, last, codes, scales, place)
+            place, codes, left = place + 1, codes + size, left - 1
+            if not left:
+                place, codes = place + row_bytes // 2 - share, codes + row_bytes - share * size
+                left = share
         flat += FLOAT_BYTES * numel
 
 
@@ -95,6 +109,7 @@ def encode(flat: int, numels: Counts, block: int, bits: int, last: float, codes:
 def average(
     received: int,
     received_scales: Scales,
+    row_bytes: int,
     members: int,
     lengths: Counts,
     block: int,
@@ -108,8 +123,9 @@ def average(
     """Write codes and scales of the mean of what members have sent of some blocks.
 
     Args:
-        received: Address of their codes, (members, blocks, bytes).
-        received_scales: Their scales, one member after the other.
+        received: Address of the first member's codes.
+        received_scales: From the first member's to the end of the message.
+        row_bytes: From one member's to the next one's.
         members: How many there are.
         lengths: Elements of each block.
         block: Elements of a block that is not short.
@@ -120,24 +136,24 @@ def average(
         codes: Address; written.
         scales: Written.
     """
-    num_blocks, size = len(lengths), block * bits // 8
-    share = np.float32(1) / np.float32(members)
+    size = block * bits // 8
+    part = np.float32(1) / np.float32(members)
     everywhere = first_lanes(LANES)
     factors = np.empty(members, np.float32)
     wide = block - block % WIDE
-    for place in range(num_blocks):
+    for place in range(len(lengths)):
         for member in range(members):
-            factors[member] = _number(received_scales[member * num_blocks + place]) * share
+            factors[member] = _number(received_scales[member * (row_bytes // 2) + place]) * part
         for first in range(0, wide, WIDE):
             at, here = received + place * size + first * bits // 8, room + FLOAT_BYTES * first
             _read_wide(bits, at, factors[0], here)
             for member in range(1, members):
-                _add_wide(bits, at + member * num_blocks * size, factors[member], here)
+                _add_wide(bits, at + member * row_bytes, factors[member], here)
         for first in range(wide, block, LANES):
             at = received + place * size + first * bits // 8
             sums = splat(np.float32(0))
             for member in range(members):
-                sums = sums + splat(factors[member]) * _read(bits, at + member * num_blocks * size)
+                sums = sums + splat(factors[member]) * _read(bits, at + member * row_bytes)
             store(room + FLOAT_BYTES * first, sums, everywhere)
         _encode(room, lengths[place], block, bits, last, codes + place * size, scales, place)
         if step:
@@ -146,52 +162,76 @@ def average(
 
 
 @compiled
-def decode(codes: int, scales: Scales, numels: Counts, block: int, bits: int, flat: int) -> None:
+def decode(
+    codes: int, scales: Scales, row_bytes: int, share: int, numels: Counts, block: int, bits: int, flat: int
+) -> None:
     """Write the numbers that all blocks stand for.
 
     Args:
-        codes: Address.
-        scales: Of the blocks.
+        codes: Address of the first row's.
+        scales: From the first row's to the end of the message.
+        row_bytes: From one row to the next.
+        share: Blocks of a row.
         numels: Elements of the tensors.
         block: Elements of a block.
         bits: Of a code.
         flat: Address of the tensors, one after the other; written.
     """
-    place, size = 0, block * bits // 8
+    size = block * bits // 8
+    place, left = 0, share
     for numel in numels:
         for start in range(0, numel, block):
             factor, at = _number(scales[place]), flat + FLOAT_BYTES * start
             length = min(block, numel - start)
             wide = length - length % WIDE
             for first in range(0, wide, WIDE):
-                _read_wide(bits, codes + place * size + first * bits // 8, factor, at + FLOAT_BYTES * first)
+                _read_wide(bits, codes + first * bits // 8, factor, at + FLOAT_BYTES * first)
             for first in range(wide, length, LANES):
-                levels = _read(bits, codes + place * size + first * bits // 8)
+                levels = _read(bits, codes + first * bits // 8)
                 lanes = first_lanes(min(LANES, length - first))
                 store(at + FLOAT_BYTES * first, splat(factor) * levels, lanes)
-            place += 1
+            place, codes, left = place + 1, codes + size, left - 1
+            if not left:
+                place, codes = place + row_bytes // 2 - share, codes + row_bytes - share * size
+                left = share
         flat += FLOAT_BYTES * numel
 
 
 @compiled
-def subtract(flat: int, codes: int, scales: Scales, numels: Counts, block: int, bits: int, rest: int) -> None:
+def subtract(
+    flat: int,
+    codes: int,
+    scales: Scales,
+    row_bytes: int,
+    share: int,
+    numels: Counts,
+    block: int,
+    bits: int,
+    rest: int,
+) -> None:
     """Write what all blocks have not sent of some numbers.
 
     Args:
         flat: Address of the numbers.
-        codes: Address.
-        scales: Of the blocks.
+        codes: Address of the first row's.
+        scales: From the first row's to the end of the message.
+        row_bytes: From one row to the next.
+        share: Blocks of a row.
         numels: Elements of the tensors.
         block: Elements of a block.
         bits: Of a code.
         rest: Address; written.
     """
-    place, size = 0, block * bits // 8
+    size = block * bits // 8
+    place, left = 0, share
     for numel in numels:
         for start in range(0, numel, block):
             length, at = min(block, numel - start), FLOAT_BYTES * start
-            _subtract(flat + at, codes + place * size, _number(scales[place]), length, bits, rest + at)
-            place += 1
+            _subtract(flat + at, codes, _number(scales[place]), length, bits, rest + at)
+            place, codes, left = place + 1, codes + size, left - 1
+            if not left:
+                place, codes = place + row_bytes // 2 - share, codes + row_bytes - share * size
+                left = share
         flat += FLOAT_BYTES * numel
         rest += FLOAT_BYTES * numel
 

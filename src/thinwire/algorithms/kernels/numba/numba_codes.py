@@ -31,11 +31,15 @@ class NumbaCodes(CodeKernels):
         """As `CodeKernels.encoded`; stochastic rounding by PyTorch's operations."""
         if draws is not None:
             return self._others.encoded(flat, blocks, codebook, draws)
-        bits, block, last = codebook.bits, blocks.block, codebook.levels[-1]
-        coded = _empty(blocks.total, block, bits)
-        numels, scales = _numels(blocks), _bits(coded.scales)
+        block, size = blocks.block, packed_bytes(blocks.block, codebook.bits)
+        coded = Coded.empty(blocks.total, blocks.num_members, blocks.share, size)
         code_passes.encode(
-            flat.contiguous().data_ptr(), numels, block, bits, last, coded.codes.data_ptr(), scales
+            flat.contiguous().data_ptr(),
+            _numels(blocks),
+            block,
+            codebook.bits,
+            codebook.levels[-1],
+            *_places(coded),
         )
         return coded
 
@@ -52,39 +56,32 @@ class NumbaCodes(CodeKernels):
         """As `CodeKernels.averaged`; stochastic rounding by PyTorch's operations."""
         if draws is not None:
             return self._others.averaged(received, blocks, own, codebook, draws, lost, dtype)
-        members, num_blocks = received.scales.shape
-        bits, block = codebook.bits, blocks.block
-        coded = _empty(num_blocks, block, bits)
+        num_blocks, block = own.stop - own.start, blocks.block
+        coded = Coded.empty(num_blocks, 1, blocks.share, packed_bytes(block, codebook.bits))
         room = torch.empty(1, block) if lost is None else lost
         code_passes.average(
-            received.codes.data_ptr(),
-            _bits(received.scales).reshape(-1),
-            members,
+            *_places(received)[:3],
+            len(received.message),
             blocks.lengths(room.device)[own].numpy(),
             block,
-            bits,
+            codebook.bits,
             codebook.levels[-1],
             room.data_ptr(),
             0 if lost is None else 4 * block,
-            coded.codes.data_ptr(),
-            _bits(coded.scales),
+            *_places(coded)[:2],
         )
         return coded
 
     def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
         """As `CodeKernels.decode`."""
-        codes, scales = coded.codes.contiguous(), coded.scales.contiguous()
-        code_passes.decode(
-            codes.data_ptr(), _bits(scales), _numels(blocks), blocks.block, codebook.bits, flat.data_ptr()
-        )
+        code_passes.decode(*_places(coded), _numels(blocks), blocks.block, codebook.bits, flat.data_ptr())
 
     def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
         """As `CodeKernels.remainder`."""
-        rest, codes, scales = torch.empty_like(flat), coded.codes.contiguous(), coded.scales.contiguous()
+        rest = torch.empty_like(flat)
         code_passes.subtract(
             flat.data_ptr(),
-            codes.data_ptr(),
-            _bits(scales),
+            *_places(coded),
             _numels(blocks),
             blocks.block,
             codebook.bits,
@@ -93,15 +90,15 @@ class NumbaCodes(CodeKernels):
         return rest
 
 
-def _empty(num_blocks: int, block: int, bits: int) -> Coded:
-    codes = torch.empty(num_blocks, packed_bytes(block, bits), dtype=torch.uint8)
-    return Coded(codes, torch.empty(num_blocks, dtype=torch.bfloat16))
-
-
 def _numels(blocks: Blocks) -> NDArray[np.int64]:
     return np.array(blocks.numels, np.int64)
 
 
-def _bits(scales: torch.Tensor) -> NDArray[np.uint16]:
-    """Return scales as NumPy sees them, which has no bf16."""
-    return scales.view(torch.int16).numpy().view(np.uint16)
+def _places(coded: Coded) -> tuple[int, NDArray[np.uint16], int, int]:
+    """Return the address of the first codes, the message as scales, the bytes of a row, and its blocks."""
+    message = coded.message
+    row_bytes = message.stride(0)
+    # Of several buckets' messages that travelled as one, rows lie further apart than they are long.
+    whole = message.as_strided(((len(message) - 1) * row_bytes + message.shape[1],), (1,))
+    scales = whole.view(torch.int16).numpy().view(np.uint16)  # NumPy has no bf16
+    return coded.codes.data_ptr(), scales, row_bytes, coded.share
