@@ -30,7 +30,7 @@ from stacked import StackedGPT
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
-from thinwire.demo.model import GPT, GPTConfig, heldout_loss
+from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.simulation import Simulation
 
@@ -38,6 +38,7 @@ RECORDS = RESULTS_FOLDER / "adamw.jsonl"
 MODELS = {
     "0.14 M": GPTConfig(layers=2, heads=2, width=64, context_length=64),
     "0.7 M": GPTConfig(layers=3, heads=4, width=128, context_length=64),
+    "10.9 M": replace(SIZES["medium"], context_length=64),
 }
 # Of all members together: so exact averaging is the same run however many share them.
 WINDOWS = 8
@@ -212,6 +213,9 @@ METHODS: dict[str, Method] = {
         for steps in (10, 30)
         for rate, momentum in ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (0.7, 0.6))
     },
+    **{f"LocalSGD every {steps}, TopK": local(steps, TopK()) for steps in (1, 2, 5, 15)},
+    "LocalSGD every 2, 2 bits": local(2, Quantize(bits=2)),
+    "LocalSGD every 6, 2 bits": local(6, Quantize(bits=2)),
     "LocalSGD every 30, 4 bits, 2 fragments": local(30, Quantize(bits=4), fragments=2),
     "LocalSGD every 30, 4 bits, 2 fragments, 5 steps late": local(
         30, Quantize(bits=4), fragments=2, delay_steps=5

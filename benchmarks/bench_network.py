@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock
 from torch.nn.parallel import DistributedDataParallel
@@ -197,6 +198,11 @@ def torchft(num_fragments: int = 1, delay_steps: int = 0) -> Callable[[str], Tra
     )
 
 
+def few_entries(model: nn.Module, optimizer: Optimizer) -> thinwire.LocalSGD:
+    """Return what sends a 64th of each change, five steps at a time."""
+    return thinwire.LocalSGD(model, optimizer, every_steps=5, algorithm=thinwire.TopK())
+
+
 CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     COMPUTE_ONLY: Trainer,
     IN_STEP: InStep,
@@ -215,6 +221,7 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "Quantize(bits=2)": ours(thinwire.Quantize(bits=2)),
     "Quantize(bits=4), small buckets": ours(thinwire.Quantize(bits=4), bucket_cap_mb=SMALL_BUCKET_MB),
     "Quantize(bits=2), small buckets": ours(thinwire.Quantize(bits=2), bucket_cap_mb=SMALL_BUCKET_MB),
+    "LocalSGD every 5, TopK": local(few_entries),
     "DiLoCo, exact": diloco(thinwire.AllReduce()),
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
     "DiLoCo, 4 bits, 3 fragments, 5 steps late": diloco(thinwire.Quantize(bits=4), 3, 5),
