@@ -7,7 +7,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 STAGES := lint types docs compiled tests alone
 
-.PHONY: demo test $(STAGES) bench soak clean
+.PHONY: demo test test-triton $(STAGES) bench soak clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
@@ -48,6 +48,11 @@ tests: .venv/.installed
 # Only files that have one: to import the others takes longer than some of these tests.
 alone: .venv/.installed
 	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+
+# Triton is a large wheel that only GPUs need: its kernels run here in its interpreter, and are compiled for GPUs.
+test-triton: .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev-triton]'
+	$(BIN)/python -m pytest tests/triton_ready tests/gpu_ready
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py

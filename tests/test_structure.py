@@ -224,6 +224,11 @@ def is_command(module: str, function: ast.FunctionDef) -> bool:
     return module == f"thinwire.cli.{function.name}"
 
 
+def is_kernel(function: ast.FunctionDef) -> bool:
+    """Whether it is a GPU's: its module says what all kernels' parameters are."""
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+
+
 def repeats_an_interface(function: ast.FunctionDef) -> bool:
     """Whether its docstring is that of another, which says the rest: "As `Transport.mean`."""
     return (ast.get_docstring(function) or "").startswith("As `")
@@ -240,7 +245,7 @@ def test_functions_of_several_parameters_say_what_each_is() -> None:
         arguments = function.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         names = [each.arg for each in named if each.arg not in ("self", "cls") and each.arg[0] != "_"]
-        if len(names) < 2 or repeats_an_interface(function):
+        if len(names) < 2 or repeats_an_interface(function) or is_kernel(function):
             continue
         checked += 1
         described = re.split(r"^Args:$", ast.get_docstring(function) or "", maxsplit=1, flags=re.M)[1:]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from thinwire.algorithms import Algorithm, BucketPlan, Memory
+from thinwire.algorithms import Algorithm, BucketPlan, Memory, accelerators
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
@@ -327,6 +327,7 @@ class Engine:
             waiting_seconds=traffic.waiting_seconds,
             arithmetic_seconds=self.clock.arithmetic_seconds,
             exposed_seconds=self.clock.exposed_seconds,
+            shortfalls=accelerators.shortfalls(self._lanes.device),
         )
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:

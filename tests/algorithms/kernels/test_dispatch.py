@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 
 import pytest
 import torch
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+from thinwire.algorithms.kernels.triton import limits as triton_limits
+from thinwire.sync.stats import Stats
 
 needs_numba = pytest.mark.skipif(
     find_spec("numba") is None, reason="NO NUMBA HERE: nothing compiled was tested"
@@ -138,3 +142,55 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
 def test_no_groups_no_work() -> None:
     assert dispatch.products([], [], None, add_error=True) == []
     assert dispatch.orthonormal_rows([]) == []
+
+
+@pytest.fixture
+def no_shortfalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(accelerators, "_shortfalls", {})
+    triton_limits.can_be_used.cache_clear()
+    yield
+    triton_limits.can_be_used.cache_clear()
+
+
+def lacking(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (lacking, "Triton is not installed: PyTorch's kernels serve"),
+        (lambda name: "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels serve"),
+        (lambda name: "3.9.0", r"Triton 3.9.0 is installed but does not compile \(no compiler\): PyTorch's"),
+    ],
+)
+def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
+    found: Callable[[str], str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(name: str) -> None:
+        raise RuntimeError("no compiler\nin any place")
+
+    monkeypatch.setattr(triton_limits, "version", found)
+    monkeypatch.setattr(triton_limits, "import_module", failing)
+    monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
+    monkeypatch.setattr(dispatch, "_triton_codes", dispatch._triton_codes.__wrapped__)
+    triton = replace(dispatch.TRITON, load_codes=dispatch._triton_codes)
+    monkeypatch.setattr(dispatch, "backends", (triton, TORCH))
+    like = torch.empty(1, device="meta")
+    with pytest.warns(UserWarning, match=told):
+        assert dispatch.code_kernels_for(like) is TORCH.load_codes()
+    assert dispatch.code_kernels_for(like) is TORCH.load_codes()  # and is not told again
+    (sentence,) = accelerators.shortfalls(like.device)
+    assert sentence in str(Stats(steps=1, shortfalls=(sentence,)))
+    assert accelerators.shortfalls(torch.device("cpu")) == ()
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+def test_a_gpu_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    with pytest.warns(UserWarning, match=r"Tesla V100 has compute capability \(7, 0\), which is below 8.0"):
+        assert not triton_limits.reaches(torch.device("cuda", 99))
+    assert not triton_limits.reaches(torch.device("cpu"))
+    assert not triton_limits.reaches(torch.device("mps"))

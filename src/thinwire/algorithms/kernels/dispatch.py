@@ -21,10 +21,13 @@ from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
 from thinwire.algorithms.kernels.numba.limits import FACTOR_ROWS
 from thinwire.algorithms.kernels.torch_codes import TorchCodes
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+from thinwire.algorithms.kernels.triton import limits as triton_limits
+from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
 
 __all__ = [
     "NUMBA",
     "TORCH",
+    "TRITON",
     "Backend",
     "backends",
     "code_kernels_for",
@@ -98,6 +101,15 @@ def _numba_codes() -> CodeKernels | None:
     return cast("CodeKernels", module.NumbaCodes())
 
 
+def _triton_serves_codes(like: torch.Tensor) -> bool:
+    return like.dtype == torch.float32 and triton_limits.reaches(like.device)
+
+
+@lru_cache(maxsize=1)
+def _triton_codes() -> CodeKernels | None:
+    return TritonCodes() if triton_limits.can_be_used() else None
+
+
 @lru_cache(maxsize=1)
 def _torch_kernels() -> Kernels:
     return TorchKernels()
@@ -109,9 +121,10 @@ def _torch_codes() -> CodeKernels:
 
 
 NUMBA = Backend("Numba", _numba_serves, _numba_kernels, _numba_serves_codes, _numba_codes)
+TRITON = Backend("Triton", lambda like, matrix_rank: False, lambda: None, _triton_serves_codes, _triton_codes)
 TORCH = Backend("PyTorch", lambda like, matrix_rank: True, _torch_kernels, lambda like: True, _torch_codes)
 
-backends: tuple[Backend, ...] = (NUMBA, TORCH)
+backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
 """By preference; the last one serves everything. The switch of tests and benchmarks, read at every call:
 `dispatch.backends = (dispatch.TORCH,)` makes PyTorch's products serve all.
 """

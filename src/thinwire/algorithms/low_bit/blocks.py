@@ -28,7 +28,8 @@ class Blocks:
     numels: tuple[int, ...]
     block: int
     num_members: int
-    _by_device: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _lengths: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _firsts: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -61,13 +62,22 @@ class Blocks:
 
     def lengths(self, device: torch.device) -> torch.Tensor:
         """Return the elements of each block, int64, on a device; made once for each."""
-        if device not in self._by_device:
+        if device not in self._lengths:
             lengths = torch.full((self.total,), self.block)
             for numel, end in zip(self.numels, self.starts[1:], strict=True):
                 if numel % self.block:
                     lengths[end - 1] = numel % self.block
-            self._by_device[device] = lengths.to(device)
-        return self._by_device[device]
+            self._lengths[device] = lengths.to(device)
+        return self._lengths[device]
+
+    def firsts(self, device: torch.device) -> torch.Tensor:
+        """Return where each block begins in the flat tensors, int64, on a device; made once for each."""
+        if device not in self._firsts:
+            offsets = list(accumulate(self.numels, initial=0))[:-1]
+            lags = [offset - self.block * first for offset, first in zip(offsets, self.starts, strict=False)]
+            firsts = self.block * torch.arange(self.total) + self.spread(lags)
+            self._firsts[device] = firsts.to(device)
+        return self._firsts[device]
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a row for each block, short ones filled up with zeros: a view where none is short."""

@@ -1,0 +1,62 @@
+"""What Triton's kernels serve, and whether they can be used here: known without importing Triton."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from thinwire.algorithms.accelerators import note_shortfall
+
+__all__ = ["can_be_used", "reaches"]
+
+# That of torch 2.6. Older ones lack what the kernels are written with.
+OLDEST = (3, 2)
+
+# Compute capability of Ampere: the oldest GPUs that the kernels are compiled for in tests.
+OLDEST_CAPABILITY = (8, 0)
+
+
+@cache
+def reaches(device: torch.device) -> bool:
+    """Return whether the kernels are compiled for a device; say so once if not.
+
+    Args:
+        device: Where the tensors lie.
+    """
+    if device.type != "cuda":
+        return False
+    capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        _tell(f"{torch.cuda.get_device_name(device)} has compute capability {capability}, which is below 8.0")
+    return capability >= OLDEST_CAPABILITY
+
+
+@lru_cache(maxsize=1)
+def can_be_used() -> bool:
+    """Return whether Triton is there, new enough, and compiles; say so once if not.
+
+    Cost: a small kernel is compiled and launched on the current device, once.
+    """
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        _tell("Triton is not installed")
+        return False
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        _tell(f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later")
+        return False
+    try:
+        # Not at the head of this file: Triton is no requirement.
+        import_module("thinwire.algorithms.kernels.triton.launcher").check()
+    # Whatever it is, a missing compiler of C or a cache without a place: PyTorch's kernels do without.
+    except Exception as error:
+        _tell(f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})")
+        return False
+    return True
+
+
+def _tell(why: str) -> None:
+    note_shortfall(f"{why}: PyTorch's kernels serve, in several times as many launches")

@@ -1,0 +1,199 @@
+"""Codes by Triton: fp32 on accelerators, nearest and stochastic, a launch for each operation on a bucket.
+
+What there is no kernel for, PyTorch's kernels do.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from thinwire.algorithms.kernels.codes import CodeKernels
+from thinwire.algorithms.kernels.torch_codes import TorchCodes
+from thinwire.algorithms.kernels.triton.launcher import launch
+from thinwire.algorithms.low_bit.blocks import Blocks
+from thinwire.algorithms.low_bit.codebooks import Codebook
+from thinwire.algorithms.low_bit.coded import Coded
+from thinwire.algorithms.low_bit.packing import packed_bytes
+from thinwire.algorithms.low_bit.rounding import Draws
+
+__all__ = ["TritonCodes"]
+
+# Numbers that a program holds. A block longer than that PyTorch's kernels take.
+ELEMENTS = 1024
+
+# Products and sums are rounded one by one, as PyTorch rounds them: then the mean is the same to the bit.
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+
+
+class TritonCodes(CodeKernels):
+    """A kernel for each method; see `CodeKernels` for what they do."""
+
+    def __init__(self) -> None:
+        self._others = TorchCodes()
+
+    def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+        """As `CodeKernels.encoded`; one launch."""
+        if blocks.block > ELEMENTS:
+            return self._others.encoded(flat, blocks, codebook, draws)
+        flat, coded = flat.contiguous(), _empty(blocks.total, blocks.block, codebook, flat.device)
+        constants = {**_of_codebook(codebook), **_of_rows(blocks), "WHOLE": blocks.are_whole}
+        launch(
+            "compiled_codes.encode",
+            _programs(blocks.total, blocks.block),
+            [
+                flat,
+                *_places(blocks, flat.device),
+                *_keys(draws),
+                _levels(codebook, flat.device),
+                coded.codes,
+                _bits(coded.scales),
+                blocks.total,
+            ],
+            {**constants, **_statistic(codebook), "DRAWN": draws is not None, **OPTIONS},
+            flat.device,
+            reads=[flat],
+            writes=[coded.codes, coded.scales],
+        )
+        return coded
+
+    def averaged(
+        self,
+        received: Coded,
+        blocks: Blocks,
+        own: slice,
+        codebook: Codebook,
+        draws: Draws | None,
+        lost: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> Coded:
+        """As `CodeKernels.averaged`; one launch."""
+        if blocks.block > ELEMENTS:
+            return self._others.averaged(received, blocks, own, codebook, draws, lost, dtype)
+        members, count = received.scales.shape
+        device = received.scales.device
+        coded, codes = _empty(count, blocks.block, codebook, device), _aligned(received.codes)
+        constants = {**_of_codebook(codebook), **_of_rows(blocks), "WHOLE": blocks.are_whole}
+        launch(
+            "compiled_codes.average",
+            _programs(count, blocks.block),
+            [
+                codes,
+                _bits(received.scales),
+                None if blocks.are_whole else blocks.lengths(device)[own],
+                *_keys(draws),
+                _levels(codebook, device),
+                coded.codes,
+                _bits(coded.scales),
+                lost,
+                count,
+                members,
+            ],
+            {
+                **constants,
+                **_statistic(codebook),
+                "DRAWN": draws is not None,
+                "KEEPS": lost is not None,
+                **OPTIONS,
+            },
+            device,
+            reads=[codes, received.scales],
+            writes=[coded.codes, coded.scales, *([] if lost is None else [lost])],
+        )
+        return coded
+
+    def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+        """As `CodeKernels.decode`; one launch."""
+        if blocks.block > ELEMENTS:
+            self._others.decode(coded, blocks, codebook, flat)
+            return
+        _decode(coded, blocks, codebook, None, flat)
+
+    def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+        """As `CodeKernels.remainder`; one launch."""
+        if blocks.block > ELEMENTS:
+            return self._others.remainder(flat, coded, blocks, codebook)
+        rest = torch.empty_like(flat)
+        _decode(coded, blocks, codebook, flat, rest)
+        return rest
+
+
+def _decode(
+    coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    codes, scales = _aligned(coded.codes), coded.scales.contiguous()
+    launch(
+        "compiled_codes.decode",
+        _programs(blocks.total, blocks.block),
+        [
+            codes,
+            _bits(scales),
+            *_places(blocks, out.device),
+            _levels(codebook, out.device),
+            flat,
+            out,
+            blocks.total,
+        ],
+        {
+            **_of_codebook(codebook),
+            **_of_rows(blocks),
+            "WHOLE": blocks.are_whole,
+            "SUBTRACTS": flat is not None,
+            **OPTIONS,
+        },
+        out.device,
+        reads=[codes, scales, *([] if flat is None else [flat])],
+        writes=[out],
+    )
+
+
+def _empty(count: int, block: int, codebook: Codebook, device: torch.device) -> Coded:
+    codes = torch.empty(count, packed_bytes(block, codebook.bits), dtype=torch.uint8, device=device)
+    return Coded(codes, torch.empty(count, dtype=torch.bfloat16, device=device))
+
+
+def _aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes that begin where words of four bytes may; behind scales in a message they need not."""
+    codes = codes.contiguous()
+    return codes.clone() if codes.data_ptr() % 4 else codes
+
+
+def _bits(scales: torch.Tensor) -> torch.Tensor:
+    return scales.view(torch.int16)
+
+
+def _keys(draws: Draws | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if draws is None else (draws.keys, draws.first)
+
+
+def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return where blocks begin, and their lengths; where all are whole, a kernel knows that by itself."""
+    return (None, None) if blocks.are_whole else (blocks.firsts(device), blocks.lengths(device))
+
+
+def _padded(block: int) -> int:
+    """Return the next power of two: tiles have no other sizes."""
+    return 1 << (block - 1).bit_length()
+
+
+def _programs(count: int, block: int) -> int:
+    return -(-count // (ELEMENTS // _padded(block)))
+
+
+def _of_rows(blocks: Blocks) -> dict[str, object]:
+    padded = _padded(blocks.block)
+    return {"BLOCK": blocks.block, "PADDED": padded, "ROWS": ELEMENTS // padded}
+
+
+def _of_codebook(codebook: Codebook) -> dict[str, object]:
+    return {"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits}
+
+
+def _statistic(codebook: Codebook) -> dict[str, object]:
+    return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic}
+
+
+@lru_cache(maxsize=32)
+def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor:
+    return torch.tensor(codebook.levels, dtype=torch.float32, device=device)

@@ -1,0 +1,23 @@
+"""Triton's kernels on the CPU, by its interpreter: slow, so what they are given is tiny."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from unittest.mock import patch
+
+import pytest
+
+with patch.dict(
+    os.environ, TRITON_INTERPRET="1"
+):  # it is asked for wherever a kernel is defined, its own too
+    triton = pytest.importorskip(
+        "triton", reason="NO TRITON HERE: no kernel of Triton's was tested (make test-triton)"
+    )
+    if isinstance(triton.language.cdiv, triton.JITFunction):
+        pytest.skip("TRITON WAS IMPORTED ELSEWHERE: its interpreter is off", allow_module_level=True)
+    import_module("triton.experimental.gluon.language")
+    import_module("thinwire.algorithms.kernels.triton.compiled_codes")
+
+# What is not finite is computed with as on a GPU, which warns of nothing.
+quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
