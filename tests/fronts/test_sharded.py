@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -31,6 +31,8 @@ from thinwire import AllReduce, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.fronts.attach import attach
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
 from training import error_of
 
 POWER = PowerSGD(matrix_rank=2)
@@ -238,6 +240,52 @@ def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     """Of all parameters together, relative to the truth."""
     found, true = (torch.cat([each.flatten() for each in side.values()]) for side in (sums, truth))
     return float((found - true).norm() / true.norm())
+
+
+# PowerSGD of whole matrices
+
+
+def test_whole_matrices_are_approximated_from_their_shards(pool4: Pool) -> None:
+    """As two workers with whole gradients do: in the middle of the run saved, and loaded where it goes on."""
+    for difference, sent, whole_sent, factors, refused in pool4.run(_whole_matrices):
+        assert difference <= 1e-9
+        assert sent <= whole_sent + 100  # of both shards together; padded to equal parts
+        assert factors == {"embed.weight", "blocks.0.0.weight"}
+        assert "whole_matrices" in refused
+
+
+def _whole_matrices() -> tuple[float, int, int, set[str], str]:
+    power = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
+    specs = [ParameterSpec.of(n, p) for n, p in language().named_parameters() if p.requires_grad]
+    simulation = Simulation(power, [tuple(specs)], num_workers=2)
+    mesh, own, whole_means = mesh_of(), [], []
+    model = sharded(language(), mesh["shard"])
+    sync = attach(model, power, mesh=mesh, whole_matrices=True)
+    for step in range(4):
+        if step == 2:
+            saved = sync.state_dict()
+            model = sharded(language(), mesh["shard"])
+            sync = attach(model, power, mesh=mesh, whole_matrices=True)
+            sync.load_state_dict(saved)
+        replicas = [torch.zeros(sum(spec.numel for spec in specs), dtype=torch.float64) for _ in range(2)]
+        for rank in range(4):
+            plain = language()
+            torch.autograd.backward(plain(tokens_of(step, rank)) / 2)
+            replicas[rank // 2] += torch.cat(
+                [p.grad.flatten() for p in plain.parameters() if p.grad is not None]
+            )
+        simulation.step([[flat] for flat in replicas])
+        model.zero_grad()
+        backward(model, step)
+        own.append(torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]))
+        whole_means.append(replicas[0])
+    sent = torch.tensor(sync.stats().message_bytes)
+    dist.all_reduce(sent, group=mesh["shard"].get_group())
+    difference = max((a - b).abs().max().item() for a, b in zip(own, whole_means, strict=True))
+    fully_shard(along := nn.Linear(8, 8), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    refused = error_of(lambda: attach(along, power, mesh=mesh, whole_matrices=True))
+    factors = {label for label, _ in sync.state_dict()["factor"]}
+    return difference, int(sent), simulation.syncs[0].stats().message_bytes // 2, factors, refused
 
 
 # State

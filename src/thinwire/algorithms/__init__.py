@@ -25,6 +25,8 @@ from thinwire.algorithms.requests import (
     Message,
     Request,
     Requests,
+    ShardGather,
+    ShardSum,
     all_finite,
 )
 from thinwire.algorithms.sparse.topk import TopK
@@ -51,6 +53,8 @@ __all__ = [
     "Replanning",
     "Request",
     "Requests",
+    "ShardGather",
+    "ShardSum",
     "Slot",
     "TopK",
     "all_finite",

@@ -20,6 +20,8 @@ __all__ = [
     "Message",
     "Request",
     "Requests",
+    "ShardGather",
+    "ShardSum",
     "all_finite",
 ]
 
@@ -58,7 +60,33 @@ class AllToAll:
     tensor: torch.Tensor
 
 
-Message: TypeAlias = Mean | AllGather | AllToAll
+@dataclass(frozen=True, eq=False)
+class ShardSum:
+    """Ask for the sum over the shards of this replica, which hold other parts of the same parameters.
+
+    To be asked only of a bucket whose parameters have a `Cut`. It travels inside of a machine, and is not
+    counted.
+
+    Args:
+        tensor: Flat, floating, of the same length on all shards, given away. The answer may lie in its
+            memory.
+    """
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ShardGather:
+    """Ask for the tensors of all shards of this replica: (n,) → (shards, n). As of `ShardSum` otherwise.
+
+    Args:
+        tensor: Flat, of any type and the same length on all shards, given away.
+    """
+
+    tensor: torch.Tensor
+
+
+Message: TypeAlias = Mean | AllGather | AllToAll | ShardSum | ShardGather
 """A request that sends something."""
 
 
@@ -116,7 +144,7 @@ class AllFinite:
         return all_finite(*self.tensors)
 
 
-Request: TypeAlias = Mean | AllGather | AllToAll | Jointly | Commit
+Request: TypeAlias = Mean | AllGather | AllToAll | ShardSum | ShardGather | Jointly | Commit
 
 Requests: TypeAlias = Generator["Request | tuple[Message, ...]", Any, None]
 """Yields a request and receives its answer; several messages at once, and their answers in the same order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -22,6 +22,8 @@ from thinwire.algorithms import (
     Replanning,
     Request,
     Requests,
+    ShardGather,
+    ShardSum,
     all_finite,
 )
 from thinwire.channel import Transport, Work
@@ -83,6 +85,23 @@ class Task:
         self._requests.close()
 
 
+class _Ways(NamedTuple):
+    """What carries messages: over the group, and between the shards of a replica."""
+
+    group: Transport
+    shards: Transport | None
+
+    def of(self, kind: type) -> Transport:
+        if kind not in (ShardSum, ShardGather):
+            return self.group
+        if self.shards is None:
+            raise ConfigError(
+                f"an exchange has asked for {kind.__name__} where no parameter is cut into shards; ask for "
+                "it only of a bucket whose parameters have a cut"
+            )
+        return self.shards
+
+
 @dataclass
 class _Sent:
     """A message of one or several requests, under way."""
@@ -109,11 +128,12 @@ class Exchange:
     Args:
         transport: Carries the messages.
         name: Of the step, for errors.
+        shards: Joins the shards of a replica, None where each member has all parameters.
     """
 
-    def __init__(self, transport: Transport, name: str) -> None:
+    def __init__(self, transport: Transport, name: str, shards: Transport | None = None) -> None:
         self.tasks: list[Task] = []
-        self._transport = transport
+        self._ways = _Ways(transport, shards)
         self._name = name
         self._rounds: list[_Round] = []
         self._previous: _Round | None = None
@@ -140,9 +160,7 @@ class Exchange:
             # Of this bucket alone: to wait for the others' would take the first message out of the backward
             # pass.
             _compute_jointly([task])
-            self._rounds.append(
-                _send([task], self._transport, f"{self._name}, round 1 of the bucket of {name}")
-            )
+            self._rounds.append(_send([task], self._ways, f"{self._name}, round 1 of the bucket of {name}"))
         # Not before it is sent: of a bucket that was not, nothing is in flight.
         self.tasks.append(task)
 
@@ -176,7 +194,7 @@ class Exchange:
             waiting = [task for task in tasks if not isinstance(task.request, Commit)]
             if waiting:
                 purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-                self._rounds.append(_send(waiting, self._transport, purpose))
+                self._rounds.append(_send(waiting, self._ways, purpose))
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
@@ -218,7 +236,7 @@ class Exchange:
             self._joining = []
             if waiting:
                 purpose = f"{self._name}, round {self._number} of all buckets"
-                self._rounds.append(_send(waiting, self._transport, purpose))
+                self._rounds.append(_send(waiting, self._ways, purpose))
         return bool(waiting)
 
     @property
@@ -328,7 +346,7 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
             del results[: len(items)]
 
 
-def _send(tasks: Sequence[Task], transport: Transport, purpose: str) -> _Round:
+def _send(tasks: Sequence[Task], ways: _Ways, purpose: str) -> _Round:
     """Send what tasks ask for; messages of one operation, type and device as one."""
     kinds: dict[tuple[str, str, type], list[tuple[int, int, Any]]] = {}
     for number, task in enumerate(tasks):
@@ -344,7 +362,7 @@ def _send(tasks: Sequence[Task], transport: Transport, purpose: str) -> _Round:
     sent = []
     for key in sorted(kinds, key=lambda key: (key[0], key[1], key[2].__name__)):
         together = kinds[key]
-        under_way = _MESSAGES[key[2]]([each for _, _, each in together], transport, purpose)
+        under_way = _MESSAGES[key[2]]([each for _, _, each in together], ways.of(key[2]), purpose)
         sent.append(([(number, place) for number, place, _ in together], under_way))
     return _Round(tasks, sent)
 
@@ -378,15 +396,25 @@ def _sent_means(messages: Sequence[Mean], transport: Transport, purpose: str) ->
     return _Sent(work, flat, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes))
 
 
-def _sent_gathers(messages: Sequence[AllGather], transport: Transport, purpose: str) -> _Sent:
+def _sent_gathers(messages: Sequence[AllGather | ShardGather], transport: Transport, purpose: str) -> _Sent:
     tensors = [message.tensor for message in messages]
     for tensor in tensors:
-        _check_flat("AllGather", tensor)
+        _check_flat(type(messages[0]).__name__, tensor)
     flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
     rows = flat.new_empty(transport.size, flat.numel())
     work = transport.all_gather(rows, flat, purpose)
     sizes = [tensor.numel() for tensor in tensors]
     return _Sent(work, flat, lambda: rows.split_with_sizes(sizes, dim=1))
+
+
+def _sent_shard_sums(messages: Sequence[ShardSum], transport: Transport, purpose: str) -> _Sent:
+    tensors = [message.tensor for message in messages]
+    for tensor in tensors:
+        _check_flat("ShardSum", tensor)
+    flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    work = transport.all_reduce(flat, f"{purpose}, between shards")
+    sizes = [tensor.numel() for tensor in tensors]
+    return _Sent(work, flat, lambda: flat.split_with_sizes(sizes))
 
 
 def _sent_exchanges(messages: Sequence[AllToAll], transport: Transport, purpose: str) -> _Sent:
@@ -424,4 +452,6 @@ _MESSAGES: dict[type, Callable[[Any, Transport, str], _Sent]] = {
     Mean: _sent_means,
     AllGather: _sent_gathers,
     AllToAll: _sent_exchanges,
+    ShardSum: _sent_shard_sums,
+    ShardGather: _sent_gathers,
 }

@@ -301,6 +301,8 @@ class Lanes:
             shape = "×".join(map(str, spec.shape)) or "scalar"
             dtype = str(spec.dtype).removeprefix("torch.")
             described[f"parameter {spec.name}"] = f"{shape} {dtype}, strides {spec.stride}"
+            if spec.cut is not None:
+                described[f"parameter {spec.name}"] += f", of {spec.cut}"
         return described
 
     # A loaded state.

@@ -61,7 +61,7 @@ class Step:
         self._number = number
         self._ended = ended
         self._pipelined = pipelined and lanes.algorithm.pipelines_buckets
-        self._exchange = Exchange(wire, f"step {number}")
+        self._exchange = Exchange(wire, f"step {number}", lanes.settings.together)
         self._streams = Streams()
         self._buckets: list[Bucket] = []  # as sent
         # Where results depend on the buckets, they may have to be sent in others than they come in: see

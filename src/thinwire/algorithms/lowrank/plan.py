@@ -14,7 +14,7 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
-from thinwire.algorithms.kernels.matrices import Terms
+from thinwire.algorithms.kernels.matrices import Factors, Terms
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
@@ -81,7 +81,7 @@ class LowRankPlan(BucketPlan):
             bucket: Its loss scale is that of the factors.
         """
         factors = [found[-1].mean for found in terms]
-        owns = [[term.own.flatten(1) for term in found] for found in terms]
+        owns = [[self.sent_of(term) for term in found] for found in terms]
         sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
         if bucket.loss_scale is not None:
             factors = list(torch._foreach_div(factors, bucket.loss_scale))
@@ -93,6 +93,10 @@ class LowRankPlan(BucketPlan):
         if self.config.error_feedback:
             kept[SENT] = sent
         return {slot: by_label(labels, batches) for slot, batches in kept.items()}
+
+    def sent_of(self, term: Factors) -> torch.Tensor:
+        """Return what has, for each matrix, the norm of what a term sent: (matrices, elements)."""
+        return term.own.flatten(1)
 
     def adopt(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""

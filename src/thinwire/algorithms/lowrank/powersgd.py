@@ -14,7 +14,8 @@ import torch
 from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning, Slot
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.kernels.dispatch import reconstruct
-from thinwire.algorithms.kernels.matrices import MatrixGroup, round_all_into, widened
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_all_into, widened
+from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of_rows
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.budget import measured, within_bytes, within_error
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
@@ -25,7 +26,7 @@ from thinwire.algorithms.lowrank.unseen import spoiled_unless, written_where
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
-from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
+from thinwire.plan import BUCKET_SEPARATOR, Cut, ParameterSpec
 
 __all__ = ["PowerSGD"]
 
@@ -157,14 +158,23 @@ class PowerSGD(LowRank):
         Nothing is, if the bucket as a whole does not shrink.
         """
         ranks = {**dict(self.matrix_ranks), **choices}
-        routes = tuple(self._route(spec, ranks.get(spec.name)) for spec in specs)
+        # Of whole parameters, where these are shards: the shards of a replica must decide alike.
+        wholes = [spec.whole for spec in specs]
         uncompressed = tuple(
-            self.uncompressed_route(spec, self.uncompressed_dtype(spec.dtype)) for spec in specs
+            self.uncompressed_route(spec, self.uncompressed_dtype(spec.dtype)) for spec in wholes
+        )
+        routes = tuple(
+            # What has one row is seen as its transpose, of which a shard is no part.
+            route
+            if spec.cut is not None and spec.cut.shape[0] == 1
+            else self._route(whole, ranks.get(spec.name))
+            for spec, whole, route in zip(specs, wholes, uncompressed, strict=True)
         )
         compresses = any(route.is_compressed for route in routes)
         before = sum(route.message_bytes for route in uncompressed)
         shrinks = sum(route.message_bytes for route in routes) * min(1.0, self.min_compression_ratio) < before
-        return PowerSGDPlan(tuple(specs), routes if compresses and shrinks else uncompressed, self)
+        chosen = routes if compresses and shrinks else uncompressed
+        return PowerSGDPlan(tuple(specs), tuple(map(_of_shard, specs, chosen)), self)
 
     def _route(self, spec: ParameterSpec, wanted: int | None) -> LowRankRoute:
         shape = spec.matrix_shape
@@ -187,6 +197,11 @@ class PowerSGD(LowRank):
         unknown = sorted(dict(self.matrix_ranks).keys() - {spec.name for spec in specs})
         if specs and unknown:
             raise ConfigError(f"matrix_ranks has {unknown[0]!r}, which is no parameter of the model")
+        if any(spec.cut is not None for spec in specs) and (self.alternating or self.chooses_ranks):
+            raise ConfigError(
+                "alternating, bytes_per_step and max_relative_error do not go with whole_matrices=True; "
+                "leave them out, or attach without whole_matrices"
+            )
         routes = replace(self, matrix_rank=1, matrix_ranks=()).plan(specs).routes
         # In a bucket of its own what is not compressed travels in its own type.
         lowest = sum(min(route.message_bytes, route.gradient_bytes) for route in routes)
@@ -256,8 +271,29 @@ def _sent_bytes(plan: BucketPlan) -> int:
     return sum(route.message_bytes for route in plan.routes)
 
 
+def _of_shard(spec: ParameterSpec, route: LowRankRoute) -> LowRankRoute:
+    """Return the route of this process's shard of a parameter, given that of the whole one."""
+    if spec.cut is None:
+        return route
+    whole_bytes = route.message_bytes
+    if route.matrix_shape is None:
+        message_bytes = whole_bytes * spec.numel // max(1, spec.whole.numel)
+        return replace(route, gradient_bytes=spec.gradient_bytes, message_bytes=message_bytes)
+    rows, columns = route.matrix_shape
+    share = spec.numel // columns + -(-columns // spec.cut.num_shards)
+    return replace(
+        route,
+        gradient_bytes=spec.gradient_bytes,
+        message_bytes=whole_bytes * share // (rows + columns),
+        detail=f"{route.detail}, with {spec.cut.num_shards} shards",
+    )
+
+
 class _ShapeGroup(NamedTuple):
-    """Parameters of a bucket with the same matrix shape and matrix rank, by index."""
+    """Parameters of a bucket with the same matrix shape and matrix rank, by index.
+
+    Of parameters that are cut into shards, `shape` is that of this process's rows.
+    """
 
     shape: tuple[int, int]
     matrix_rank: int
@@ -277,7 +313,21 @@ class PowerSGDPlan(LowRankPlan):
         for index, route in enumerate(self.routes):
             if route.matrix_shape is not None and route.matrix_rank is not None:
                 groups[route.matrix_shape, route.matrix_rank].append(index)
-        return tuple(_ShapeGroup(*key, tuple(indices)) for key, indices in groups.items())
+        # By the shapes of whole matrices: shards with other numbers of rows must make the same groups.
+        return tuple(
+            _ShapeGroup((self.specs[indices[0]].numel // columns, columns), matrix_rank, tuple(indices))
+            for ((_, columns), matrix_rank), indices in groups.items()
+        )
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Of each group, where the matrices are cut into shards; none where they are not."""
+        cuts = [self.specs[group.indices[0]].cut for group in self.shape_groups]
+        return tuple(cut for cut in cuts if cut is not None)
+
+    def sent_of(self, term: Factors) -> torch.Tensor:
+        """As `LowRankPlan.sent_of`; of whole matrices, what was sent of this shard's rows."""
+        return norm_of_rows(term) if self.cuts else super().sent_of(term)
 
     @cached_property
     def grouped(self) -> tuple[int, ...]:
@@ -294,8 +344,13 @@ class PowerSGDPlan(LowRankPlan):
         names, gradients = [spec.name for spec in bucket.specs], bucket.gradients
         groups = self._matrices(bucket, memory)
         sent = compensated(bucket, memory, self.uncompressed, self.config.message_dtype(bucket.flat.dtype))
-        rounds = alternate if self.config.alternating else approximate
-        found = yield from rounds(self.config, self.bases, groups, sent.parts, memory, bucket)
+        if self.cuts:
+            found = yield from approximate_whole(
+                self.config, self.bases, groups, sent.parts, memory, bucket, self.cuts
+            )
+        else:
+            rounds = alternate if self.config.alternating else approximate
+            found = yield from rounds(self.config, self.bases, groups, sent.parts, memory, bucket)
         labels = [group.labels for group in groups]
         remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
         errors = self._errors(bucket, memory)

@@ -35,6 +35,7 @@ def attach_sharded(
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
     overlap: bool = True,
+    whole_matrices: bool = False,
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
@@ -47,6 +48,7 @@ def attach_sharded(
         host_check: As of `attach`.
         on_nonfinite: As of `attach`.
         overlap: As of `attach`.
+        whole_matrices: As of `attach`.
 
     Raises:
         AttachError: The model, or the group, can't be attached.
@@ -73,13 +75,19 @@ def attach_sharded(
     if not sharded.is_replicated:
         shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
     together = shards if shards.size > 1 else None
+    if true_or_false("whole_matrices", whole_matrices) and together is not None:
+        pieces = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
     settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite, together=together)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
     alike_on_all_shards(
         shards,
         "attach()",
-        lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
+        lambda: {
+            "replica": f"{transport.rank} of {transport.size}",
+            "algorithm": repr(algorithm),
+            "whole_matrices": str(whole_matrices),
+        },
         lambda: agree(transport, _described(shards, tensors, pieces), "attach()"),
     )
     if sharded.is_replicated:
@@ -88,7 +96,7 @@ def attach_sharded(
         copy_from(transport.rank == 0, chunk, transport)
     front = ShardedFront(engine, shards, sharded, pieces, overlap=true_or_false("overlap", overlap))
     front.register(model)
-    return ShardedSync(front, {piece.name: piece for piece in trained})
+    return ShardedSync(front, {piece.name: piece for piece in pieces if piece.parameter.requires_grad})
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

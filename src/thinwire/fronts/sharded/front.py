@@ -33,8 +33,7 @@ def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
     Args:
         pieces: What this process has.
     """
-    trained = [piece for piece in pieces if piece.parameter.requires_grad]
-    return [ParameterSpec.of(piece.name, local_of(piece.parameter)) for piece in trained]
+    return [piece.spec for piece in pieces if piece.parameter.requires_grad]
 
 
 def alike_on_all_shards(
@@ -122,6 +121,11 @@ class ShardedFront:
         self._num_early = 0  # of the buckets in order, how many may be started before the end of a pass
         self._stream = _stream_beside(local_of(self._pieces[0].parameter).device)
         self.forget_pass()
+
+    @property
+    def joins_shards(self) -> bool:
+        """Whether matrices are treated as whole ones, of which the shards have parts."""
+        return any(piece.whole_matrix is not None for piece in self._pieces)
 
     def register(self, model: torch.nn.Module) -> None:
         """Hook into a model's passes.
@@ -276,6 +280,9 @@ class ShardedFront:
             for each in gather_bytes(data, self.engine.transport, "the order in which gradients come")
         ]
         early = [number for number in everyone[0] if all(number in other for other in everyone)]
+        if self.joins_shards:
+            # Between shards a bucket's messages come in this order as well.
+            agree(self.shards, {"order in which gradients come": str(early)}, "the end of the first step")
         late = [number for number in range(len(self._buckets)) if number not in early]
         self._num_early = len(early)
         self._buckets = [self._buckets[number] for number in [*early, *late]]

@@ -20,7 +20,7 @@ from thinwire.fronts.sharded.model import Piece
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import GradientSync
 from thinwire.sync.checksum import with_checksum
-from thinwire.sync.state import LoadedState
+from thinwire.sync.state import LoadedState, without_shards
 
 __all__ = ["ShardedSync"]
 
@@ -55,7 +55,7 @@ class ShardedSync(GradientSync):
         own = alike_on_all_shards(
             shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
         )
-        return _whole_state(own, self._pieces, shards)
+        return _whole_state(own, self._pieces, shards, is_joined=self._front.joins_shards)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`.
@@ -67,16 +67,21 @@ class ShardedSync(GradientSync):
             for name, piece in self._pieces.items()
         }
         loaded = self._engine.check_state_dict(state, strict=strict, specs=specs)
+        if self._front.joins_shards:  # factors of single shards would differ between them
+            loaded = without_shards(loaded)
         self._engine.load(_cut(loaded, self._pieces, self._front.shards))
 
 
-def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport) -> dict[str, Any]:
+def _whole_state(
+    own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport, *, is_joined: bool
+) -> dict[str, Any]:
     """Return the state of the whole model. Collective over the shards.
 
     Args:
         own: Of this shard.
         pieces: What this process has of each parameter.
         shards: Joins the shards.
+        is_joined: Whether what is not elementwise is of whole matrices, and so the same on all shards.
     """
     if shards.size == 1:
         return dict(own)
@@ -85,7 +90,7 @@ def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Tr
     choices: list[tuple[str, int]] = []
     for shard, (slot, label, tensor) in _tensors_of_all(own, is_elementwise, shards):
         if not is_elementwise[slot]:
-            whole[slot][_marked(label, shard, shards.size)] = tensor
+            whole[slot][label if is_joined else _marked(label, shard, shards.size)] = tensor
             continue
         into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
         pieces[label].cut(shard, shards.size)(into).copy_(tensor)
