@@ -18,11 +18,12 @@ import thinwire
 from launcher import run_python
 from pool import Pool
 from thinwire import Advice, ConfigError
-from thinwire.advice.measure import BASELINE, LOCAL_LOSS_GAP_ORDER, _slowest_of, priced
+from thinwire.advice.measure import BASELINE, _slowest_of, priced
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.channel import agree, gather_numbers
 from thinwire.cli.advise import show
+from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
 
@@ -71,7 +72,7 @@ def new_model() -> nn.Sequential:
 
 
 def one_step(model: nn.Module) -> None:
-    torch.autograd.backward(model(torch.ones(256, 256)).square().mean())
+    torch.autograd.backward(model(torch.ones(32, 256)).square().mean())
 
 
 def predicted(name: str, low_ms: float, high_ms: float, order: int, message_bytes: int = 1000) -> Prediction:
@@ -148,16 +149,21 @@ def test_where_averaging_takes_nothing_there_is_nothing_to_win() -> None:
     assert not advised(predicted("rank 1", 101, 102, 3, 10)).nothing_to_win
 
 
-def test_every_loss_gap_has_a_place_of_its_own_and_16_bits_has_none() -> None:
+def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximation() -> None:
     variants = priced()
-    orders = [variant.loss_gap_order for variant in variants.values() if variant.loss_gap_order]
-    assert sorted([*orders, LOCAL_LOSS_GAP_ORDER]) == list(range(1, 7))
-    assert {code for code, variant in variants.items() if not variant.loss_gap_order} == {
+    assert {code for code, variant in variants.items() if variant.keeps_16_bits} == {
         "AllReduce()",
+        'Cast("fp16")',
         BASELINE,
     }
+    for bits in (8, 4, 3, 2):
+        assert f"Quantize(bits={bits})" in variants
+    assert any(code.startswith("TopK") for code in variants)
     for code, variant in variants.items():
         assert eval(code, vars(thinwire)) == variant.algorithm
+    for way in LOCAL_VARIANTS:
+        assert way.name in way.code.replace("thinwire.", "").replace("model, optimizer, ", "")
+        assert isinstance(eval(way.name.replace("(", "=dict(", 1).partition("=")[2], vars(thinwire)), dict)
 
 
 def test_messages_are_priced_by_what_carries_them() -> None:
@@ -237,16 +243,25 @@ def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Po
             assert [each.step_seconds for each in advice.predictions] == sorted(
                 each.step_seconds for each in advice.predictions
             )
-            assert len(advice.predictions) == 8
+            assert len(advice.predictions) == len(priced()) + len(LOCAL_VARIANTS)
+            assert all(each.sent_bytes == each.received_bytes > 0 for each in advice.predictions)
         assert slow.break_even_bits_per_second > 1e7  # the slow network's
         bytes_of = {each.name: each.message_bytes for each in slow.predictions}
         parameter_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
         assert bytes_of["AllReduce()"] == parameter_bytes
         assert bytes_of['Cast("bf16")'] == parameter_bytes / 2
         assert bytes_of["PowerSGD(matrix_rank=4)"] < parameter_bytes / 20
+        assert bytes_of["LocalSGD(every_steps=10)"] == pytest.approx(parameter_bytes / 10, rel=1e-3)
+        assert bytes_of["DiLoCo(every_steps=30)"] < parameter_bytes / 30 / 7
+        wire = {each.name: each.sent_bytes for each in slow.predictions}
+        assert wire["AllReduce()"] == parameter_bytes  # a ring of two sends each byte once
+        assert slow.is_within_budget(slow.best)
+        assert "Loss gaps are the largest of AdamW and SGD" in slow.notes[0]
         memory = {each.name: each.memory_bytes for each in slow.predictions}
         assert memory["AllReduce()"] == 0
         assert memory["PowerSGD(matrix_rank=4)"] > 4 * 2 * 256 * 512
+        assert memory["LocalSGD(every_steps=10)"] == parameter_bytes  # the last averages
+        assert memory["DiLoCo(every_steps=30)"] == 2 * parameter_bytes  # and the outer momentum
         assert unchanged
 
 
@@ -265,6 +280,8 @@ def test_what_can_not_be_advised(pool2: Pool) -> None:
         assert "must run a backward pass on the model that it is given" in messages[0]
         assert "budget_seconds must be above 0" in messages[1]
         assert "budget_seconds must be above 0 and finite" in messages[2]
+        assert "budget_loss must be a share of at least 0, such as 0.005 for 0.5 %, got -0.1" in messages[3]
+        assert 'optimizer must be a name such as "AdamW" or "SGD", or None, got 7' in messages[4]
 
 
 def _refused() -> list[str]:
@@ -273,6 +290,8 @@ def _refused() -> list[str]:
         {"one_step": lambda model: None},
         {"one_step": one_step, "budget_seconds": 0.0},
         {"one_step": one_step, "budget_seconds": float("inf")},
+        {"one_step": one_step, "budget_loss": -0.1},
+        {"one_step": one_step, "optimizer": 7},
     ):
         with pytest.raises(ConfigError) as caught:
             thinwire.advise(new_model(), probe=network(1e8, 0.001), **options)
@@ -306,13 +325,18 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_command(folder: Path) -> None:
     options = ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=0.5"]
-    done = run(folder, *options, "--json")
+    done = run(folder, *options, "--json", "--optimizer=Lion", "--budget-loss=3%", "--html=advice.html")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["best"]["is_lossy"] is True
     assert told["compress"] is not told["best"]["averages_less_often"]
     assert told["nothing_to_win"] is False
-    assert told["tied"][0] == told["predictions"][0]
+    assert told["best"] in told["tied"]
+    assert told["budget_loss"] == 0.03
+    assert told["frontier"][0] in told["predictions"]
+    assert told["best"]["name"] in told["lines"]["DDP"]
+    assert "No loss gap was measured with Lion, only with AdamW and SGD" in told["notes"][0]
+    assert told["best"]["name"] in (folder / "advice.html").read_text()
     assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
 
 
@@ -329,6 +353,10 @@ def test_the_command(folder: Path) -> None:
         ),
         (["--model=mine:broken", "--step=mine:step"], "mine:broken failed: ValueError: no weights here"),
         (["--model=mine:number", "--step=mine:step"], "mine:number must return a torch.nn.Module, got 7"),
+        (
+            ["--model=mine:build", "--step=mine:step", "--budget-loss=much"],
+            "--budget-loss must be a share from 0 to below 1, such as 0.5%, or any; got 'much'",
+        ),
         (["--model=mine:build", "--step=mine:number"], "mine:number failed: TypeError"),
     ],
 )

@@ -144,7 +144,7 @@ def _under_ddp() -> tuple[int, float, bool, list[str]]:
     checksum = torch.stack([parameter.double().sum() for parameter in module.parameters()])
     everyone = [torch.empty_like(checksum) for _ in range(2)]
     dist.all_gather(everyone, checksum)
-    variant = registry.Variant("AroundTrend()", AroundTrend(), is_priced=True, loss_gap_order=9)
+    variant = registry.Variant("AroundTrend()", AroundTrend(), is_priced=True)
     entry = registry.Registered("toy", AroundTrend, AroundTrend, True, True, (variant,))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(registry, "REGISTRY", (*registry.REGISTRY, entry))

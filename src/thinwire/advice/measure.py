@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from statistics import fmean
 
@@ -17,8 +17,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.advice.result import Advice, Prediction, choose, tied
-from thinwire.advice.timeline import Stopwatch, Timeline
+from thinwire.advice.local import local_benches
+from thinwire.advice.loss import (
+    EXACT_LOSS,
+    checked_optimizer_name,
+    expected_loss,
+    known_optimizers,
+    published_gap,
+)
+from thinwire.advice.result import Advice, Prediction, choose, is_within, tied
+from thinwire.advice.timeline import Network, Stopwatch, Timeline
 from thinwire.algorithms import registry
 from thinwire.algorithms.registry import Variant
 from thinwire.channel import (
@@ -26,7 +34,6 @@ from thinwire.channel import (
     ProcessGroupTransport,
     Transport,
     gather_numbers,
-    message_bytes_of,
     own_subgroup,
     wire_bytes,
 )
@@ -36,24 +43,18 @@ from thinwire.fronts.ddp_model import register
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 
-__all__ = ["BASELINE", "LOCAL_SGD", "advise", "priced"]
+__all__ = ["BASELINE", "advise", "priced"]
 
 EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
-LOCAL_EVERY_STEPS = 10
-LOCAL_SGD = f"LocalSGD(every_steps={LOCAL_EVERY_STEPS})"
-LOCAL_LOSS_GAP_ORDER = 1  # see the registry of algorithms
 UNTIMED_ROUNDS = 3
 MIN_ROUNDS = 5
 
 OneStep = Callable[[nn.Module], object]
-Network = Callable[[Collective, int], float]
-"""Seconds of a collective, by the bytes that each process hands over."""
 
 
 def priced() -> dict[str, Variant]:
     """Return the algorithms that are priced, as they are written in code."""
-    variants = [variant for each in registry.REGISTRY for variant in each.variants]
-    return {variant.code: variant for variant in variants if variant.is_priced}
+    return {variant.code: variant for each in registry.REGISTRY for variant in each.priced}
 
 
 def advise(
@@ -63,14 +64,17 @@ def advise(
     *,
     budget_seconds: float = 30.0,
     least_gain: float = 0.05,
+    budget_loss: float = 0.01,
+    optimizer: str | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Advice:
-    """Predict the step time of each algorithm for a model, on the network that was probed.
+    """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
 
     The model is copied (a DDP model's options are not); a step of the copy is timed with every algorithm
     on this process, without any network, noting which message would have been sent when. The probe tells
     how long each would have been under way, and of as many steps as there are processes the slowest sets
-    the pace.
+    the pace. Loss gaps are those that were measured with small models, by optimizer and number of members
+    (`loss_gaps.json` beside this module): yours may be others.
 
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken.
@@ -80,12 +84,17 @@ def advise(
         budget_seconds: About how long the measuring may take.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
+        budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
+            0.01 is 1 %. `math.inf` for any, known or not.
+        optimizer: What trains the model, such as "AdamW" or "SGD". With another one than was measured with,
+            and with None, the largest gap of those counts.
         progress: Gets what is being measured, in words.
 
     To be called on every process of the default process group, or in a group of one; the result is the
     same on all. A module that communicates by itself (SyncBatchNorm) must do so in every process alike.
 
-    Cost: a copy of the model, its gradients and its error memory, while it runs.
+    Cost: a copy of the model and its gradients, and for each algorithm what it keeps between steps, while it
+    runs.
 
     Raises:
         ConfigError: `one_step` does not run a backward pass, the model is on a GPU, or an argument is out of
@@ -97,6 +106,11 @@ def advise(
             f"budget_seconds must be above 0 and finite, least_gain at least 0 and below 1, got "
             f"{budget_seconds} and {least_gain}"
         )
+    if not budget_loss >= 0:
+        raise ConfigError(
+            f"budget_loss must be a share of at least 0, such as 0.005 for 0.5 %, got {budget_loss}"
+        )
+    optimizer = checked_optimizer_name(optimizer)
     transport = ProcessGroupTransport()
     given = getattr(model, "_orig_mod", model)
     module = copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given)
@@ -105,31 +119,112 @@ def advise(
             "advise times the host, which is not when a GPU works: give it the model on the CPU"
         )
     probe = measure_network() if probe is None else probe
-    with _alone(module) as ddp:
-        bench = _Bench(ddp, one_step, probe.world_size)
+    with _alone(module) as ddp, ExitStack() as entered:
+        bench = _Bench(ddp, one_step, probe.world_size, entered)
         bench.run(budget_seconds, transport, progress)
+        # While they are there: what the fronts keep goes with them.
         memory_bytes = {code: front.engine.memory_bytes() for code, front in bench.fronts.items()}
+        memory_bytes |= {each.way.name: each.averaging.memory_bytes() for each in bench.local}
     own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
-    gradient_bytes = sum(each.handed_bytes for each in bench.timelines[EXACT][-1].sent)
 
     def predictions(network: Network) -> list[Prediction]:
         found = [
             _predicted(variant, bench.timelines[code], memory_bytes[code], network, probe.world_size)
             for code, variant in bench.variants.items()
         ]
-        local = _local(bench.without_averaging, gradient_bytes, network, probe.world_size)
-        return _agreed([*found, local], transport)
+        for each in bench.local:
+            extra_seconds = each.extra_seconds(network, own_seconds)
+            message_bytes, sent_bytes = each.bytes_per_step(probe.world_size)
+            found.append(
+                Prediction(
+                    each.way.name,
+                    each.way.code,
+                    *_slowest_of(
+                        [alone.seconds + extra_seconds for alone in bench.without_averaging], probe.world_size
+                    ),
+                    message_bytes=message_bytes,
+                    memory_bytes=memory_bytes[each.way.name],
+                    is_lossy=True,
+                    loss_gap_order=0,
+                    averages_less_often=True,
+                    sent_bytes=sent_bytes,
+                    received_bytes=sent_bytes,
+                )
+            )
+        return _agreed(found, transport)
 
-    ranked = sorted(predictions(probe.collective_seconds), key=lambda each: each.step_seconds)
+    found = predictions(probe.collective_seconds)
+    parameters = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    ranked = sorted(
+        _with_losses(found, bench, optimizer, probe.world_size, parameters),
+        key=lambda each: each.step_seconds,
+    )
+    within = [each for each in ranked if is_within(each, budget_loss)]
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == BASELINE),
-        best=choose(ranked, least_gain),
-        tied=tuple(tied(ranked)),
-        break_even_bits_per_second=_break_even(predictions, probe, least_gain),
+        best=choose(ranked, least_gain, budget_loss),
+        tied=tuple(tied(within)),
+        break_even_bits_per_second=_break_even(
+            predictions, [each.name for each in within if each.is_lossy], probe, least_gain
+        ),
         compute_seconds=_mean_over_processes([own_seconds], transport)[0],
         least_gain=least_gain,
+        budget_loss=budget_loss,
+        optimizer=optimizer,
+        notes=tuple(_notes(optimizer, probe, transport.size)),
     )
+
+
+def _with_losses(
+    found: Sequence[Prediction], bench: _Bench, optimizer: str | None, members: int, parameters: int
+) -> list[Prediction]:
+    """Add what can be told of the loss, and the place of each among all."""
+    local = {each.way.name: each.way for each in bench.local}
+    told = []
+    for each in found:
+        if each.name in local:
+            name, bounds = each.name, {"loses_more_than": local[each.name].loses_more_than}
+        else:
+            variant = bench.variants[each.name]
+            name = str(variant.algorithm)
+            bounds = {
+                "loses_more_than": variant.loses_more_than,
+                "loses_less_than": variant.loses_less_than,
+            }
+        told.append(
+            replace(
+                each,
+                loss=EXACT_LOSS
+                if each.name == EXACT
+                else expected_loss(name, optimizer, members, parameters, **bounds),
+                published=published_gap(name, optimizer, members, parameters),
+            )
+        )
+    orders = sorted({each.loss.order for each in told if each.is_lossy})
+    return [
+        replace(each, loss_gap_order=1 + orders.index(each.loss.order)) if each.is_lossy else each
+        for each in told
+    ]
+
+
+def _notes(optimizer: str | None, probe: Probe, num_processes: int) -> Iterator[str]:
+    """Yield what makes the advice less certain, in words."""
+    known = known_optimizers()
+    if optimizer is None:
+        yield f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own."
+    elif optimizer not in known:
+        yield (
+            f"No loss gap was measured with {optimizer}, only with {' and '.join(known)}: the largest of "
+            "them is shown."
+        )
+    if num_processes not in (1, probe.world_size):
+        yield (
+            f"The probe is of {probe.world_size} processes, this job has {num_processes}: what is predicted "
+            f"is for {probe.world_size}."
+        )
+    if probe.device != "cpu":
+        yield f"The probe is of messages on {probe.device}; what is timed here runs on the CPU."
 
 
 def _agreed(predictions: Sequence[Prediction], transport: Transport) -> list[Prediction]:
@@ -150,6 +245,7 @@ def _mean_over_processes(numbers: Sequence[float], transport: Transport) -> list
 @contextmanager
 def _alone(module: nn.Module) -> Iterator[DistributedDataParallel]:
     """Make a DDP model in a group of this process only."""
+    # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
     group = own_subgroup(1, None)
     try:
         yield DistributedDataParallel(module, process_group=group)
@@ -171,7 +267,9 @@ class _Turns:
 class _Bench:
     """Steps with every algorithm in turn, so that a busy machine slows all of them."""
 
-    def __init__(self, ddp: DistributedDataParallel, one_step: OneStep, world_size: int) -> None:
+    def __init__(
+        self, ddp: DistributedDataParallel, one_step: OneStep, world_size: int, entered: ExitStack
+    ) -> None:
         self.ddp, self.one_step = ddp, one_step
         self.stopwatch = Stopwatch(world_size)
         self.variants = priced()
@@ -183,6 +281,7 @@ class _Bench:
         register(ddp, self.turns, thinwire_hook)
         self.timelines: dict[str, list[Timeline]] = {code: [] for code in self.variants}
         self.without_averaging: list[Timeline] = []
+        self.local = local_benches(ddp.module, self.stopwatch, entered)
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes; the first are not counted.
@@ -196,9 +295,11 @@ class _Bench:
         for _ in range(UNTIMED_ROUNDS):
             progress("untimed steps")
             self._round()
-        for each in (self.without_averaging, *self.timelines.values()):
-            each.clear()
+        timed = (each.averaging.timelines for each in self.local)
+        for timelines in (self.without_averaging, *self.timelines.values(), *timed):
+            timelines.clear()
         own_seconds = (time.perf_counter() - start) / UNTIMED_ROUNDS
+        # Of all processes: a module that communicates by itself must run equally often everywhere.
         round_seconds = _mean_over_processes([own_seconds], transport)[0]
         num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds) - UNTIMED_ROUNDS)
         for number in range(num_rounds):
@@ -217,6 +318,10 @@ class _Bench:
                     "its parameters"
                 )
             self.timelines[code].append(timeline)
+        # Without gradients, so that what the inner optimizers take is no time at all.
+        self.ddp.zero_grad(set_to_none=True)
+        for averaging in dict.fromkeys(each.averaging for each in self.local):
+            averaging.make()
 
     def _step(self) -> Timeline:
         self.ddp.zero_grad()
@@ -232,27 +337,12 @@ def _predicted(
         variant.code,
         f"thinwire.attach(ddp_model, thinwire.{variant.code})",
         *_slowest_of([each.step_seconds(network) for each in timelines], world_size),
-        message_bytes=sum(
-            message_bytes_of(each.collective, each.handed_bytes, world_size) for each in timelines[-1].sent
-        ),
+        message_bytes=timelines[-1].message_bytes(world_size),
         memory_bytes=memory_bytes,
-        is_lossy=variant.loss_gap_order > 0,
-        loss_gap_order=variant.loss_gap_order,
-    )
-
-
-def _local(alone: Sequence[Timeline], num_bytes: int, network: Network, world_size: int) -> Prediction:
-    """Predict each process on its own, and models averaged now and then: nothing of that overlaps."""
-    averaging_seconds = network("all_reduce", num_bytes) / LOCAL_EVERY_STEPS
-    return Prediction(
-        LOCAL_SGD,
-        f"with thinwire.LocalSGD(model, optimizer, every_steps={LOCAL_EVERY_STEPS}):",
-        *_slowest_of([each.seconds + averaging_seconds for each in alone], world_size),
-        message_bytes=num_bytes / LOCAL_EVERY_STEPS,
-        memory_bytes=num_bytes,
-        is_lossy=True,
-        loss_gap_order=LOCAL_LOSS_GAP_ORDER,
-        averages_less_often=True,
+        is_lossy=not variant.keeps_16_bits,
+        loss_gap_order=0,
+        sent_bytes=timelines[-1].wire_bytes(world_size),
+        received_bytes=timelines[-1].wire_bytes(world_size),
     )
 
 
@@ -269,8 +359,20 @@ def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float
     return below(0.5), below(0.25), below(0.75)
 
 
-def _break_even(predictions: Callable[[Network], list[Prediction]], probe: Probe, least_gain: float) -> float:
-    """Return the bits per second below which the fastest compression wins enough over the baseline."""
+def _break_even(
+    predictions: Callable[[Network], list[Prediction]],
+    within_budget: Collection[str],
+    probe: Probe,
+    least_gain: float,
+) -> float:
+    """Return the bits per second below which the fastest compression wins enough over the baseline.
+
+    Args:
+        predictions: On a network.
+        within_budget: Names of what may be advised.
+        probe: Of the network that there is.
+        least_gain: As of `advise`.
+    """
 
     def gain_seconds(bits_per_second: float) -> float:
         def network(collective: Collective, handed_bytes: int) -> float:
@@ -279,9 +381,11 @@ def _break_even(predictions: Callable[[Network], list[Prediction]], probe: Probe
 
         found = predictions(network)
         compressed = [each for each in found if each.is_lossy and not each.averages_less_often]
+        accepted = [each for each in compressed if each.name in within_budget] or compressed
         baseline = next(each.step_seconds for each in found if each.name == BASELINE)
-        return (1 - least_gain) * baseline - min(each.step_seconds for each in compressed)
+        return (1 - least_gain) * baseline - min(each.step_seconds for each in accepted)
 
+    # By bisection on a logarithmic scale: the slower the link, the more compression wins.
     low, high = 1e5, 1e13
     if gain_seconds(low) <= 0:
         return 0.0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
 
 __all__ = ["Advice", "Prediction", "choose", "tied"]
 
@@ -21,9 +24,13 @@ class Prediction:
         message_bytes: What a process sends per step, counted as of an all-reduce.
         memory_bytes: What it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits, or the models drift apart for some steps.
-        loss_gap_order: 0 where no gap to exact averaging's loss was measured; else, the smaller, the smaller
-            was the gap (docs/choosing.md). A hint: your model's may be others.
+        loss_gap_order: 0 for what is not lossy; else its place among all by their loss gaps, from 1, the
+            smallest, on; what has no known gap comes last.
         averages_less_often: Whether whole models are averaged now and then, in place of gradients.
+        sent_bytes: What leaves a process on the wire, mean per step.
+        received_bytes: What reaches it.
+        loss: The gap to exact averaging's loss that is to be expected.
+        published: What others have measured of it; None if nothing.
     """
 
     name: str
@@ -36,6 +43,10 @@ class Prediction:
     is_lossy: bool
     loss_gap_order: int
     averages_less_often: bool = False
+    sent_bytes: float = 0.0
+    received_bytes: float = 0.0
+    loss: ExpectedLoss = UNKNOWN_LOSS
+    published: LossGap | None = None
 
 
 @dataclass(frozen=True)
@@ -45,13 +56,19 @@ class Advice:
     Attributes:
         predictions: Of everything that was considered.
         baseline: Averaging in 16 bits, to compare with.
-        best: What is advised: of those that tie with the fastest the one with the smallest loss gap, but an
-            approximation only if it wins more than `least_gain` over the fastest of the others.
-        tied: The fastest, and those that are no slower for sure: their quartiles overlap with its own.
-        break_even_bits_per_second: The link rate below which the fastest compression wins so much over the
-            baseline; 0 if never, infinite if always.
+        best: What is advised: of those within the loss budget that tie with the fastest of them, the one with
+            the smallest loss gap, but an approximation only if it wins more than `least_gain` over the
+            fastest of the others.
+        tied: Within the loss budget the fastest, and those that are no slower for sure: their quartiles
+            overlap with its own.
+        break_even_bits_per_second: The link rate below which the fastest compression within the loss budget
+            wins so much over the baseline; 0 if never, infinite if always. Where none is within it, of any
+            compression.
         compute_seconds: A step without any averaging, predicted as the others.
         least_gain: What an approximation must win at least, as a share of the baseline's step.
+        budget_loss: The largest loss gap that is accepted, as a share of exact averaging's loss.
+        optimizer: With which losses were looked up; None for the worst of all.
+        notes: What should be known besides, in words.
     """
 
     predictions: tuple[Prediction, ...]
@@ -61,6 +78,9 @@ class Advice:
     break_even_bits_per_second: float
     compute_seconds: float
     least_gain: float
+    budget_loss: float = math.inf
+    optimizer: str | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def compress(self) -> bool:
@@ -83,17 +103,60 @@ class Advice:
 
     low_rank_bytes = compressed_bytes  # its name before there were others
 
+    @property
+    def frontier(self) -> tuple[Prediction, ...]:
+        """Time against loss, fastest first: what loses less than all that are faster, where it is known."""
+        known = [each for each in self.predictions if each.loss.percent is not None]
+        found: list[Prediction] = []
+        for each in sorted(known, key=lambda one: (one.step_seconds, one.loss.order)):
+            if not found or each.loss.order < found[-1].loss.order:
+                found.append(each)
+        return tuple(found)
 
-def choose(ranked: Sequence[Prediction], least_gain: float) -> Prediction:
+    @property
+    def nearest(self) -> Prediction | None:
+        """Of approximations with a known gap the one that loses least; None if there is none."""
+        lossy = [each for each in self.predictions if each.is_lossy and each.loss.percent is not None]
+        return min(lossy, key=lambda each: each.loss.order, default=None)
+
+    def is_within_budget(self, prediction: Prediction) -> bool:
+        """Return whether a way of averaging is exact or 16 bits, or its expected gap is no larger."""
+        return is_within(prediction, self.budget_loss)
+
+    def ties_of(self, prediction: Prediction) -> list[Prediction]:
+        """Return the others that neither time nor loss tells apart from it."""
+        return [
+            each
+            for each in self.predictions
+            if each is not prediction
+            and each.low_seconds <= prediction.high_seconds
+            and prediction.low_seconds <= each.high_seconds
+            and each.loss.is_tied_with(prediction.loss)
+        ]
+
+
+def is_within(prediction: Prediction, budget_loss: float) -> bool:
+    """Return whether a way of averaging may be advised.
+
+    Args:
+        prediction: What it costs.
+        budget_loss: The largest gap, as a share; without a bound, what has no known gap is within it too.
+    """
+    return not prediction.is_lossy or math.isinf(budget_loss) or prediction.loss.order <= 100 * budget_loss
+
+
+def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float = math.inf) -> Prediction:
     """Return what to advise; see `Advice.best`.
 
     Args:
         ranked: Predictions, fastest first.
         least_gain: What an approximation must win at least, as a share of the step.
+        budget_loss: The largest gap, as a share.
     """
-    careful = [each for each in ranked if not each.is_lossy]
+    within = [each for each in ranked if is_within(each, budget_loss)]
+    careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds
-    worth = [each for each in tied(ranked) if not each.is_lossy or each.step_seconds < max_seconds]
+    worth = [each for each in tied(within) if not each.is_lossy or each.step_seconds < max_seconds]
     return min(worth or tied(careful), key=lambda each: (each.loss_gap_order, each.step_seconds))
 
 

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.channel import Collective, Operation, Recording, Transport, Work
+from thinwire.channel import Collective, Operation, Recording, Transport, Work, message_bytes_of, wire_bytes
 
-__all__ = ["Echo", "Sent", "Stopwatch", "Timeline"]
+__all__ = ["Echo", "Network", "Sent", "Stopwatch", "Timeline"]
+
+Network = Callable[[Collective, int], float]
+"""Seconds of a collective, by the bytes that each process hands over."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,24 @@ class Timeline:
     sent: tuple[Sent, ...]
     seconds: float
 
-    def step_seconds(self, message_seconds: Callable[[Collective, int], float]) -> float:
+    def message_bytes(self, members: int) -> int:
+        """Return the bytes of its messages, counted as of an all-reduce."""
+        return sum(message_bytes_of(each.collective, each.handed_bytes, members) for each in self.sent)
+
+    def wire_bytes(self, members: int) -> int:
+        """Return the bytes that leave, and reach, each of so many members."""
+        return sum(wire_bytes(each.collective, each.handed_bytes, members) for each in self.sent)
+
+    def step_seconds(self, message_seconds: Network) -> float:
         """Return how long it would have taken on a network, one message after the other.
 
         Args:
             message_seconds: How long a collective takes, by the bytes that each process hands over.
         """
+        # A wait that is too early for its message delays all that comes after it, later messages included.
         delay = busy_until = 0.0
         arrivals: list[float] = []
+        # At equal times what is sent comes before what is waited for: a message may be waited for at once.
         order = sorted(
             [(each.at_seconds, 0, index) for index, each in enumerate(self.sent)]
             + [(each.waited_seconds, 1, index) for index, each in enumerate(self.sent)]
@@ -55,6 +68,7 @@ class Timeline:
             else:
                 message = self.sent[index]
                 took = message_seconds(message.collective, message.handed_bytes)
+                # Gloo and NCCL carry a group's collectives one after the other.
                 busy_until = max(busy_until, seconds + delay) + took
                 arrivals.append(busy_until)
         return self.seconds + delay
@@ -76,6 +90,7 @@ class Stopwatch:
 
     def start(self) -> None:
         """Begin a step."""
+        # Before the clock is read: what was noted between steps is no part of one.
         self.transport.notes.clear()
         self._start = time.perf_counter()
 
@@ -86,6 +101,7 @@ class Stopwatch:
             Sent(
                 note.sent_seconds - self._start,
                 note.handed_bytes,
+                # What nobody waits for must have come when the next step begins.
                 seconds if note.awaited_seconds is None else note.awaited_seconds - self._start,
                 note.collective,
             )
@@ -121,6 +137,7 @@ class Echo(Transport):
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
         """As `Transport.all_reduce`."""
+        # So that arithmetic meets numbers of the usual size; the largest of equal ones is what it was.
         if operation == "sum":
             tensor.mul_(self._size)
         return _Done()

@@ -27,9 +27,10 @@ class Variant:
         tolerance: Relative error up to which its means are the true ones; where it keeps a residual, all
             means so far and the residual together.
         is_checked: Whether `thinwire check` runs it.
-        is_priced: Whether `thinwire.advise` prices it.
-        loss_gap_order: 0 where no gap to the loss of exact averaging was measured; else its place among all
-            gaps, from 1, the smallest, on. `advise` has `LocalSGD` among them.
+        is_priced: Whether `thinwire.advise` prices it. What it costs in loss, a table there says.
+        keeps_16_bits: Whether its means are as good as 16 bits.
+        loses_more_than: What surely loses less, as `str` of an algorithm, where this one was not measured.
+        loses_less_than: What surely loses more.
     """
 
     code: str
@@ -37,7 +38,9 @@ class Variant:
     tolerance: float = 1e-5
     is_checked: bool = False
     is_priced: bool = False
-    loss_gap_order: int = 0
+    keeps_16_bits: bool = False
+    loses_more_than: str = ""
+    loses_less_than: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Registered:
         is_lossy: Whether its means are approximate.
         has_memory: Whether it remembers anything between steps.
         variants: Settings of it that are tried.
+        priced_too: Others, that `thinwire.advise` alone tries.
     """
 
     name: str
@@ -59,6 +63,12 @@ class Registered:
     is_lossy: bool
     has_memory: bool
     variants: tuple[Variant, ...] = ()
+    priced_too: tuple[Variant, ...] = ()
+
+    @property
+    def priced(self) -> tuple[Variant, ...]:
+        """What `thinwire.advise` prices."""
+        return (*(variant for variant in self.variants if variant.is_priced), *self.priced_too)
 
     def made(self, **offered: object) -> Algorithm:
         """Make it, with those of some settings that it has.
@@ -71,8 +81,6 @@ class Registered:
         return self.make(**{name: value for name, value in offered.items() if name in names})
 
 
-# Loss gaps are of losses after equally many steps, and steps to the same loss
-# (benchmarks/results/2026-11-21-quality.md, -quality-powersgd-4-powersgd-8-alternating.md, -time-to-loss.md).
 REGISTRY: tuple[Registered, ...] = (
     Registered(
         "exact",
@@ -80,7 +88,7 @@ REGISTRY: tuple[Registered, ...] = (
         AllReduce,
         is_lossy=False,
         has_memory=False,
-        variants=(Variant("AllReduce()", AllReduce(), is_checked=True, is_priced=True),),
+        variants=(Variant("AllReduce()", AllReduce(), is_checked=True, is_priced=True, keeps_16_bits=True),),
     ),
     Registered(
         "fp16",
@@ -88,7 +96,16 @@ REGISTRY: tuple[Registered, ...] = (
         Cast,
         is_lossy=True,
         has_memory=False,
-        variants=(Variant('Cast("fp16")', Cast("fp16"), tolerance=3e-3, is_checked=True),),
+        variants=(
+            Variant(
+                'Cast("fp16")',
+                Cast("fp16"),
+                tolerance=3e-3,
+                is_checked=True,
+                is_priced=True,
+                keeps_16_bits=True,
+            ),
+        ),
     ),
     Registered(
         "bf16",
@@ -96,7 +113,16 @@ REGISTRY: tuple[Registered, ...] = (
         Cast,
         is_lossy=True,
         has_memory=False,
-        variants=(Variant('Cast("bf16")', Cast("bf16"), tolerance=2e-2, is_checked=True, is_priced=True),),
+        variants=(
+            Variant(
+                'Cast("bf16")',
+                Cast("bf16"),
+                tolerance=2e-2,
+                is_checked=True,
+                is_priced=True,
+                keeps_16_bits=True,
+            ),
+        ),
     ),
     Registered(
         "quantize",
@@ -105,10 +131,11 @@ REGISTRY: tuple[Registered, ...] = (
         is_lossy=True,
         has_memory=False,
         variants=(
-            Variant("Quantize(bits=8)", Quantize(bits=8), tolerance=3e-2, is_checked=True),
-            Variant("Quantize(bits=4)", Quantize(bits=4), tolerance=0.3, is_checked=True),
-            Variant("Quantize(bits=2)", Quantize(bits=2), tolerance=0.7, is_checked=True),
+            Variant("Quantize(bits=8)", Quantize(bits=8), tolerance=3e-2, is_checked=True, is_priced=True),
+            Variant("Quantize(bits=4)", Quantize(bits=4), tolerance=0.3, is_checked=True, is_priced=True),
+            Variant("Quantize(bits=2)", Quantize(bits=2), tolerance=0.7, is_checked=True, is_priced=True),
         ),
+        priced_too=(Variant("Quantize(bits=3)", Quantize(bits=3)),),
     ),
     Registered(
         "powersgd",
@@ -117,21 +144,21 @@ REGISTRY: tuple[Registered, ...] = (
         is_lossy=True,
         has_memory=True,
         variants=(
-            Variant("PowerSGD(matrix_rank=1)", PowerSGD(matrix_rank=1), is_priced=True, loss_gap_order=6),
+            Variant("PowerSGD(matrix_rank=1)", PowerSGD(matrix_rank=1), is_priced=True),
+            Variant("PowerSGD(matrix_rank=2)", PowerSGD(matrix_rank=2), is_checked=True, is_priced=True),
+            Variant("PowerSGD(matrix_rank=4)", PowerSGD(matrix_rank=4), is_priced=True),
             Variant(
-                "PowerSGD(matrix_rank=2)",
-                PowerSGD(matrix_rank=2),
-                is_checked=True,
+                "PowerSGD(matrix_rank=8)",
+                PowerSGD(matrix_rank=8),
                 is_priced=True,
-                loss_gap_order=4,
+                loses_more_than="PowerSGD(matrix_rank=16)",
+                loses_less_than="PowerSGD(matrix_rank=4)",
             ),
-            Variant("PowerSGD(matrix_rank=4)", PowerSGD(matrix_rank=4), is_priced=True, loss_gap_order=3),
-            Variant("PowerSGD(matrix_rank=8)", PowerSGD(matrix_rank=8), is_priced=True, loss_gap_order=2),
             Variant(
                 "PowerSGD(matrix_rank=4, alternating=True)",
                 PowerSGD(matrix_rank=4, alternating=True),
                 is_priced=True,
-                loss_gap_order=5,
+                loses_more_than="PowerSGD(matrix_rank=8, alternating=True)",
             ),
             Variant(
                 "PowerSGD(matrix_rank=2, alternating=True)",
@@ -145,6 +172,7 @@ REGISTRY: tuple[Registered, ...] = (
                 is_checked=True,
             ),
         ),
+        priced_too=(Variant("PowerSGD(matrix_rank=16)", PowerSGD(matrix_rank=16)),),
     ),
     Registered(
         "batched-powersgd",
@@ -160,14 +188,15 @@ REGISTRY: tuple[Registered, ...] = (
         TopK,
         is_lossy=True,
         has_memory=True,
-        # Only so nothing is forgotten.
         variants=(
+            # Only so nothing is forgotten, which is what is checked.
             Variant(
                 'TopK(error_decay=1, merge="members")',
                 TopK(error_decay=1, merge="members"),
                 is_checked=True,
             ),
         ),
+        priced_too=(Variant("TopK(density=1 / 32)", TopK(density=1 / 32)),),
     ),
 )
 

@@ -16,13 +16,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from thinwire.advice.lines import lines_to_paste
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import Advice
+from thinwire.advice.words import LOSS_LEGEND, verdict
 from thinwire.cli.job import alone
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
 
 __all__ = ["advise", "show"]
+
+COLUMNS_LEGEND = (
+    "between: the quartiles; %: of a step with 16 bits; MB: what leaves a process per step, and as much "
+    "reaches it; kept: MB between steps"
+)
 
 
 def advise(
@@ -36,6 +43,16 @@ def advise(
         typer.Option(metavar="MODULE:FUNCTION", help="Runs forward and backward on the model it is given."),
     ],
     budget_seconds: Annotated[float, typer.Option(help="About how long it may take.")] = 30.0,
+    budget_loss: Annotated[
+        str, typer.Option(metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any.")
+    ] = "1%",
+    optimizer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What trains the model.", show_default="the worst of all known"),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well, with a picture.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
 ) -> None:
     """Predict what each algorithm would make of a step of your model on the network that was probed.
@@ -43,8 +60,13 @@ def advise(
     Runs on one process, on a machine like those that will train.
 
     Example: `thinwire advise --probe probe.json --model my_pkg.models:build --step my_pkg.models:one_step`
+
+    Example: `… --optimizer AdamW --budget-loss 0.5% --html advice.html`
     """
+    # What can be refused at once is, before anything is measured.
+    share = _share(budget_loss)
     found = Probe.load(probe)
+    # As `python -m` does: a user's modules lie where the command is called.
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
     with alone():
@@ -58,12 +80,37 @@ def advise(
                 lambda given: _called(lambda: one_step(given), step),
                 found,
                 budget_seconds=budget_seconds,
+                budget_loss=share,
+                optimizer=optimizer,
                 progress=status.update,
             )
+    if html is not None:
+        from thinwire.report.advice import advice_page  # noqa: PLC0415 - needed here alone
+
+        html.write_text(advice_page(advice), encoding="utf-8")
     if as_json:
         print(json.dumps(_plain(advice)))
     else:
         show(advice, Console())
+
+
+def _share(text: str) -> float:
+    """Return the share that "0.5%" or "0.005" means; infinity for "any".
+
+    Raises:
+        ConfigError: It is none.
+    """
+    number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
+    try:
+        share = math.inf if text == "any" else float(number) / (100 if percent else 1)
+    except ValueError:
+        share = math.nan
+    # NaN fails this, too; and "inf" is not how the option is spelled.
+    if not 0 <= share < 1 and text != "any":
+        raise ConfigError(
+            f"--budget-loss must be a share from 0 to below 1, such as 0.5%, or any; got {text!r:.50}"
+        )
+    return share
 
 
 def _function(place: str, option: str) -> Callable[..., Any]:
@@ -105,73 +152,62 @@ def _called(function: Callable[[], Any], place: str) -> Any:
 
 
 def _plain(advice: Advice) -> dict[str, Any]:
-    bits = advice.break_even_bits_per_second
+    bits, budget = advice.break_even_bits_per_second, advice.budget_loss
+    # JSON has no infinity.
     return asdict(advice) | {
         "compress": advice.compress,
         "nothing_to_win": advice.nothing_to_win,
         "break_even_bits_per_second": None if math.isinf(bits) else bits,
+        "budget_loss": None if math.isinf(budget) else budget,
+        "frontier": [asdict(each) for each in advice.frontier],
+        "lines": {} if advice.nothing_to_win else lines_to_paste(advice),
     }
 
 
 def show(advice: Advice, console: Console) -> None:
-    """Print a table, in which less is better everywhere, and what follows in words.
+    """Print a table, in which less is better everywhere, what follows in words, and lines to paste.
 
     Args:
         advice: What was predicted.
         console: Where to.
     """
     table = Table(title="Predicted steps, fastest first")
-    for name in ("", "ms", "between", "% of 16 bits", "MB sent", "MB kept"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=bool(name))
+    # What is long, and has no spaces, is folded rather than cut off.
+    table.add_column("", overflow="fold")
+    for name in ("ms", "between", "%", "MB", "kept", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
     for each in advice.predictions:
+        # What leaves a process and what reaches it are as much, in all collectives that there are.
+        ways = dict.fromkeys(_megabytes(size) for size in (each.sent_bytes, each.received_bytes))
         table.add_row(
             each.name,
             f"{1e3 * each.step_seconds:.1f}",
             f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:.1f}",
             f"{100 * each.step_seconds / advice.baseline.step_seconds:.0f}",
-            f"{each.message_bytes / 1e6:.2f}",
+            ", ".join(ways),
             f"{each.memory_bytes / 1e6:.1f}",
+            each.loss.short,
         )
     console.print(table)
-    console.print(_verdict(advice), highlight=False, soft_wrap=True)
+    lines = [COLUMNS_LEGEND, LOSS_LEGEND, "", *_frontier(advice), *verdict(advice)]
+    if not advice.nothing_to_win:
+        for front, pasted in lines_to_paste(advice).items():
+            lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]
+    # Not as markup: an algorithm's settings may stand in brackets.
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _verdict(advice: Advice) -> str:
-    bits, gained = advice.break_even_bits_per_second, f"{advice.least_gain:.0%} over 16 bits"
-    where = (
-        f"links below {bits / 1e6:,.0f} Mbit/s"
-        if 0 < bits < math.inf
-        else "every link"
-        if bits
-        else "no link"
-    )
-    lines = [_advised(advice), f"Compressed messages win more than {gained} on {where}."]
-    if len(advice.tied) > 1:
-        is_all = len(advice.tied) == len(advice.predictions)
-        names = "all of them" if is_all else ", ".join(each.name for each in advice.tied)
-        lines.insert(1, f"Not distinguishable from the fastest: {names}.")
-        if advice.best in advice.tied:
-            gap = "the smallest loss gap of those that win enough" if advice.best.is_lossy else "no loss gap"
-            lines[1] += f" {advice.best.name} has {gap}."
-    return "\n".join(lines if advice.nothing_to_win else [*lines, "", f"    {advice.best.code}"])
+def _megabytes(num_bytes: float) -> str:
+    """Return megabytes, with digits enough for what is sent once in many steps."""
+    megabytes = num_bytes / 1e6
+    return f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}"
 
 
-def _advised(advice: Advice) -> str:
-    best = advice.best
-    if best.is_lossy:
-        share = best.step_seconds / advice.baseline.step_seconds
-        what = "Average less often" if best.averages_less_often else "Compress"
-        return f"{what}: a step with {best.name} takes {share:.0%} of one with 16 bits. Compare losses, too."
-    if advice.compressed_bytes >= advice.baseline.message_bytes:
-        return (
-            "Nothing to win by compressing: compressed messages of this model are "
-            f"{advice.compressed_bytes:,.0f} bytes per step, 16 bits {advice.baseline.message_bytes:,.0f}."
-        )
-    if advice.nothing_to_win:
-        return (
-            f"Nothing to win: a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}, "
-            f"{1e3 * advice.compute_seconds:.1f} ms without any averaging."
-        )
-    return (
-        f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name} for sure."
-    )
+def _frontier(advice: Advice) -> list[str]:
+    """Return a line for each way that loses less than all faster ones, with those not told apart from it."""
+    lines = []
+    for each in advice.frontier:
+        ties = ", ".join(other.name for other in advice.ties_of(each))
+        tie = f", not told apart from {ties}" if ties else ""
+        lines.append(f"  {1e3 * each.step_seconds:9.1f} ms  {each.loss.short:>6} %  {each.name}{tie}")
+    return ["Time against loss: whatever loses less than all that is faster", *lines, ""] if lines else []

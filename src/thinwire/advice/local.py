@@ -1,0 +1,143 @@
+"""Models that are averaged now and then: the front itself is timed, and what lies between is computed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.advice.timeline import Network, Stopwatch, Timeline
+from thinwire.errors import ConfigError
+from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
+from thinwire.sync import engine_of
+
+__all__ = ["Averaging", "LocalBench", "local_benches"]
+
+
+@dataclass(eq=False)
+class Averaging:
+    """A front that averages a whole model after every step of an optimizer which changes nothing.
+
+    Attributes:
+        front: Entered.
+        optimizer: That it follows.
+        stopwatch: Times it.
+        timelines: Of all averagings so far.
+    """
+
+    front: LocalSGD
+    optimizer: torch.optim.Optimizer
+    stopwatch: Stopwatch
+    timelines: list[Timeline] = field(default_factory=list)
+
+    def make(self) -> None:
+        """Average once."""
+        self.stopwatch.start()
+        self.optimizer.step()
+        self.timelines.append(self.stopwatch.timeline())
+
+    def memory_bytes(self) -> int:
+        """Return what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
+        outer = self.front.outer
+        kept: list[Any] = [] if outer is None else list(outer.state.values())
+        state_bytes = sum(
+            value.nbytes
+            for of_parameter in kept
+            for value in of_parameter.values()
+            if isinstance(value, torch.Tensor)
+        )
+        last_bytes = sum(each.nbytes for each in self.front.module.parameters() if each.requires_grad)
+        return engine_of(self.front).memory_bytes() + state_bytes + last_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBench:
+    """A way of averaging now and then, and what times its averagings.
+
+    Attributes:
+        way: What is priced.
+        averaging: Of the whole model at once, with its algorithm.
+    """
+
+    way: LocalVariant
+    averaging: Averaging
+
+    def extra_seconds(self, network: Network, own_seconds: float) -> float:
+        """Return what averaging adds to a step, mean: its arithmetic, and what of its messages is waited for.
+
+        Args:
+            network: Tells how long messages take.
+            own_seconds: A step without averaging.
+        """
+        timelines, fragments = self.averaging.timelines, self.way.fragments
+        arithmetic_seconds = median(each.seconds for each in timelines)
+        # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
+        waited_seconds = fragments * median(
+            each.step_seconds(lambda kind, handed_bytes: network(kind, -(-handed_bytes // fragments)))
+            - each.seconds
+            for each in timelines
+        )
+        # A fragment's messages travel while its delay is computed. The link carries one after the other, so
+        # what all fragments hide is no more than the steps between two averagings.
+        hidden_steps = min(self.way.every_steps, fragments * self.way.delay_steps)
+        exposed_seconds = max(0.0, waited_seconds - hidden_steps * own_seconds)
+        return (arithmetic_seconds + exposed_seconds) / self.way.every_steps
+
+    def bytes_per_step(self, members: int) -> tuple[float, float]:
+        """Return mean bytes per step: counted as of an all-reduce, and on the wire, each way.
+
+        Args:
+            members: Of the group.
+        """
+        last = self.averaging.timelines[-1]
+        return (
+            last.message_bytes(members) / self.way.every_steps,
+            last.wire_bytes(members) / self.way.every_steps,
+        )
+
+
+def local_benches(module: nn.Module, stopwatch: Stopwatch, entered: ExitStack) -> list[LocalBench]:
+    """Return a bench for each way that this model allows.
+
+    Args:
+        module: Is averaged; its parameters stay what they are.
+        stopwatch: Of the steps.
+        entered: Leaves the fronts again.
+    """
+    trained = [each for each in module.parameters() if each.requires_grad]
+    found: list[LocalBench] = []
+    for way in LOCAL_VARIANTS:
+        optimizer = torch.optim.SGD(trained, lr=0.0)
+        if way.fragments > 1:
+            try:
+                way.front(
+                    module,
+                    optimizer,
+                    every_steps=way.every_steps,
+                    process_group=stopwatch.transport,
+                    **way.options,
+                )
+            except ConfigError:
+                # A model of fewer layers than fragments; what is wrong otherwise shows below.
+                continue
+        # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
+        alike = next(
+            (
+                each.averaging
+                for each in found
+                if each.way.front is way.front
+                and each.way.options.get("algorithm") == way.options.get("algorithm")
+            ),
+            None,
+        )
+        if alike is None:
+            given = {"algorithm": way.options["algorithm"]} if "algorithm" in way.options else {}
+            front = way.front(module, optimizer, every_steps=1, process_group=stopwatch.transport, **given)
+            alike = Averaging(entered.enter_context(front), optimizer, stopwatch)
+        found.append(LocalBench(way, alike))
+    return found

@@ -1,0 +1,253 @@
+"""What a way of averaging costs in loss: gaps to exact averaging that were measured, shipped as data.
+
+`loss_gaps.json` is made by `benchmarks/loss_gaps.py` from the project's result files, and from papers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Literal
+
+from thinwire.errors import ConfigError
+
+__all__ = [
+    "EXACT_LOSS",
+    "UNKNOWN_LOSS",
+    "ExpectedLoss",
+    "LossGap",
+    "checked_optimizer_name",
+    "expected_loss",
+    "known_optimizers",
+    "loss_gaps",
+    "published_gap",
+    "signed",
+]
+
+# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md).
+NOISE_PERCENT = 0.5
+
+MAX_NAME_LENGTH = 100
+
+Kind = Literal["exact", "measured", "between", "published", "above", "unknown"]
+
+
+@dataclass(frozen=True)
+class LossGap:
+    """How much more held-out loss than exact averaging, after equally many steps.
+
+    Attributes:
+        name: What lost it, as it is written in code.
+        optimizer: With which.
+        members: That trained together.
+        parameters: Of the model.
+        steps: Of each training; None where a paper counts otherwise.
+        seeds: Trainings of each kind, compared seed by seed.
+        percent: Mean.
+        low_percent: Of the 95 % interval of the mean (Student's t); None of a single seed.
+        high_percent: Likewise.
+        source: File of this project, or paper.
+        is_published: Whether others have measured it.
+    """
+
+    name: str
+    optimizer: str
+    members: int
+    parameters: int
+    steps: int | None
+    seeds: int
+    percent: float
+    low_percent: float | None
+    high_percent: float | None
+    source: str
+    is_published: bool
+
+    def __str__(self) -> str:
+        spread = (
+            ""
+            if self.low_percent is None or self.high_percent is None
+            else f" ({signed(self.low_percent)} to {signed(self.high_percent)})"
+        )
+        steps = "" if self.steps is None else f", {self.steps:,} steps"
+        how = "published" if self.is_published else "measured"
+        return (
+            f"{signed(self.percent)} %{spread}, {how} with {self.optimizer}, {self.members} members, "
+            f"{_parameters(self.parameters)} parameters{steps} ({self.source})"
+        )
+
+
+@dataclass(frozen=True)
+class ExpectedLoss:
+    """What can be told of a gap to the loss of exact averaging.
+
+    Attributes:
+        kind: "exact": there is none. "measured", "published": `gaps` has it. "between": not measured itself,
+            but what surely loses less and what surely loses more, which are `gaps`. "above": only the
+            former. "unknown": nothing was measured.
+        percent: To be counted with: the mean, or of what is between the larger one; None where there is no
+            upper bound.
+        low_percent: The least that it may be, as far as known.
+        high_percent: The most.
+        gaps: What it is made of.
+    """
+
+    kind: Kind
+    percent: float | None = None
+    low_percent: float | None = None
+    high_percent: float | None = None
+    gaps: tuple[LossGap, ...] = ()
+
+    @property
+    def order(self) -> float:
+        """By which losses are ranked; what lost less than exact averaging did so by chance."""
+        return math.inf if self.percent is None else max(0.0, self.percent)
+
+    @property
+    def short(self) -> str:
+        """A few letters, in percent."""
+        if self.percent is not None:
+            return {"between": "≤ ", "published": "p "}.get(self.kind, "") + signed(self.percent)
+        return f"> {signed(self.low_percent)}" if self.low_percent is not None else "?"
+
+    def is_tied_with(self, other: ExpectedLoss) -> bool:
+        """Return whether two losses are not told apart: their intervals overlap."""
+        low, high = self._interval
+        other_low, other_high = other._interval
+        return low <= other_high and other_low <= high
+
+    @property
+    def _interval(self) -> tuple[float, float]:
+        if self.percent is None:
+            return math.inf, -math.inf
+        if self.low_percent is None or self.high_percent is None:
+            return self.percent - NOISE_PERCENT, self.percent + NOISE_PERCENT
+        return self.low_percent, self.high_percent
+
+
+EXACT_LOSS = ExpectedLoss("exact", 0.0, 0.0, 0.0)
+UNKNOWN_LOSS = ExpectedLoss("unknown")
+
+
+@cache
+def loss_gaps() -> tuple[LossGap, ...]:
+    """Return all gaps that are shipped."""
+    text = files("thinwire.advice").joinpath("loss_gaps.json").read_text(encoding="utf-8")
+    return tuple(LossGap(**row) for row in json.loads(text)["gaps"])
+
+
+def known_optimizers() -> list[str]:
+    """Return the optimizers that this project has measured with."""
+    return sorted({each.optimizer for each in loss_gaps() if not each.is_published})
+
+
+def checked_optimizer_name(name: object) -> str | None:
+    """Return an optimizer's name, written as in the table if it is there; None for None.
+
+    Raises:
+        ConfigError: It is no name.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_LENGTH:
+        raise ConfigError(f'optimizer must be a name such as "AdamW" or "SGD", or None, got {name!r:.200}')
+    given = name.strip()
+    return next((each for each in known_optimizers() if each.lower() == given.lower()), given)
+
+
+def expected_loss(
+    name: str,
+    optimizer: str | None,
+    members: int,
+    parameters: int,
+    *,
+    loses_more_than: str = "",
+    loses_less_than: str = "",
+) -> ExpectedLoss:
+    """Return what can be told of a way of averaging.
+
+    The project's own measurements come first, then what surely loses less and more, then what was published.
+
+    Args:
+        name: As it is written in code.
+        optimizer: As of `checked_optimizer_name`; of one that is not in the table, and of None, the largest
+            gap of all that are.
+        members: That train together.
+        parameters: Of the model.
+        loses_more_than: What loses less, where this was not measured.
+        loses_less_than: What loses more.
+    """
+    own = _own_gap(name, optimizer, members, parameters)
+    if own is not None:
+        return ExpectedLoss("measured", own.percent, own.low_percent, own.high_percent, (own,))
+    less = _own_gap(loses_more_than, optimizer, members, parameters)
+    more = _own_gap(loses_less_than, optimizer, members, parameters)
+    if less is not None and more is not None:
+        return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
+    published = published_gap(name, optimizer, members, parameters)
+    if published is not None:
+        return ExpectedLoss("published", published.percent, gaps=(published,))
+    if less is not None:
+        return ExpectedLoss("above", low_percent=less.percent, gaps=(less,))
+    return UNKNOWN_LOSS
+
+
+def published_gap(name: str, optimizer: str | None, members: int, parameters: int) -> LossGap | None:
+    """Return what others have measured, nearest in members and then in the model's size; None if nothing.
+
+    Args:
+        name: As it is written in code.
+        optimizer: As of `expected_loss`.
+        members: That train together.
+        parameters: Of the model.
+    """
+    rows = [each for each in loss_gaps() if each.name == name and each.is_published]
+    return _worst_of_optimizers(rows, optimizer, members, parameters)
+
+
+def _own_gap(name: str, optimizer: str | None, members: int, parameters: int) -> LossGap | None:
+    rows = [each for each in loss_gaps() if each.name == name and not each.is_published]
+    return _worst_of_optimizers(rows, optimizer, members, parameters)
+
+
+def _worst_of_optimizers(
+    rows: Iterable[LossGap], optimizer: str | None, members: int, parameters: int
+) -> LossGap | None:
+    """Return the row nearest to a training; of an unknown optimizer, the largest of each optimizer's."""
+
+    def distance(gap: LossGap) -> tuple[float, ...]:
+        # Gaps grow with members. Long trainings come before models of one's own size, which the project's
+        # own ones never are; published ones have no steps, so there the size decides.
+        return (
+            abs(math.log(members / gap.members)),
+            -(gap.steps or 0),
+            abs(math.log(max(1, parameters) / gap.parameters)),
+            -gap.seeds,
+        )
+
+    by_optimizer: dict[str, list[LossGap]] = {}
+    for each in rows:
+        by_optimizer.setdefault(each.optimizer, []).append(each)
+    chosen = (
+        [by_optimizer[optimizer]]
+        if optimizer in by_optimizer
+        else []
+        if optimizer in known_optimizers()
+        else list(by_optimizer.values())
+    )
+    nearest = [min(of_one, key=distance) for of_one in chosen]
+    return max(nearest, key=lambda gap: gap.percent, default=None)
+
+
+def signed(percent: float) -> str:
+    """Return a gap with its sign; nothing has none."""
+    text = f"{percent:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+def _parameters(count: int) -> str:
+    unit, letter = (10**9, "B") if count >= 10**9 else (10**6, "M")
+    return f"{count / unit:.3g} {letter}"

@@ -1,0 +1,107 @@
+"""Advice in sentences: what the command prints and the page shows."""
+
+from __future__ import annotations
+
+import math
+
+from thinwire.advice.result import Advice, Prediction
+
+__all__ = ["LOSS_LEGEND", "losses_of", "verdict"]
+
+LOSS_LEGEND = (
+    "loss: the gap to exact averaging's held-out loss to be expected, in percent. p: published by others; ≤: "
+    "not measured itself, but what loses more was; >: what loses less was; ?: not known. Measured with small "
+    "models; yours may differ."
+)
+
+
+def verdict(advice: Advice) -> list[str]:
+    """Return what is advised, and why, a sentence or two for each item."""
+    bits, gained = advice.break_even_bits_per_second, f"{advice.least_gain:.0%} over 16 bits"
+    where = (
+        f"links below {bits / 1e6:,.0f} Mbit/s"
+        if 0 < bits < math.inf
+        else "every link"
+        if bits
+        else "no link"
+    )
+    lines = [_advised(advice)]
+    if len(advice.tied) > 1:
+        is_all = len(advice.tied) == len(advice.predictions)
+        names = "all of them" if is_all else ", ".join(each.name for each in advice.tied)
+        tie = f"Not distinguishable from the fastest: {names}."
+        if advice.best in advice.tied:
+            gap = "the smallest loss gap of those that win enough" if advice.best.is_lossy else "no loss gap"
+            tie += f" {advice.best.name} has {gap}."
+        lines.append(tie)
+    lines.append(f"Compressed messages win more than {gained} on {where}.")
+    return [*lines, *_about_losses(advice), *advice.notes]
+
+
+def losses_of(prediction: Prediction) -> str:
+    """Return what is known of a way's loss, with where it is from."""
+    loss = prediction.loss
+    told = {
+        "exact": ["none: it is exact averaging"],
+        "measured": [str(gap) for gap in loss.gaps],
+        "published": [str(gap) for gap in loss.gaps],
+        "between": ["between " + " and ".join(f"{gap.name}: {gap}" for gap in loss.gaps)],
+        "above": [f"more than {gap.name}: {gap}" for gap in loss.gaps],
+        "unknown": ["not known"],
+    }[loss.kind]
+    if prediction.published is not None and prediction.published not in loss.gaps:
+        told.append(str(prediction.published))
+    return "; ".join(told)
+
+
+def _advised(advice: Advice) -> str:
+    best = advice.best
+    if best.is_lossy:
+        share = best.step_seconds / advice.baseline.step_seconds
+        what = "Average less often" if best.averages_less_often else "Compress"
+        return f"{what}: a step with {best.name} takes {share:.0%} of one with 16 bits. Compare losses, too."
+    if advice.compressed_bytes >= advice.baseline.message_bytes:
+        return (
+            "Nothing to win by compressing: compressed messages of this model are "
+            f"{advice.compressed_bytes:,.0f} bytes per step, 16 bits {advice.baseline.message_bytes:,.0f}."
+        )
+    if advice.nothing_to_win:
+        return (
+            f"Nothing to win: a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}, "
+            f"{1e3 * advice.compute_seconds:.1f} ms without any averaging."
+        )
+    return (
+        f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name} for sure."
+    )
+
+
+def _about_losses(advice: Advice) -> list[str]:
+    """Return what the loss budget allows, and what it forbids."""
+    if math.isinf(advice.budget_loss):
+        return []
+    budget = f"{100 * advice.budget_loss:g} %"
+    lines = []
+    if advice.best.is_lossy:
+        lines.append(f"Its loss gap: {losses_of(advice.best)}.")
+    elif not any(each.is_lossy and advice.is_within_budget(each) for each in advice.predictions):
+        nearest = advice.nearest
+        told = (
+            "of none is a gap known"
+            if nearest is None
+            else f"the nearest is {nearest.name}, {losses_of(nearest)}"
+        )
+        lines.append(f"Nothing rougher than 16 bits is known to lose at most {budget}: {told}.")
+    beyond = [
+        each
+        for each in advice.predictions
+        if not advice.is_within_budget(each)
+        and each.high_seconds < (1 - advice.least_gain) * advice.best.low_seconds
+    ]
+    if beyond:
+        fastest = beyond[0]
+        share = fastest.step_seconds / advice.baseline.step_seconds
+        lines.append(
+            f"Beyond a loss budget of {budget}, {fastest.name} takes {share:.0%} of a step with 16 bits "
+            f"(loss gap: {losses_of(fastest)})."
+        )
+    return lines

@@ -1,0 +1,263 @@
+"""The table of loss gaps, what is told of it, and what a loss budget allows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import thinwire
+from thinwire.advice.lines import lines_to_paste
+from thinwire.advice.local import Averaging, LocalBench
+from thinwire.advice.loss import (
+    EXACT_LOSS,
+    ExpectedLoss,
+    LossGap,
+    checked_optimizer_name,
+    expected_loss,
+    known_optimizers,
+    loss_gaps,
+    published_gap,
+)
+from thinwire.advice.result import Advice, Prediction, choose, tied
+from thinwire.advice.timeline import Sent, Timeline
+from thinwire.advice.words import losses_of, verdict
+from thinwire.channel import Collective
+from thinwire.fronts.local_sgd.variants import LocalVariant
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_what_is_shipped_is_what_the_script_makes_of_the_result_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If not: `python benchmarks/loss_gaps.py`."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import loss_gaps as script  # noqa: PLC0415 - of a folder that is no package
+
+    assert script.SHIPPED.read_text(encoding="utf-8") == script.text()
+    assert len(loss_gaps()) > 50
+
+
+def test_every_row_has_a_source_that_is_there_or_is_published() -> None:
+    for gap in loss_gaps():
+        if gap.is_published:
+            assert gap.source.startswith("arXiv ")
+        else:
+            assert (ROOT / gap.source).is_file()
+            assert gap.low_percent is not None
+            assert gap.high_percent is not None
+            assert gap.low_percent <= gap.percent <= gap.high_percent
+    assert known_optimizers() == ["AdamW", "SGD"]
+
+
+def row(name: str, optimizer: str, members: int, percent: float, **others: object) -> LossGap:
+    plain = LossGap(
+        name, optimizer, members, 1_000_000, 2000, 3, percent, percent - 0.2, percent + 0.2, "here", False
+    )
+    return replace(plain, **others)  # type: ignore[arg-type]
+
+
+TABLE = (
+    row("few", "AdamW", 2, 1.0),
+    row("few", "AdamW", 16, 3.0),
+    row("few", "SGD", 2, 0.25),
+    row("few", "AdamW", 2, 9.0, steps=10),
+    row("rare", "AdamW", 4, 7.0),
+    row("rare", "AdamW", 4, 0.5, parameters=10**9, is_published=True, steps=None, seeds=1),
+    row("rare", "AdamW", 4, 2.0, parameters=10**7, is_published=True, steps=None, seeds=1),
+    row("rarer", "AdamW", 4, 2.5, is_published=True, steps=None, low_percent=None, high_percent=None),
+)
+
+
+@pytest.fixture
+def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thinwire.advice.loss.loss_gaps", lambda: TABLE)
+
+
+@pytest.mark.usefixtures("small_table")
+def test_the_nearest_training_tells_and_an_unknown_optimizer_gets_the_worst() -> None:
+    assert expected_loss("few", "AdamW", 2, 10**6).percent == 1.0  # the long one
+    assert expected_loss("few", "AdamW", 64, 10**6).percent == 3.0
+    assert expected_loss("few", "SGD", 64, 10**6).percent == 0.25
+    assert expected_loss("few", "Lion", 2, 10**6).percent == 1.0
+    assert expected_loss("few", None, 2, 10**6).percent == 1.0
+    assert expected_loss("rare", "SGD", 2, 10**6).kind == "unknown"  # known with AdamW only
+    assert expected_loss("nothing", None, 2, 10**6).short == "?"
+    assert checked_optimizer_name(" adamw ") == "AdamW"
+
+
+@pytest.mark.usefixtures("small_table")
+def test_own_measurements_come_before_bounds_and_those_before_what_was_published() -> None:
+    own = expected_loss("rare", "AdamW", 4, 10**9)
+    assert (own.kind, own.short) == ("measured", "+7.0")
+    beside = published_gap("rare", "AdamW", 4, 10**9)
+    assert beside is not None
+    assert beside.percent == 0.5
+    assert str(beside).startswith("+0.5 % (+0.3 to +0.7), published with AdamW, 4 members, 1 B parameters")
+    between = expected_loss("x", "AdamW", 2, 10**6, loses_more_than="few", loses_less_than="rare")
+    assert (between.kind, between.short, between.low_percent) == ("between", "≤ +7.0", 1.0)
+    above = expected_loss("x", "AdamW", 2, 10**6, loses_more_than="few")
+    assert (above.kind, above.percent, above.short) == ("above", None, "> +1.0")
+    published = expected_loss("rarer", "AdamW", 2, 10**6, loses_more_than="few")
+    assert (published.kind, published.short) == ("published", "p +2.5")
+
+
+def test_the_shipped_table_tells_what_the_pages_tell() -> None:
+    """docs/adamw.md, docs/choosing.md."""
+    two_bits = expected_loss("Quantize(bits=2)", "AdamW", 4, 10**7)
+    assert two_bits.short == "-0.3"
+    assert two_bits.order == 0
+    assert two_bits.is_tied_with(expected_loss("Quantize(bits=8)", "AdamW", 4, 10**7))
+    assert not two_bits.is_tied_with(expected_loss("DiLoCo(every_steps=30)", "AdamW", 4, 10**7))
+    assert expected_loss("PowerSGD(matrix_rank=2)", "SGD", 2, 10**7).short == "+2.9"
+    scaling_law = published_gap("DiLoCo(every_steps=30)", "AdamW", 4, 10**8)
+    assert scaling_law is not None
+    assert (scaling_law.percent, scaling_law.parameters) == (1.5, 90_000_000)
+
+
+# Budget, frontier, ties
+
+
+def way(name: str, low_ms: float, high_ms: float, loss: ExpectedLoss, **others: object) -> Prediction:
+    plain = Prediction(
+        name,
+        f"thinwire.attach(ddp_model, thinwire.{name})",
+        step_seconds=(low_ms + high_ms) / 2000,
+        low_seconds=low_ms / 1000,
+        high_seconds=high_ms / 1000,
+        message_bytes=10,
+        memory_bytes=0,
+        is_lossy=True,
+        loss_gap_order=1,
+        loss=loss,
+    )
+    return replace(plain, **others)  # type: ignore[arg-type]
+
+
+def measured(percent: float) -> ExpectedLoss:
+    gap = row("it", "AdamW", 4, percent)
+    return ExpectedLoss("measured", percent, gap.low_percent, gap.high_percent, (gap,))
+
+
+EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, loss_gap_order=0, message_bytes=1000)
+SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, loss_gap_order=0, message_bytes=500)
+FOUR = way("Quantize(bits=4)", 60, 62, measured(0.1))
+TWO = way("Quantize(bits=2)", 50, 52, measured(0.3))
+ONE = way("Quantize(bits=1)", 40, 42, measured(4.5))
+ALSO_ONE = way("PowerSGD(matrix_rank=1)", 41, 43, measured(4.6))
+UNKNOWN = way("TopK()", 20, 21, ExpectedLoss("unknown"))
+LOCAL = way(
+    "DiLoCo(every_steps=30)",
+    30,
+    31,
+    measured(12.0),
+    code="with thinwire.DiLoCo(model, optimizer, every_steps=30):",
+    averages_less_often=True,
+)
+
+
+def advice_of(*predictions: Prediction, budget: float) -> Advice:
+    ranked = sorted([EXACT, SIXTEEN, *predictions], key=lambda each: each.step_seconds)
+    within = [each for each in ranked if not each.is_lossy or each.loss.order <= 100 * budget]
+    return Advice(
+        tuple(ranked),
+        SIXTEEN,
+        choose(ranked, 0.05, budget),
+        tuple(tied(within)),
+        1e8,
+        0.01,
+        0.05,
+        budget_loss=budget,
+        optimizer="AdamW",
+    )
+
+
+EVERYTHING = (FOUR, TWO, ONE, ALSO_ONE, UNKNOWN, LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("budget", "best"),
+    [(0.0, SIXTEEN), (0.001, FOUR), (0.005, TWO), (0.05, ONE), (0.2, LOCAL), (math.inf, UNKNOWN)],
+)
+def test_the_fastest_within_the_budget_is_advised(budget: float, best: Prediction) -> None:
+    advice = advice_of(*EVERYTHING, budget=budget)
+    assert advice.best is best
+    assert advice.is_within_budget(best)
+
+
+def test_the_frontier_and_ties_on_it() -> None:
+    advice = advice_of(*EVERYTHING, budget=0.005)
+    assert advice.frontier == (LOCAL, ONE, TWO, FOUR, SIXTEEN)
+    assert advice.ties_of(ONE) == [ALSO_ONE]
+    assert advice.ties_of(TWO) == []  # nearly the same loss, but not the same time
+    told = verdict(advice)
+    assert any("Its loss gap: +0.3 % (+0.1 to +0.5), measured with AdamW, 4 members" in each for each in told)
+    assert any(
+        "Beyond a loss budget of 0.5 %, TopK() takes 20% of a step with 16 bits (loss gap: not known)."
+        in each
+        for each in told
+    )
+
+
+def test_where_nothing_meets_the_budget_the_nearest_is_told() -> None:
+    told = verdict(advice_of(ONE, LOCAL, budget=0.01))
+    assert any(
+        "Nothing rougher than 16 bits is known to lose at most 1 %: the nearest is Quantize(bits=1), +4.5 %"
+        in each
+        for each in told
+    )
+    of_none = verdict(advice_of(UNKNOWN, budget=0.01))
+    assert any("to lose at most 1 %: of none is a gap known." in each for each in of_none)
+
+
+def test_what_is_known_of_a_loss_names_its_sources() -> None:
+    both = replace(LOCAL, published=row("it", "AdamW", 4, 1.5, is_published=True, source="arXiv 1"))
+    assert losses_of(both).count("; ") == 1
+    assert "published with AdamW" in losses_of(both)
+    assert losses_of(EXACT) == "none: it is exact averaging"
+    above = ExpectedLoss("above", low_percent=1.0, gaps=(row("few", "AdamW", 2, 1.0),))
+    assert losses_of(replace(TWO, loss=above)).startswith("more than few: +1.0 %")
+
+
+def test_there_are_lines_to_paste_for_every_front() -> None:
+    fronts = {"DDP", "FSDP2", "Accelerate", "Lightning", "Trainer"}
+    lines = lines_to_paste(advice_of(*EVERYTHING, budget=0.005))
+    assert lines.keys() == fronts
+    assert all("thinwire.Quantize(bits=2)" in each for each in lines.values())
+    local = lines_to_paste(advice_of(*EVERYTHING, budget=0.2))
+    assert local.keys() == fronts
+    assert local["DDP"] == LOCAL.code
+    assert "optimizer.optimizer" in local["Accelerate"]
+    assert local["FSDP2"].startswith("# averages gradients; not DiLoCo(every_steps=30)\n")
+    assert "thinwire.Quantize(bits=1)" in local["FSDP2"]
+    for each in (*lines.values(), *local.values()):
+        compile(each + (" pass" if each.endswith(":") else ""), "a line to paste", "exec")
+
+
+# Averaging now and then
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0.5 + 2.0) / 10),
+        ({"fragments": 2}, (0.5 + 2.0) / 10),
+        ({"delay_steps": 1}, (0.5 + 1.0) / 10),  # one step of a second hides half of it
+        ({"fragments": 2, "delay_steps": 1}, 0.5 / 10),
+        ({"delay_steps": 9}, 0.5 / 10),
+    ],
+)
+def test_what_an_averaging_adds_to_a_step(options: dict[str, int], expected: float) -> None:
+    """Half a second of arithmetic, and two of messages: 1 000 bytes at 2 ms each."""
+    timeline = Timeline((Sent(0.4, 600, 0.4), Sent(0.4, 400, 0.4)), 0.5)
+    averaging = Averaging(None, None, None, [timeline])  # type: ignore[arg-type] # what timed it
+    bench = LocalBench(LocalVariant(thinwire.LocalSGD, 10, options), averaging)
+
+    def network(_: Collective, num_bytes: int) -> float:
+        return 0.002 * num_bytes
+
+    assert bench.extra_seconds(network, 1.0) == pytest.approx(expected)
+    assert bench.bytes_per_step(2) == (100, 100)
