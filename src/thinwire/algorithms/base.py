@@ -89,6 +89,7 @@ class Slot:
     )
 
     def __post_init__(self) -> None:
+        # What the members resume from is one state, and of what differs between them that is the mean.
         if self.is_local and self.is_saved and not self.is_elementwise:
             raise ConfigError(
                 f"the slot {self.name!r} is local and saved, so its mean is saved, which is defined for "
@@ -102,7 +103,7 @@ class Memory:
 
     Attributes:
         step: Committed steps so far; those that were not finite do not count.
-        slots: Tensors by slot and label. Written behind the gate only.
+        slots: Tensors by slot and label. Written behind the commit only.
 
     Examples:
         >>> memory = Memory()
@@ -130,8 +131,8 @@ class Memory:
     def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
         """Take back what was written under some labels, on the device, unless `is_healthy`.
 
-        What was written where nothing of its shape was before becomes zeros. What was dropped only the host
-        can take back, so it asks, and waits for the device.
+        What was written where nothing of its shape was before becomes zeros. To take back what was dropped
+        costs a host synchronisation.
 
         Args:
             is_healthy: One bool.
@@ -141,12 +142,14 @@ class Memory:
         for slot, tensors in self.slots.items():
             old = before[slot]
             dropped = old.keys() - tensors.keys()
+            # A key is the host's, so here it asks, and waits for the device.
             if dropped and not is_healthy:
                 tensors.update({label: old[label] for label in dropped})
             for label in labels:
                 if label not in tensors or label in dropped:
                     continue
                 written, was = tensors[label], old.get(label)
+                # What was not there can't be taken away without the host; zeros say the same as nothing.
                 if was is None or was.shape != written.shape:
                     was = torch.zeros_like(written)
                 written.copy_(torch.where(is_healthy.to(written.device), written, was))
@@ -185,8 +188,8 @@ class BucketPlan(ABC):
 
         A generator. It yields requests (see `thinwire.algorithms.requests`) and receives their answers. The
         last one is `Commit`: behind it, and only there, memory is written. It is resumed when all buckets of
-        the step stand at their gate and what they have received is healthy, and closed otherwise. Until then
-        it may use `bucket.flat` as it likes.
+        the step stand at theirs and what they have received is healthy, and closed otherwise. Until then it
+        may use `bucket.flat` as it likes.
 
         Args:
             bucket: Of this plan's parameters.

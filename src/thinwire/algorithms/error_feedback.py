@@ -45,36 +45,31 @@ def compensated(
         indices: Of the gradients.
         wire_dtype: The type they are sent in; None for their own.
     """
-    gradients, limit = bucket.gradients, _limit(bucket.flat.dtype, wire_dtype)
+    gradients, dtype = bucket.gradients, bucket.flat.dtype
+    limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
+    is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
     sent = Compensated([], {})
     for index in indices:
         gradient, name = gradients[index], bucket.specs[index].name
         error = memory[ERROR].get(name)
         if error is not None:
-            residual = error if bucket.loss_scale is None else error * bucket.loss_scale
-            fitting = residual if limit is None else _fitting(residual, gradient, limit)
-            if fitting is not residual:
+            scale = bucket.loss_scale
+            fitting = residual = error if scale is None else error * scale
+            if is_narrow:
+                # Only as much as leaves the sum in range: a step with an infinite one would be skipped, and
+                # the next, and no residual would ever be sent. A gradient that is not finite itself stays so.
+                room = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
+                fitting = residual.clamp(-room, room)
                 remainder = residual - fitting
-                scale = bucket.loss_scale
+                # Even where it is zero: names must be the same on all members, whose amounts differ.
                 sent.remainders[name] = remainder if scale is None else remainder / scale
             gradient = gradient + fitting
         sent.parts.append(gradient)
     if sent.remainders:
+        # The mean of it tells every member whether any keeps something: they must keep it all or none.
         remains = torch.stack([remainder.any() for remainder in sent.remainders.values()]).any()
         sent.parts.append(remains.to(bucket.flat.dtype).view(1))
     return sent
-
-
-def _limit(*dtypes: torch.dtype | None) -> float | None:
-    """Return the largest number that all the types hold, None if that is no less than fp32's."""
-    limit = min(torch.finfo(dtype).max for dtype in dtypes if dtype is not None)
-    return limit if limit < torch.finfo(torch.bfloat16).max else None
-
-
-def _fitting(residual: torch.Tensor, gradient: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return as much as leaves the sum within ±`limit`; a gradient that is not finite stays so."""
-    room = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
-    return residual.clamp(-room, room)
 
 
 def keep_remainder(memory: Memory, names: Iterable[str], sent: Compensated, remaining: torch.Tensor) -> None:

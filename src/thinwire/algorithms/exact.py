@@ -80,10 +80,12 @@ def exchange_uncompressed(
             residual.
     """
     names = [spec.name for spec in bucket.specs]
+    # The same on all members, whose residuals have the same names: it decides the length of the message.
     has_residual = not memory[ERROR].keys().isdisjoint(names)
     sent = compensated(bucket, memory, range(len(names)), wire_dtype) if has_residual else Compensated([], {})
     message = torch.cat(sent.parts) if has_residual else bucket.flat
     mean = yield Mean(message if wire_dtype is None else message.to(wire_dtype))
+    # The bucket alone travels where it lies, without a copy, and its mean comes back there.
     if mean is not bucket.flat:
         bucket.flat.copy_(mean[: len(bucket.flat)])
     # The gradients, and not the mean, whose type may be wider: what is infinite in either is so in them.

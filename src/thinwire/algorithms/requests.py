@@ -1,4 +1,4 @@
-"""What an algorithm asks of its group, and the gate before it writes memory."""
+"""What an algorithm asks of its group, and the commit before it writes memory."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Jointly:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """Pass the gate: the last request of every exchange.
+    """Wait until all of the step may be written: the last request of every exchange.
 
     The generator is resumed if all buckets of the step stand here and are healthy, and closed otherwise.
     Before it, memory is only read.
@@ -115,11 +115,11 @@ class Commit:
         is_healthy: Returns whether what this bucket has received may be used, as a tensor of one bool. It
             must be computed from what all members have received alike, or members would decide differently.
             It is asked only where the answer matters.
-        writes: Whether memory is written behind the gate. If nothing of the step writes, nobody asks.
+        writes: Whether memory is written behind the commit. If nothing of the step writes, nobody asks.
         writes_where: Whether the exchange keeps to the answer: None if the step is healthy; or one bool, not
             read back, where the host does not ask. If it is false, the exchange leaves memory as it was and
             makes all gradients NaN. Of an exchange without this, a copy of its memory is made and put back.
-            Behind its gate it may ask for `Jointly`.
+            Behind its commit it may ask for `Jointly`.
     """
 
     is_healthy: Callable[[], torch.Tensor]
@@ -165,15 +165,14 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     if not kinds:
         return torch.tensor(True)
-    found = [_all_finite_of(*kind, alike) for kind, alike in kinds.items()]
-    if len(found) == 1:
-        return found[0]
-    return torch.stack([each.to(found[0].device, non_blocking=True) for each in found]).all()
-
-
-def _all_finite_of(device: torch.device, dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return whether tensors of one device and type are finite. NaN wins every minimum and maximum."""
-    if accelerators.pays_per_launch(device):
-        return torch.stack(list(torch._foreach_norm(list(tensors), torch.inf))).amax() < torch.inf
-    extremes = torch.stack([each for tensor in tensors for each in torch.aminmax(tensor)])
-    return extremes.isfinite().all()
+    answers = []
+    for (device, _), alike in kinds.items():
+        # NaN wins every minimum, maximum and norm, so extremes are enough.
+        if accelerators.pays_per_launch(device):
+            answers.append(torch.stack(list(torch._foreach_norm(alike, torch.inf))).amax() < torch.inf)
+        else:
+            extremes = torch.stack([each for tensor in alike for each in torch.aminmax(tensor)])
+            answers.append(extremes.isfinite().all())
+    if len(answers) == 1:
+        return answers[0]
+    return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()

@@ -66,7 +66,7 @@ class Kernels(Protocol):
         """Turn every M into the mean gradient, in place, and write to its error what was not sent.
 
         What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
-        then leave the error memory, which so stays bounded; the mean of the errors is the same.
+        then leave the residual, which so stays bounded; the mean of the residuals is the same.
 
         Args:
             groups: Every matrix is M less the own projections of all terms but the last.

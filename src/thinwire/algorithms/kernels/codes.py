@@ -17,9 +17,11 @@ __all__ = ["CodeKernels"]
 class CodeKernels(Protocol):
     """The arithmetic of averaging in few bits, for the tensors that its backend serves: fp32 or fp64, flat.
 
-    What is decoded must be the same to the bit whatever the backend, since members may have others: a level
-    times the scale, rounded once. What is encoded may differ in the last bit of a scale.
+    What is decoded is the same to the bit whatever the backend: a level times the scale, rounded once. What
+    is encoded may differ in the last bit of a scale.
     """
+
+    # Members may have other backends, and all must decode the mean alike. What each encodes, all receive.
 
     def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
         """Return all blocks as they travel: a row for each member, which averages it.

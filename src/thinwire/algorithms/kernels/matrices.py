@@ -87,6 +87,7 @@ Terms: TypeAlias = Sequence[Factors]
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return tensors of one shape as a batch, a view of them; None if they don't lie at equal distances."""
+    # As the gradients of a model's equal layers lie in a bucket, between those of other parameters.
     first = tensors[0]
     offsets = [each.storage_offset() for each in tensors]
     step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
@@ -109,6 +110,7 @@ def families(batches: Sequence[torch.Tensor]) -> list[list[int]]:
     """
     found: dict[object, list[int]] = defaultdict(list)
     for index, batch in enumerate(batches):
+        # Joined they are copied, which costs less than launches; on the CPU there is only the copy.
         is_joined = accelerators.pays_per_launch(batch.device)
         found[(batch.shape[1:], batch.dtype, batch.device) if is_joined else index].append(index)
     return list(found.values())
@@ -201,6 +203,7 @@ def round_all_into(
         for gradient, mean, error in zip(gradients, means, errors, strict=True):
             round_into(gradient, mean, error, loss_scale)
         return
+    # Cut off at the range: what is beyond stays in the residual, where an infinite gradient would be lost.
     limit = min(torch.finfo(gradients[0].dtype).max, torch.finfo(means[0].dtype).max)
     rounded, kept = list(gradients), list(means)
     torch._foreach_clamp_max_(kept, limit)

@@ -45,10 +45,12 @@ class TorchCodes(CodeKernels):
         all_codes, all_scales = received.codes, received.scales
         lengths = blocks.lengths(device)[own]
         levels = torch.tensor(codebook.levels, dtype=dtype, device=device)
+        # In the memory of what is lost, which it is, less what it becomes when it is coded.
         mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
         for some in _cached(mean, copies=members):
             sent = _decoded(all_codes[:, some], all_scales[:, some], levels, block, codebook, members)
             torch.sum(sent, 0, out=mean[some])
+            # Below four bits a zero decodes as a small number, which would count in the block's scale.
             if not blocks.are_whole:
                 is_behind = torch.arange(block, device=device) >= lengths[some, None]
                 mean[some].masked_fill_(is_behind, 0)
@@ -95,7 +97,9 @@ def _encoded(
     for some in _cached(rows):
         part = rows[some]
         scales[some] = _scales(part, lengths[some], codebook)
-        units = part * _inverse(scales[some], rows.dtype)[:, None]
+        wide = scales[some].to(rows.dtype)
+        # By the scale as it travels, with which codes are read, and not by the one that was wanted.
+        units = part * torch.where(wide > 0, 1 / wide, 0)[:, None]
         if draws is None:
             places = _nearest(units, levels, codebook)
         else:
@@ -125,11 +129,6 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
     return torch.where(scales < tiny, 0, scales)  # one over it would not be finite; NaN stays
 
 
-def _inverse(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    wide = scales.to(dtype)
-    return torch.where(wide > 0, 1 / wide, 0)
-
-
 def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     """Return the place of the level that is nearest, uint8."""
     if codebook.is_linear:
@@ -147,6 +146,7 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
 
 def _drawn(units: torch.Tensor, levels: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return the place of one of the two levels around each number, so that their mean is it, uint8."""
+    # Without the end levels: beyond those a number is rounded to one of the last two, as well as it goes.
     lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
     share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
     return (lower + (uniform < share)).to(torch.uint8)
@@ -170,6 +170,7 @@ def _decoded(
 def _levels_at(places: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
     if pays_per_launch(places.device):
         return levels[places.int()]
+    # On the CPU arithmetic on whole parts is faster than a look-up for each number.
     if codebook.is_linear or codebook.cubic:
         signed = places.to(levels.dtype).sub_(len(levels) // 2)
         # Whole numbers, all of them: nothing is rounded.

@@ -110,7 +110,8 @@ class TorchKernels(Kernels):
         loss_scale: torch.Tensor | None,
         is_healthy: torch.Tensor | None,
     ) -> None:
-        """Do it in place: with the matrix added to a product elsewhere, torch would copy it there first."""
+        """Do it for all groups, with few launches."""
+        # In place: with the matrix added to a product elsewhere, torch would copy it there first.
         kept = [index for index, of_group in enumerate(errors) if of_group is not None]
         self.subtract_own([groups[index] for index in kept], [terms[index][-1] for index in kept])
         written = [error for of_group in errors if of_group is not None for error in of_group]
@@ -122,6 +123,7 @@ class TorchKernels(Kernels):
                 torch.where(is_healthy, rest, error, out=error)
         elif written:
             torch._foreach_copy_(written, left_over)
+        # The residuals are out of the matrices; now those may be overwritten.
         for group, found in zip(groups, terms, strict=True):
             pairs = [term.pair(term.mean) for term in found]
             batch = _batch_for(group)
@@ -160,6 +162,8 @@ class TorchKernels(Kernels):
             here = [batches[index] for index in indices]
             found = families(here)
             wholes = [joined(here, family) for family in found]
+            # Twice, in float64: a Gram matrix squares the condition of the rows, and what one pass leaves of
+            # nearly dependent ones the second takes out.
             once = _orthonormal_pass([whole.double() for whole in wholes], are_scaled=False)
             twice = _orthonormal_pass(once, are_scaled=True)
             results = [basis.to(whole.dtype) for basis, whole in zip(twice, wholes, strict=True)]
@@ -240,8 +244,13 @@ def _add_all_errors(groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | No
 
 def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> list[torch.Tensor]:
     """Apply one factorisation of all Gram matrices; `are_scaled` if all rows are of length 1 or 0, nearly."""
+    # Filled up with zero rows, which depend on nothing and nothing on them: so all shapes are one batch.
     max_rows = max(batch.shape[1] for batch in batches)
-    grams = torch.cat([_padded(each @ each.mT, max_rows) for each in batches])
+    missing = [max_rows - batch.shape[1] for batch in batches]
+    products = [batch @ batch.mT for batch in batches]
+    grams = torch.cat(
+        [pad(each, (0, n, 0, n)) if n else each for each, n in zip(products, missing, strict=True)]
+    )
     transforms = _inverse_cholesky(grams, are_scaled=are_scaled)
     return [
         transform[:, : each.shape[1], : each.shape[1]] @ each
@@ -251,18 +260,13 @@ def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> l
     ]
 
 
-def _padded(grams: torch.Tensor, rows: int) -> torch.Tensor:
-    missing = rows - grams.shape[-1]
-    return pad(grams, (0, missing, 0, missing)) if missing else grams
-
-
 def _inverse_cholesky(grams: torch.Tensor, *, are_scaled: bool) -> torch.Tensor:
-    """Return the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent.
-
-    By elimination in [G | I], which becomes [D Lᵀ | L⁻¹]; W is D^(−1/2) L⁻¹. Divided by infinity, a
-    dependent row takes nothing from those below it.
-    """
+    """Return the lower triangular W with W G Wᵀ = I, except for zero rows of W where G is dependent."""
+    # By elimination in [G | I], which becomes [D Lᵀ | L⁻¹]; W is D^(−1/2) L⁻¹. Divided by infinity, a
+    # dependent row takes nothing from those below it, where torch's own factorisation would fail, or give
+    # NaN.
     rows = grams.shape[1]
+    # Rows of length one first: whether one depends on others is a question of angles, not of lengths.
     scale = None if are_scaled else _above(grams.diagonal(dim1=1, dim2=2), 0.0).rsqrt()
     if scale is not None:
         grams = grams * scale.unsqueeze(2) * scale.unsqueeze(1)

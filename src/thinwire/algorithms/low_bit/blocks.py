@@ -16,8 +16,8 @@ __all__ = ["Blocks"]
 class Blocks:
     """How flat tensors, one after the other, are divided into blocks.
 
-    Each begins a new one, so that what becomes of it does not depend on its neighbours; its last block may be
-    shorter.
+    Each begins a new one, and its last block may be shorter. So what becomes of it does not depend on its
+    neighbours.
 
     Attributes:
         numels: Elements of each tensor, as they lie one after the other.
@@ -83,6 +83,7 @@ class Blocks:
         """Return a row for each block, short ones filled up with zeros: a view where none is short."""
         if self.are_whole:
             return flat.view(self.total, self.block)
+        # Zeros behind a short block change neither its largest element nor a sum; a mean goes by `lengths`.
         rows = flat.new_zeros(self.total, self.block)
         torch._foreach_copy_(self.parts(rows), flat.split_with_sizes(list(self.numels)))
         return rows

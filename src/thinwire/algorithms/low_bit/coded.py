@@ -1,7 +1,6 @@
 """Blocks as they travel: packed codes, and a scale for each block.
 
-A scale travels as bf16, which has fp32's range: half the bytes, so that blocks may be half as long. Codes are
-found for the scale as it travels. A block that has anything that is not finite has such a scale.
+Codes are found for the scale as it travels. A block that has anything that is not finite has such a scale.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from thinwire.algorithms.low_bit.packing import packed_bytes
 
 __all__ = ["SCALE_BYTES", "Coded", "block_bytes"]
 
+# bf16, which has fp32's range: with half the bytes of fp32, blocks may be half as long for as much.
 SCALE_BYTES = 2
 
 
@@ -53,7 +53,7 @@ class Coded:
             size: Bytes of a block's codes.
         """
         coded = cls(torch.empty(rows, share * (SCALE_BYTES + size), dtype=torch.uint8), share)
-        # They are sent too, and a scale that is not finite would shut the gate.
+        # They are sent too, and a scale that is not finite would have the step taken back.
         for row in range(num_blocks // share, rows):
             used = max(0, num_blocks - row * share)
             coded.scales[row, used:] = 0
@@ -74,6 +74,7 @@ class Coded:
         if missing:
             codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])])
             scales = torch.cat([scales, scales.new_zeros(missing)])
+        # As bytes of one message: two would cost a latency more.
         parts = [scales.view(torch.uint8).view(rows, -1), codes.view(rows, -1)]
         return cls(torch.cat(parts, dim=1), share)
 

@@ -74,6 +74,7 @@ class LowBitMean:
         """
         residual = self.kernels.remainder(flat, self.sent, self.blocks, self.codebook)
         if self.lost is not None:
+            # Times the members: of the mean over them, what one alone keeps counts by that much less.
             lost = (self.blocks.num_members * self.lost).view(-1)
             for here, there in self.blocks.pieces(self.own):
                 residual[here] += lost[there]
@@ -91,8 +92,7 @@ def low_bit_mean(
 ) -> Generator[Request | tuple[Message, ...], Any, LowBitMean]:
     """Average in few bits: send everyone its share, average one's own, gather those of the others.
 
-    Sums are of full precision, as no sum in few bits could be. All members decode the same bytes, so the mean
-    is the same on all, to the bit.
+    The mean is the same on all members, to the bit.
 
     Args:
         flat: The tensors that `blocks` divides, one after the other, fp32 or fp64; only read, and not after
@@ -105,6 +105,9 @@ def low_bit_mean(
 
     Cost: two rounds, a message each, all in all the bytes of an all-reduce of codes and scales.
     """
+    # Not an all-reduce of codes: a ring would round every partial sum again. Here each number is rounded
+    # twice (by its member, and as a mean), the sum is of full precision, and all members decode the same
+    # bytes.
     own, kernels = blocks.own(rank), code_kernels_for(flat)
     of_member, of_mean = draws or (None, None)
     sent = kernels.encoded(flat, blocks, codebook, of_member)

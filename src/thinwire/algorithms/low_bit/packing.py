@@ -98,6 +98,7 @@ def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if packed.shape[-1] != groups * bits:
         packed = torch.nn.functional.pad(packed, (0, groups * bits - packed.shape[-1]))
     if bits <= 4:
+        # As `pack`, backwards: halves are pulled apart, then quarters, then single codes.
         words = packed.new_zeros(*packed.shape[:-1], groups, GROUP)
         words[..., :bits] = packed.reshape(*packed.shape[:-1], groups, bits)
         apart = words.flatten(-2).view(torch.int64)

@@ -102,7 +102,9 @@ class Quantize(Algorithm):
 
     @property
     def sees_buckets(self) -> bool:
-        """As `Algorithm.sees_buckets`: who averages a block keeps what coding its mean loses."""
+        """As `Algorithm.sees_buckets`: with error feedback they do."""
+        # Who averages a block keeps what coding its mean loses, and which blocks those are depends on the
+        # bucket.
         return self.error_feedback
 
     def prepare(
@@ -114,6 +116,7 @@ class Quantize(Algorithm):
         """
         numels = [spec.numel for spec in specs]
         blocks = Blocks(tuple(numels), self.block, num_members)
+        # Every member averages as many blocks, so the last ones may be empty; they travel all the same.
         counts = list(blocks.counts)
         counts[numels.index(max(numels))] += blocks.share * num_members - blocks.total
         routes = [
@@ -157,6 +160,7 @@ class QuantizePlan(BucketPlan):
             yield Commit(all_finite, writes=False)
             return
         dtype = self.specs[0].memory_dtype
+        # Kernels take fp32 and fp64; of those it is the bucket itself.
         values = bucket.flat.to(dtype)
         if keeps_residual:
             for part, name in zip(bucket.split(values), self.names, strict=True):
@@ -171,7 +175,7 @@ class QuantizePlan(BucketPlan):
             self._draws(memory, bucket),
             keeps_lost=keeps_residual,
         )
-        # Only the gathered scales are the same on all members: a gate on others would open for some.
+        # Only the gathered scales are the same on all members: by others some would commit, and some not.
         yield Commit(lambda: all_finite(found.scales.float()), writes=keeps_residual)
         residual = found.unsent(values) if keeps_residual else None
         found.write(values)

@@ -38,12 +38,12 @@ class Draws:
     def uniform(self, block: int, dtype: torch.dtype) -> torch.Tensor:
         """Return numbers from 0 to below 1, shape (blocks, block).
 
-        The finalizer is the one of Ellis and Wellons' hash search with the lowest bias ("lowbias32").
-
         Args:
             block: Elements of each block.
             dtype: Of the numbers.
         """
+        # The finalizer with the lowest bias of Ellis and Wellons' hash search ("lowbias32"): whole numbers
+        # only, so that every device draws the same. In 64 bits, for torch has no product of unsigned 32.
         places = self.first[:, None] + torch.arange(block, device=self.first.device)
         words = (places * 0x9E3779B1 + self.keys[:, None]) & WORD
         words ^= words >> 16

@@ -44,6 +44,8 @@ def alternate(
 
     Cost: one round for each iteration, which reads every matrix once and, but for the last, updates it.
     """
+    # By the count of committed steps, which all members have and a saved state keeps: the factor in memory is
+    # of the side whose turn it is.
     turn = (memory.step - config.warmup_steps) * config.power_iterations
     starts = fixed = bases.of(memory, groups, left=turn % 2 == 0)
     dtype = config.message_dtype(bucket.flat.dtype)
@@ -63,6 +65,7 @@ def alternate(
         means = unpacked(mean, like=own)
         for found, basis, projection, group_mean in zip(terms, fixed, own, means, strict=True):
             found.append(Factors(basis, projection, group_mean, basis_is_left=is_left))
+        # What the last one has not sent, `reconstruct` writes to the residual, in the pass it makes anyway.
         if iteration + 1 < config.power_iterations:
             subtract_own(groups, [found[-1] for found in terms])
             fixed = yield Jointly(orthonormal_rows, means)

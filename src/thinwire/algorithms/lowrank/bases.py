@@ -23,14 +23,13 @@ SEED_STRIDE = 1_000_003
 class StartingBases:
     """Makes the bases of a bucket.
 
-    On accelerators those of all buckets are made at once, at the end of the step before. On the CPU each
-    bucket's are made when it starts, while messages of those before it are under way.
-
     Args:
         seed: Of the random rows, the same on every process.
         warm_start: Whether to start from the last step's factors.
     """
 
+    # On accelerators those of all buckets are made at once, at the end of the step before: launches count. On
+    # the CPU each bucket's are made when it starts, while messages of those before it are under way.
     def __init__(self, seed: int, *, warm_start: bool) -> None:
         self._seed = seed
         self._warm_start = warm_start
@@ -48,7 +47,8 @@ class StartingBases:
             groups: The matrices.
             left: Whether for the rows of the matrices, not their columns.
         """
-        drawn = self._drawn(memory, groups, left=left)
+        shapes = [(group.matrix_rank, group.matrices[0].shape[0 if left else 1]) for group in groups]
+        drawn = self._rows(memory, shapes, groups[0].matrices[0])
         bases = [_kept(memory, group, like) for group, like in zip(groups, drawn, strict=True)]
         missing = [index for index, basis in enumerate(bases) if basis is None]
         factors = memory[FACTOR]
@@ -74,15 +74,11 @@ class StartingBases:
         made: list[torch.Tensor] = yield Jointly(orthonormal_bases, list(zip(factors, drawn, strict=True)))
         return made
 
-    def _drawn(self, memory: Memory, groups: Sequence[MatrixGroup], *, left: bool) -> list[torch.Tensor]:
-        like = groups[0].matrices[0]
-        shapes = [(group.matrix_rank, group.matrices[0].shape[0 if left else 1]) for group in groups]
-        return self._rows(memory, shapes, like)
-
     def _rows(
         self, memory: Memory, shapes: Sequence[tuple[int, int]], like: torch.Tensor
     ) -> list[torch.Tensor]:
         """Return random rows of some shapes, on the device and in the type of `like`."""
+        # Without a warm start other ones in each step: the same would never see what lies across them.
         seed = self._seed if self._warm_start else self._seed + SEED_STRIDE * memory.step
         known = self._first_rows if self._warm_start else {}
         for shape in shapes:
@@ -97,6 +93,7 @@ def _kept(memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tenso
     fitting = [each for each in bases if each is not None and each.shape == like.shape]
     if len(fitting) < len(bases) or any(each.dtype != like.dtype for each in fitting):
         return None
+    # Where they were made as one they mostly still lie so: then there is nothing to copy.
     batch = stacked(fitting)
     return torch.stack(fitting) if batch is None else batch
 
@@ -112,6 +109,8 @@ def orthonormal_bases(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lis
     factors = [rows for rows, _ in items]
     found = families(factors)
     wholes = []
+    # A row that is zero stays zero through every product, and its direction would be lost for good: it died
+    # when a gradient had too low a matrix rank, or was never there.
     for family in found:
         rows, drawn = joined(factors, family), items[family[0]][1]
         if accelerators.pays_per_launch(rows.device):
@@ -140,12 +139,13 @@ def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return standard normal rows in fp32, drawn on the CPU so that processes with other devices agree.
+    """Return standard normal rows in fp32, the same whatever the device.
 
     Args:
         seed: The same on all processes.
         shape: (rows, columns).
         device: Where they are wanted.
     """
+    # Drawn on the CPU: generators of other devices give other numbers, and members may have other devices.
     generator = torch.Generator().manual_seed(seed % 2**63)
     return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)

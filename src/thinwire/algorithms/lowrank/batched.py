@@ -90,12 +90,15 @@ class BatchedPlan(LowRankPlan):
             MatrixGroup([label], [matrix], errors[index : index + 1] or [None], route.matrix_rank)
             for index, matrix in enumerate(matrices)
         ]
+        # All full rows where they lie, and a copy of the last one if the bucket ends within it: to fill up
+        # the whole square would copy the bucket.
         heights = [len(matrix) for matrix in matrices]
         dtype = self.config.message_dtype(bucket.flat.dtype)
         received: list[torch.Tensor] = []
         (right,) = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
             lefts = products(parts, [right] * len(parts), scale, add_error=iteration == 0)
+            # As of the whole square: with its rows of zeros the message has the length of the plan.
             left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
             mean = yield Mean(packed([left], dtype))
             received.append(mean)
@@ -111,7 +114,7 @@ class BatchedPlan(LowRankPlan):
             if iteration + 1 < self.config.power_iterations:
                 (right,) = yield Jointly(orthonormal_rows, [mean])
         if self.config.error_feedback and residual is None:
-            residual = torch.empty_like(flat)
+            residual = torch.empty_like(flat)  # only now: before the first step there is nothing to add
             errors = _rows(residual, columns)
         remembered = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
         yield Commit(AllFinite(tuple(received)))
@@ -147,15 +150,13 @@ def _write_last_row(flat: torch.Tensor, row: torch.Tensor) -> None:
 
 
 def _residual(bucket: Bucket, memory: Memory) -> torch.Tensor | None:
-    """Return the residual of a bucket, flat; None if there is none.
-
-    In place, if memory has it in one piece. It has, once there was a step with this bucket.
-    """
+    """Return the residual of a bucket, flat; None if there is none."""
     names = [spec.name for spec in bucket.specs]
     if not any(name in memory[ERROR] for name in names):
         return None
     nothing = bucket.flat.new_zeros(1, dtype=bucket.specs[0].memory_dtype)
     errors = [memory[ERROR].get(spec.name, nothing.expand(spec.numel)) for spec in bucket.specs]
+    # In place where memory has it in one piece: so it is, once there was a step with this bucket.
     storages = {error.untyped_storage().data_ptr() for error in errors}
     ends = accumulate((error.numel() for error in errors), initial=errors[0].storage_offset())
     if len(storages) == 1 and [error.storage_offset() for error in errors] == list(ends)[:-1]:

@@ -70,11 +70,9 @@ class Spectrum:
 
     @property
     def farthest(self) -> tuple[int, int]:
-        """The lowest and the highest matrix rank to go to at once: a quarter of it away, and at least one.
-
-        The residual, and so the spectrum, follows the matrix rank within some steps only: going all the way
-        at once overshoots.
-        """
+        """The lowest and the highest matrix rank to go to at once: a quarter of it away, and at least one."""
+        # The residual, and so the spectrum, follows the matrix rank within some steps only: to go all the way
+        # at once overshoots.
         step = max(1, self.matrix_rank // 4)
         return max(1, self.matrix_rank - step), min(max(self.max_rank, 1), self.matrix_rank + step)
 
@@ -92,6 +90,7 @@ def within_bytes(spectra: Spectra, factor_bytes: float) -> dict[str, int]:
         factor_bytes: Of all of them together, per step; kept to as far as matrix rank 1 does.
     """
     max_ranks = {name: spectrum.max_rank for name, spectrum in spectra.items()}
+    # First down, then up with what that has freed.
     best = _filled(spectra, dict.fromkeys(spectra, 1), max_ranks, factor_bytes)
     lowered = {
         name: min(spectrum.matrix_rank, max(best[name], spectrum.farthest[0]))
@@ -125,6 +124,7 @@ def _filled(
 ) -> dict[str, int]:
     """Return `start`, and one more where that leaves out the most energy per byte, until nothing fits."""
     ranks, left = dict(start), factor_bytes - _bytes_of(spectra, start)
+    # By name where two are worth the same: all members must choose alike.
     worth = [
         (-spectrum.energy(ranks[name]) / spectrum.rank_bytes, name)
         for name, spectrum in sorted(spectra.items())
@@ -134,7 +134,7 @@ def _filled(
     while worth:
         _, name = heapq.heappop(worth)
         spectrum = spectra[name]
-        if spectrum.rank_bytes <= left:
+        if spectrum.rank_bytes <= left:  # else another, whose ranks cost less, may still fit
             left -= spectrum.rank_bytes
             ranks[name] += 1
             if ranks[name] < max_ranks[name]:
@@ -161,6 +161,8 @@ def measured(
     """
     factors = [memory[FACTOR][route.label] for route in routes]
     device = factors[0].device
+    # All members have the same factors, yet may find other last bits on other processors: they take the mean,
+    # and choose by that.
     singular_values = _singular_values(factors)
     sketches = [_sketch(route, memory).to(device).view(-1) for route in routes]
     means = yield Mean(torch.cat([torch.cat(singular_values).to(device), *sketches]))
@@ -177,6 +179,7 @@ def measured(
 def _singular_values(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the singular values of each factor, fp32 on the CPU, largest first."""
     grams = [factor.double() @ factor.double().t() for factor in factors]
+    # Read back as one: r × r numbers each, too few for an accelerator to gain by.
     flat = torch.cat([gram.view(-1).to(factors[0].device) for gram in grams]).cpu()
     squares = [
         part.view(gram.shape)

@@ -89,7 +89,8 @@ class LowRank(Algorithm):
             self._keep("wire_dtype", short_name_of(self.wire_dtype))
 
     def _keep(self, name: str, value: object) -> None:
-        """Set what others must have as well: of Python's own types, whatever it was given as."""
+        """Set what a setting was given as, in Python's own types."""
+        # Members compare settings as text, where a NumPy number would differ from Python's.
         object.__setattr__(self, name, value)
 
     def sends_uncompressed(self, names: Iterable[str], memory: Memory) -> bool:
@@ -100,6 +101,7 @@ class LowRank(Algorithm):
             memory: Before the step.
         """
         has_residual = not memory[ERROR].keys().isdisjoint(names)
+        # Without feedback nobody would ever add to it again, or send it: all of it goes in one step.
         return memory.step < self.warmup_steps or (has_residual and not self.error_feedback)
 
     @property

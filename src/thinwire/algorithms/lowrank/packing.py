@@ -17,15 +17,14 @@ def packed(
 ) -> torch.Tensor:
     """Return a new flat tensor with all factors, and flat gradients behind them.
 
-    Factors are cut off at the range of fp16. One that was infinite stays so: all processes then skip the
-    step.
-
     Args:
         factors: Of any shapes.
         dtype: Of the message.
         uncompressed: Flat gradients.
     """
     if dtype == torch.float16:
+        # Cut off at its range: what is beyond stays in the residual, where an infinite factor would have the
+        # step skipped. One that was infinite stays so, for then it should be.
         limit = torch.finfo(dtype).max
         factors = [torch.where(each.isinf(), each, each.clamp(-limit, limit)) for each in factors]
     if factors and accelerators.pays_per_launch(factors[0].device):
@@ -62,11 +61,10 @@ def uncompressed_means(
 def as_sent(wire_dtype: object, message: torch.Tensor, projections: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return projections as they travel: rounded, if in 16 bits.
 
-    What travels is what leaves the residual.
-
     Args:
         wire_dtype: The setting, None for no rounding.
         message: With the projections at its head.
         projections: As computed.
     """
+    # What travels is what leaves the residual; so the residual takes up what was rounded off.
     return projections if wire_dtype is None else unpacked(message, like=projections)

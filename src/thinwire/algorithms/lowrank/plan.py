@@ -72,7 +72,7 @@ class LowRankPlan(BucketPlan):
     def to_remember(
         self, memory: Memory, labels: Sequence[Sequence[str]], terms: Sequence[Terms], bucket: Bucket
     ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
-        """Return what to keep of the groups of a bucket behind the gate, in units of the unscaled loss.
+        """Return what to keep of the groups of a bucket behind the commit, in units of the unscaled loss.
 
         Args:
             memory: Only read.
@@ -80,8 +80,10 @@ class LowRankPlan(BucketPlan):
             terms: Of each group its factors, by iteration.
             bucket: Its loss scale is that of the factors.
         """
-        factors = [found[-1].mean for found in terms]
-        owns = [[self.sent_of(term) for term in found] for found in terms]
+        # Of the last iteration: the next step starts where this one has ended.
+        factors = [of_group[-1].mean for of_group in terms]
+        # Of all: what a process has not sent is measured against all that it has.
+        owns = [[self.sent_of(term) for term in of_group] for of_group in terms]
         sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
         if bucket.loss_scale is not None:
             factors = list(torch._foreach_div(factors, bucket.loss_scale))
@@ -123,11 +125,10 @@ class LowRankPlan(BucketPlan):
     def diagnose(self, memory: Memory) -> Diagnosis | None:
         """Return the approximation errors of the last step.
 
-        P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the residual and what was sent
-        are enough.
-
         Cost: one norm for each compressed parameter.
         """
+        # P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the residual and what was sent are
+        # enough, and M, which the mean has overwritten, is not needed.
         known = [
             route
             for route in self.compressed
@@ -159,4 +160,5 @@ def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -
 
 def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+    # In double: the square of a large fp32 norm is beyond fp32.
     return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms).double()))

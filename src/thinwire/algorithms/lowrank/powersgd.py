@@ -171,6 +171,7 @@ class PowerSGD(LowRank):
             for spec, whole, route in zip(specs, wholes, uncompressed, strict=True)
         )
         compresses = any(route.is_compressed for route in routes)
+        # Beside factors all of a bucket travels in their type: gradients of 16 bits grow to 32 by that.
         before = sum(route.message_bytes for route in uncompressed)
         shrinks = sum(route.message_bytes for route in routes) * min(1.0, self.min_compression_ratio) < before
         chosen = routes if compresses and shrinks else uncompressed
@@ -202,6 +203,7 @@ class PowerSGD(LowRank):
                 "alternating, bytes_per_step and max_relative_error do not go with whole_matrices=True; "
                 "leave them out, or attach without whole_matrices"
             )
+        # Whatever is asked for, matrix rank 1 is the least that a budget can come down to.
         routes = replace(self, matrix_rank=1, matrix_ranks=()).plan(specs).routes
         # In a bucket of its own what is not compressed travels in its own type.
         lowest = sum(min(route.message_bytes, route.gradient_bytes) for route in routes)
@@ -354,13 +356,15 @@ class PowerSGDPlan(LowRankPlan):
         labels = [group.labels for group in groups]
         remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
         errors = self._errors(bucket, memory)
-        # What is dropped the host would have to take back.
+        # What is dropped only the host can take back: then the engine copies memory, and puts it back.
         drops = any(names[index] in memory[slot] for index in self.uncompressed for slot in (ERROR, SENT))
         is_healthy = yield Commit(AllFinite(tuple(found.received)), writes_where=not drops)
+        # Not on the CPU, nor with `host_check`: there the generator is closed where the step is not healthy.
         if is_healthy is not None:
             before = {slot: memory[slot] for slot in remembered}
             before[BASIS] = by_label(labels, found.starts)
             remembered = yield from self._kept_where(is_healthy, remembered, before)
+            # Before `reconstruct` multiplies by them: so gradients become NaN without a pass of their own.
             means = [term.mean for of_group in found.terms for term in of_group]
             yield Jointly(spoiled_unless, [(is_healthy, each) for each in [*means, *found.uncompressed]])
         written = [
@@ -368,6 +372,7 @@ class PowerSGDPlan(LowRankPlan):
             for shape_group, group in zip(self.shape_groups, groups, strict=True)
         ]
         reconstruct(groups, written, found.terms, bucket.loss_scale, is_healthy)
+        # Of 16-bit gradients the matrices are wide copies, and what rounding loses goes to the residual too.
         if bucket.flat.dtype != bucket.specs[0].memory_dtype:
             means = [matrix.view(-1) for group in groups for matrix in group.matrices]
             of_names = [errors.get(name) for group in groups for name in group.labels]
@@ -395,10 +400,10 @@ class PowerSGDPlan(LowRankPlan):
         places = [(slot, label) for slot, tensors in remembered.items() for label in tensors]
         items = [(is_healthy, remembered[slot][label], before[slot].get(label)) for slot, label in places]
         kept = yield Jointly(written_where, items)
-        found: dict[Slot, dict[str, torch.Tensor]] = {slot: {} for slot in remembered}
+        chosen: dict[Slot, dict[str, torch.Tensor]] = {slot: {} for slot in remembered}
         for (slot, label), tensor in zip(places, kept, strict=True):
-            found[slot][label] = tensor
-        return found
+            chosen[slot][label] = tensor
+        return chosen
 
     def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
         """Return gradients and residuals as matrices: views unless the gradient is of 16 bits."""
@@ -423,6 +428,7 @@ class PowerSGDPlan(LowRankPlan):
         errors: dict[str, torch.Tensor] = {}
         for shape_group in self.shape_groups if self.config.error_feedback else ():
             labels = [bucket.specs[index].name for index in shape_group.indices]
+            # In place where all have one: it was added to the matrices already.
             kept = [memory[ERROR][label] for label in labels if label in memory[ERROR]]
             like = bucket.gradients[shape_group.indices[0]]
             if len(kept) < len(labels):

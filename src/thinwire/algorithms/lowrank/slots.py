@@ -47,14 +47,14 @@ def _check_factor(label: str, factor: torch.Tensor, shapes: Mapping[str, tuple[i
 def _can_have(columns: int, label: str, shapes: Mapping[str, tuple[int, ...]], total: int) -> bool:
     """Return whether a factor may have so many columns.
 
-    They are the rows or columns of a matrix, or the side of a bucket. Any dimension may be the outermost in
-    memory, whose sizes are the rows. A bucket has its first and last parameter, and at most all elements,
-    `total`.
+    They are the rows or columns of a matrix, or the side of a bucket.
     """
     first, *last = label.split(BUCKET_SEPARATOR)
     numel = math.prod(shapes[first])
     if last:
+        # What else a bucket has, its label does not say: from these two parameters on to the whole model.
         return _side(numel + math.prod(shapes[last[0]])) <= columns <= square(total)[1]
+    # Any dimension may be the outermost in memory (channels last), and its size is the rows.
     sizes = {size for size in shapes[first] if size}
     return columns in sizes | {numel // size for size in sizes} | {_side(numel), square(numel)[1]}
 

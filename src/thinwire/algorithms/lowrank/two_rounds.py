@@ -62,6 +62,7 @@ def approximate(
     uncompressed_mean: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         is_first, is_last = iteration == 0, iteration + 1 == config.power_iterations
+        # The residual only once: later iterations find it in the matrices already.
         lefts = products(groups, rights, bucket.loss_scale, add_error=is_first)
         mean = yield Mean(packed(lefts, dtype, uncompressed if is_first else ()))
         received.append(mean)
@@ -71,6 +72,8 @@ def approximate(
 
         own = projections(groups, lefts, bucket.loss_scale, add_error=False)
         message = packed(own, dtype)
+        # Before the message is handed over, which is given away: the mean may come to lie in it. Of the left
+        # factors nobody need know how they were rounded: any basis will do that all members have.
         own = as_sent(config.wire_dtype, message, own)
         mean = yield Mean(message)
         received.append(mean)

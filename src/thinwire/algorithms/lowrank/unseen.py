@@ -25,6 +25,7 @@ def written_where(
             torch.zeros_like(each) if was is None or was.shape != each.shape else was
             for each, was in zip(new, were, strict=True)
         ]
+        # Joined, chosen and parted: launches for a kind of tensors, and not for each.
         joined_new, joined_old = (torch.cat([each.reshape(-1) for each in side]) for side in (new, old))
         chosen = torch.where(items[alike[0]][0], joined_new, joined_old)
         parts = chosen.split_with_sizes([each.numel() for each in new])
@@ -42,6 +43,7 @@ def spoiled_unless(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[t
 
     def spoiled(alike: Sequence[int]) -> Sequence[torch.Tensor]:
         is_healthy, tensors = items[alike[0]][0], [items[index][1] for index in alike]
+        # Times one or NaN: to fill where a condition holds there is no operation on many tensors.
         torch._foreach_mul_(tensors, torch.where(is_healthy, 1.0, torch.nan).to(tensors[0].dtype))
         return tensors
 

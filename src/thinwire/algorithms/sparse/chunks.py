@@ -93,11 +93,11 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
     runs: dict[int, list[Run]] = defaultdict(list)
     first = 0
     for parameter, spec in enumerate(specs):
-        count, rest = divmod(spec.numel, length)
+        count, shorter = divmod(spec.numel, length)
         if count:
             runs[length].append(Run(parameter, first, count))
-        if rest:
-            runs[rest].append(Run(parameter, first + count * length, 1))
+        if shorter:
+            runs[shorter].append(Run(parameter, first + count * length, 1))
         first += spec.numel
     return tuple(Chunks(each, kept_of(each, density), tuple(found)) for each, found in runs.items())
 
@@ -106,9 +106,6 @@ def largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
     """Return where the entries of largest magnitude stand in each row, in ascending order.
 
     NaN counts as the largest, then infinity. Of equal ones any may be taken.
-
-    The entries of a row are looked at in groups: only the groups with the highest peaks can have them. That
-    is three times as fast as to order whole rows.
 
     Args:
         rows: (rows, length).
@@ -121,12 +118,15 @@ def largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
         >>> largest(torch.tensor([[1.0, -5.0, 0.0, 2.0]]), 2)
         tensor([[1, 3]])
     """
+    # Only the groups with the highest peaks can have the largest entries: to order those alone is three times
+    # as fast as to order whole rows.
     num_rows, length = rows.shape
     size = 1 << int(math.log2(length / kept) / 2 + 0.5)  # about as many groups as there are candidates
     if size == 1 or length % size:
         return rows.abs().topk(kept, sorted=False).indices.sort(1).values
     num_groups = length // size
     grouped = rows.view(num_rows, size, num_groups)  # a group's entries lie `num_groups` apart
+    # Of both extremes, and not of `abs`: that would write all of the gradient once more.
     peaks = torch.maximum(grouped.amax(1), grouped.amin(1).neg_())
     groups = peaks.topk(kept, sorted=False).indices
     candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)

@@ -16,6 +16,7 @@ SCALE_DTYPE = torch.bfloat16  # fp32's range; what its rounding loses stays in t
 
 def on_the_wire(values: torch.Tensor) -> torch.Tensor:
     """Return values in bf16, where finite ones stay so."""
+    # Rounded up, the largest numbers of fp32 and all above of fp64 would be infinite, and the step skipped.
     limit = torch.finfo(SCALE_DTYPE).max
     return torch.where(values.isinf(), values, values.clamp(-limit, limit)).to(SCALE_DTYPE)
 
@@ -57,6 +58,7 @@ def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits
         uint8, (entries,).
     """
     lowest, step, highest_code = _steps(ends, bits, values.dtype)
+    # Where all that is sent of a chunk has one magnitude there is no step, and any code stands for it.
     divisor = step.where(step > 0, 1).index_select(0, chunk)
     codes = values.abs().sub_(lowest.index_select(0, chunk)).div_(divisor)
     codes.round_().clamp_(0, highest_code).nan_to_num_(0)

@@ -9,7 +9,6 @@ one. 64 positions of 4,096 take 8 bits each, where the number of a position take
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -136,6 +135,7 @@ class Message:
         """Return of each entry its chunk, where that begins, and its mark if the high bits were zero."""
         starts, shifts, kept, _ = self._chunks.to(device, non_blocking=True)
         chunk = torch.arange(self.num_chunks, device=device)
+        # With its size given: else the host would wait for a device to count.
         chunk = chunk.repeat_interleave(kept, output_size=self.num_entries)
         return chunk, starts[chunk], shifts[chunk] + torch.arange(self.num_entries, device=device)
 
@@ -154,6 +154,7 @@ class Message:
             uint8, (`num_bytes`,).
         """
         found, picked, ends = [], [], []
+        # Chunks of one length at a time, as rows of one tensor.
         for chunks in self.parts:
             rows = chunks.rows(flat)
             positions = largest(rows, chunks.kept)
@@ -182,7 +183,8 @@ class Message:
             gathered: uint8, (members, `num_bytes`).
             dtype: Of the values.
         """
-        marks, words, scale_bytes = self._streams(gathered)
+        streams = gathered[:, : sum(self.stream_bytes)]
+        marks, words, scale_bytes = streams.split_with_sizes(self.stream_bytes, dim=1)
         chunk, starts, first_marks = self._of_entries(gathered.device)
         set_marks = unpack(marks, 1, self.num_marks)
         # The n-th mark that is set is the n-th entry's. All that are not go behind the last, and are cut off.
@@ -202,6 +204,3 @@ class Message:
         scales = scales.view(len(gathered), self.num_chunks, 2)
         codes = codes & (1 << self.bits) - 1
         return Entries(places, values_of(codes, chunk, scales, self.bits, dtype), scales)
-
-    def _streams(self, gathered: torch.Tensor) -> Sequence[torch.Tensor]:
-        return gathered[:, : sum(self.stream_bytes)].split_with_sizes(self.stream_bytes, dim=1)

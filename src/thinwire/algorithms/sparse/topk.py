@@ -22,7 +22,7 @@ from thinwire.algorithms.base import (
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.kernels.matrices import round_into
 from thinwire.algorithms.requests import AllGather, Commit, Requests, all_finite
-from thinwire.algorithms.sparse.chunks import chunks_of, kept_of
+from thinwire.algorithms.sparse.chunks import chunks_of
 from thinwire.algorithms.sparse.message import Entries, Message
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
@@ -128,10 +128,12 @@ class TopK(Algorithm):
     ) -> BucketPlan:
         """As `Algorithm.prepare`: of every parameter its largest entries, in one message for the bucket."""
         message = Message(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
-        bits_of = [0] * len(specs)
+        bits_of, entries = [0] * len(specs), [0] * len(specs)
         for chunks in message.parts:
             for run in chunks.runs:
                 bits_of[run.parameter] += run.num_chunks * message.bits_of(chunks)
+                entries[run.parameter] += run.num_chunks * chunks.kept
+        # Streams are of the whole bucket, so no parameter has bytes of its own; what is divided here adds up.
         own_bytes = [bits // 8 for bits in bits_of]
         largest_one = max(range(len(specs)), key=bits_of.__getitem__)
         own_bytes[largest_one] += message.num_bytes - sum(own_bytes)  # and what fills up the last bytes
@@ -141,18 +143,13 @@ class TopK(Algorithm):
                 (spec.name,),
                 spec.gradient_bytes,
                 sent_bytes,
-                f"{self._entries(spec.numel):,} of {spec.numel:,} entries, {self.bits} bits, from each of "
+                f"{entries[index]:,} of {spec.numel:,} entries, {self.bits} bits, from each of "
                 f"{num_members} members",
                 is_compressed=True,
             )
-            for spec, sent_bytes in zip(specs, message_bytes, strict=True)
+            for index, (spec, sent_bytes) in enumerate(zip(specs, message_bytes, strict=True))
         )
         return TopKPlan(tuple(specs), routes, self, message)
-
-    def _entries(self, numel: int) -> int:
-        """Return how many entries of a parameter are sent."""
-        count, rest = divmod(numel, self.chunk)
-        return count * kept_of(self.chunk, self.density) + (kept_of(rest, self.density) if rest else 0)
 
 
 def _halves(handed_bytes: Sequence[int], num_members: int) -> list[int]:
@@ -183,6 +180,7 @@ class TopKPlan(BucketPlan):
             return
         scale = bucket.loss_scale
         wanted = bucket.flat.to(self.specs[0].memory_dtype)  # the bucket itself, if it is of this type
+        # What is wanted becomes the residual, so it is in its units: of the unscaled loss.
         if scale is not None:
             wanted.div_(scale)
         self._add_residual(bucket, memory, wanted)
@@ -194,6 +192,8 @@ class TopKPlan(BucketPlan):
         after = before - values
         self._note(memory, own, before, after)
         wanted[own] = after
+        # In fp32 the bucket itself is the residual until it becomes the mean, so it is copied out first. Of
+        # other types, what rounding to the gradient's own loses is added to the residual before.
         if wanted is bucket.flat:
             self._remember(bucket, memory, wanted)
             self._merge(wanted.zero_(), sent, scale)
@@ -213,15 +213,15 @@ class TopKPlan(BucketPlan):
             torch._foreach_add_(parts, errors, alpha=self.config.error_decay)
 
     def _merge(self, result: torch.Tensor, sent: Entries, loss_scale: torch.Tensor | None) -> torch.Tensor:
-        """Add what members have sent to zeros, in their order, so that all members get the same bits.
-
-        To count senders the result itself serves: another tensor of its length would cost more than all else.
-        """
+        """Add what members have sent to zeros."""
+        # Member after member, in one order everywhere: so all get the same bits, whatever the sums round.
         num_members = len(sent.places)
         values = sent.values if loss_scale is None else sent.values * loss_scale
         if self.config.merge == "members":
             values = values / num_members
         else:
+            # The result itself counts the senders: another tensor of its length would cost more than all
+            # else.
             for places, own in zip(sent.places, sent.values, strict=True):
                 result.index_add_(0, places, (own != 0).to(result.dtype))
             values = values / result[sent.places].clamp_min_(1)
@@ -233,6 +233,7 @@ class TopKPlan(BucketPlan):
     def _note(self, memory: Memory, own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
         """Keep, for each parameter, how much less remains of it than there was."""
         parameters = self.message.parameters(own.device)
+        # In double: the difference of two large squares may be small.
         reduced = before.double().square() - after.double().square()
         reductions = reduced.new_zeros(len(self.specs)).index_add_(0, parameters, reduced)
         memory[REDUCTION].update(
