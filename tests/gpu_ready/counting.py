@@ -9,14 +9,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+)
 
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.dispatch import Backend
+from thinwire.algorithms.kernels.triton import launcher
+from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
 from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.plan import ParameterSpec
 
@@ -204,9 +212,42 @@ class Alike(Transport):
         return Done()
 
 
-def on_meta() -> AbstractContextManager[object]:
-    """Return a context in which steps can be made on the device "meta", which autocast does not know."""
-    return patch.object(torch, "autocast", lambda device_type, *, enabled: nullcontext())
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Make steps on the device "meta", which autocast does not know; Triton's kernels are counted only."""
+    with (
+        patch.object(torch, "autocast", lambda device_type, *, enabled: nullcontext()),
+        patch.object(launcher, "launch", _count_launch),
+    ):
+        yield
+
+
+def _count_launch(
+    kernel: str,
+    programs: int,
+    arguments: object,
+    constants: object,
+    device: torch.device,
+    *,
+    reads: Sequence[torch.Tensor] = (),
+    writes: Sequence[torch.Tensor] = (),
+) -> None:
+    counting = _get_current_dispatch_mode()
+    if isinstance(counting, Counting) and programs:
+        counting.launches[kernel] += 1
+        counting.bytes[kernel] += sum(map(_held_bytes, [*reads, *writes]))
+
+
+def by_triton() -> AbstractContextManager[object]:
+    """Return a context in which Triton's kernels serve tensors without values."""
+    triton = Backend(
+        "Triton",
+        lambda like, matrix_rank: False,
+        lambda: None,
+        lambda like: like.dtype == torch.float32,
+        TritonCodes,
+    )
+    return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 
 
 def counted(run: Callable[[], object], *, untold: int = 1) -> tuple[Counted, Counting]:

@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_ready.counting import Alike, Counted, Counting, buckets_of, counted, flats_of, gpt2_small, on_meta
-from thinwire import BatchedPowerSGD, PowerSGD
+from gpu_ready.counting import (
+    Alike,
+    Counted,
+    Counting,
+    buckets_of,
+    by_triton,
+    counted,
+    flats_of,
+    gpt2_small,
+    on_meta,
+)
+from thinwire import BatchedPowerSGD, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.fronts.local_sgd import LocalSGD
@@ -98,9 +108,9 @@ REGISTERED = {
     "AllReduce()": Limit(0, 0.0, 0),
     'Cast("fp16")': Limit(4, 3.1, 0),
     'Cast("bf16")': Limit(4, 3.1, 0),
-    "Quantize(bits=8)": Limit(161, 44.6, 0),
-    "Quantize(bits=4)": Limit(241, 48.8, 0),
-    "Quantize(bits=2)": Limit(265, 56.0, 0),
+    "Quantize(bits=8)": Limit(157, 38.7, 0),
+    "Quantize(bits=4)": Limit(237, 48.6, 0),
+    "Quantize(bits=2)": Limit(261, 55.2, 0),
     'TopK(error_decay=1, merge="members")': Limit(942, 26.3),
     "PowerSGD(matrix_rank=1)": Limit(114, 10.1),
     "PowerSGD(matrix_rank=2)": Limit(126, 10.2),
@@ -120,6 +130,23 @@ def test_every_algorithm_that_there_is(code: str) -> None:
     )
     found = step_of(algorithm, ONE_LAYER)
     limit = REGISTERED[code]
+    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+
+
+# Of one layer in two buckets, by Triton's kernels.
+QUANTIZE_BY_TRITON: dict[Algorithm, Limit] = {
+    Quantize(bits=8): Limit(7, 3.2, 0),
+    Quantize(bits=4): Limit(7, 2.6, 0),
+    Quantize(bits=1): Limit(7, 2.2, 0),
+    Quantize(bits=4, error_feedback=True): Limit(51, 11.8, 1),
+}
+
+
+@pytest.mark.parametrize("algorithm", QUANTIZE_BY_TRITON, ids=str)
+def test_few_bits_by_triton(algorithm: Algorithm) -> None:
+    with by_triton():
+        found = step_of(algorithm, ONE_LAYER)
+    limit = QUANTIZE_BY_TRITON[algorithm]
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
 
 

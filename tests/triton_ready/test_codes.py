@@ -33,7 +33,7 @@ def numbers(blocks: Blocks, seed: int = 0) -> torch.Tensor:
 
 
 def are_equal(one: Coded, other: Coded) -> bool:
-    return torch.equal(one.codes, other.codes) and torch.equal(one.scales, other.scales)
+    return one.share == other.share and torch.equal(one.message, other.message)
 
 
 def draws_of(blocks: Blocks) -> Draws:
@@ -49,7 +49,7 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     flat = numbers(blocks)
     coded = TRITON.encoded(flat, blocks, codebook, draws)
     assert are_equal(coded, PYTORCH.encoded(flat, blocks, codebook, draws))
-    assert coded.codes.nbytes + coded.scales.nbytes < flat.nbytes / 2.5
+    assert coded.message.nbytes < flat.nbytes / 2.5
     decoded = [torch.empty_like(flat) for _ in range(2)]
     for kernels, each in zip((TRITON, PYTORCH), decoded, strict=True):
         kernels.decode(coded, blocks, codebook, each)
@@ -57,9 +57,10 @@ def test_to_the_bit_what_pytorch_gives(bits: int, blocks: Blocks, drawn: bool) -
     assert torch.equal(TRITON.remainder(flat, coded, blocks, codebook), flat - decoded[1])
 
     sent = [PYTORCH.encoded(numbers(blocks, seed), blocks, codebook, None) for seed in range(3)]
-    received = Coded(
-        torch.stack([each.codes[own] for each in sent]), torch.stack([each.scales[own] for each in sent])
-    )
+    # Between those of other buckets, as several buckets' messages travel.
+    rows = torch.stack([each.message[0] for each in sent])
+    beside = torch.full((len(sent), 6), 255, dtype=torch.uint8)
+    received = Coded.arrived(torch.cat([beside, rows, beside], dim=1)[:, 6:-6], blocks.share)
     lost = [torch.empty(own.stop, blocks.block) for _ in range(2)]
     of_own = None if draws is None else draws.of(own)
     means = [
@@ -82,21 +83,9 @@ def test_what_is_not_finite_or_too_small_ends_as_with_pytorch(bits: int, value: 
         coded = kernels.encoded(flat, blocks, codebook, None)
         found.append(torch.empty_like(flat))
         kernels.decode(coded, blocks, codebook, found[-1])
-        assert coded.scales.isfinite().tolist() == [math.isfinite(value), True]
+        assert coded.scales[0].isfinite().tolist() == [math.isfinite(value), True]
     assert found[0][:64].isnan().all() == (not math.isfinite(value))
     assert torch.equal(*[each.nan_to_num(7.0) for each in found])
-
-
-def test_codes_that_begin_between_two_words_are_read() -> None:
-    """As they do behind an odd number of scales, in one message."""
-    blocks, codebook = Blocks((128,), 64, 1), CODEBOOKS[4]
-    coded = PYTORCH.encoded(numbers(blocks), blocks, codebook, None)
-    message = torch.empty(2 + coded.codes.numel(), dtype=torch.uint8)
-    codes = message[2:].view(coded.codes.shape).copy_(coded.codes)
-    found = [torch.empty(128) for _ in range(2)]
-    TRITON.decode(Coded(codes, coded.scales), blocks, codebook, found[0])
-    PYTORCH.decode(coded, blocks, codebook, found[1])
-    assert torch.equal(*found)
 
 
 def test_blocks_longer_than_a_program_are_served_by_pytorch() -> None:

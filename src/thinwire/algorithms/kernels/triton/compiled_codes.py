@@ -4,12 +4,12 @@ A scale is handled as the 16 bits that travel, so that rounding to bf16 is the s
 
 Parameters, where a kernel has them:
     flat, out: Numbers, fp32, one tensor after the other.
-    codes, scales: Of blocks, uint8 and the bits of bf16 as int16; `received_`: of all members.
+    message, stride, share: As of `Coded`; the stride of its rows is in bytes. `received` is that of members.
     starts, lengths: Of each block: where it begins in `flat`, and its elements, int64.
     keys, firsts: Of each block, as `Draws` has them, int64.
     levels: Of the codebook, fp32; LAST, LEVELS: the last one and their number.
     lost: What coding the mean loses, a row for each block.
-    count, members: Of blocks, and of the group.
+    count, filled, members: Of blocks; of those that are sent; of the group.
     STATISTIC, CUBIC, BITS: As of `Codebook`.
     BLOCK, PADDED, ROWS: Elements of a block, the next power of two, and blocks of a program.
     DRAWN, WHOLE, KEEPS, SUBTRACTS: Whether rounding is stochastic, no block is shorter than others, `lost` is
@@ -108,52 +108,60 @@ def _uniform(keys, first, j):
 
 
 @triton.jit
-def _write_codes(places, codes, b, count, BLOCK: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
-    """Store codes: eight of them are one word of as many bytes as a code has bits."""
-    BYTES: tl.constexpr = BLOCK * BITS // 8
-    rows = (b < count)[:, None]
-    if BITS == 8:
-        j = tl.arange(0, PADDED)
-        tl.store(codes + b[:, None] * BLOCK + j[None, :], places.to(tl.uint8), rows & (j < BLOCK)[None, :])
-    else:
-        eight = tl.reshape(places.to(tl.uint32), (places.shape[0], PADDED // 8, 8))
-        shifts = (BITS * tl.arange(0, 8)).to(tl.uint32)
-        words = tl.sum(eight << shifts[None, None, :], axis=2)
-        g = tl.arange(0, PADDED // 8)
-        inside = rows & (g < BLOCK // 8)[None, :]
-        if BITS == 3:
-            at = codes + b[:, None] * BYTES + 3 * g[None, :]
-            for byte in tl.static_range(3):
-                tl.store(at + byte, ((words >> (8 * byte)) & 0xFF).to(tl.uint8), inside)
-        else:
-            WORD: tl.constexpr = tl.uint32 if BITS == 4 else (tl.uint16 if BITS == 2 else tl.uint8)
-            at = codes.to(tl.pointer_type(WORD)) + b[:, None] * (BLOCK // 8) + g[None, :]
-            tl.store(at, words.to(WORD), inside)
+def _places_of(b, stride, share, BYTES: tl.constexpr):
+    """Return where the scales and the codes of blocks lie in a message: bytes, even ones."""
+    row = b // share
+    i = b - row * share
+    return row * stride + 2 * i, row * stride + 2 * share + i * BYTES
 
 
 @triton.jit
-def _read_codes(codes, b, rows, BLOCK: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
-    """Return what `_write_codes` has stored, int32, a row for each block."""
-    BYTES: tl.constexpr = BLOCK * BITS // 8
+def _write_codes(places, codes, rows, BLOCK: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
+    """Store codes, several of which are one word, at an address for each row."""
     if BITS == 8:
         j = tl.arange(0, PADDED)
         inside = rows[:, None] & (j < BLOCK)[None, :]
-        places = tl.load(codes + b[:, None] * BLOCK + j[None, :], inside, other=0).to(tl.int32)
+        tl.store(codes[:, None] + j[None, :], places.to(tl.uint8), inside)
     else:
-        g = tl.arange(0, PADDED // 8)
-        inside = rows[:, None] & (g < BLOCK // 8)[None, :]
+        # No word of four bytes: codes begin at an even byte, which need be no more.
+        CODES: tl.constexpr = 4 if BITS == 4 else 8
+        several = tl.reshape(places.to(tl.uint32), (places.shape[0], PADDED // CODES, CODES))
+        shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
+        words = tl.sum(several << shifts[None, None, :], axis=2)
+        g = tl.arange(0, PADDED // CODES)
+        inside = rows[:, None] & (g < BLOCK // CODES)[None, :]
         if BITS == 3:
-            at = codes + b[:, None] * BYTES + 3 * g[None, :]
+            for byte in tl.static_range(3):
+                part = ((words >> (8 * byte)) & 0xFF).to(tl.uint8)
+                tl.store(codes[:, None] + 3 * g[None, :] + byte, part, inside)
+        else:
+            WORD: tl.constexpr = tl.uint8 if BITS == 1 else tl.uint16
+            tl.store(codes.to(tl.pointer_type(WORD))[:, None] + g[None, :], words.to(WORD), inside)
+
+
+@triton.jit
+def _read_codes(codes, rows, BLOCK: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
+    """Return what `_write_codes` has stored, int32, a row for each block."""
+    if BITS == 8:
+        j = tl.arange(0, PADDED)
+        inside = rows[:, None] & (j < BLOCK)[None, :]
+        places = tl.load(codes[:, None] + j[None, :], inside, other=0).to(tl.int32)
+    else:
+        CODES: tl.constexpr = 4 if BITS == 4 else 8
+        g = tl.arange(0, PADDED // CODES)
+        inside = rows[:, None] & (g < BLOCK // CODES)[None, :]
+        if BITS == 3:
+            at = codes[:, None] + 3 * g[None, :]
             words = tl.load(at, inside, other=0).to(tl.uint32)
             for byte in tl.static_range(1, 3):
                 words |= tl.load(at + byte, inside, other=0).to(tl.uint32) << (8 * byte)
         else:
-            WORD: tl.constexpr = tl.uint32 if BITS == 4 else (tl.uint16 if BITS == 2 else tl.uint8)
-            at = codes.to(tl.pointer_type(WORD)) + b[:, None] * (BLOCK // 8) + g[None, :]
+            WORD: tl.constexpr = tl.uint8 if BITS == 1 else tl.uint16
+            at = codes.to(tl.pointer_type(WORD))[:, None] + g[None, :]
             words = tl.load(at, inside, other=0).to(tl.uint32)
-        shifts = (BITS * tl.arange(0, 8)).to(tl.uint32)
-        eight = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-        places = tl.reshape(eight, (b.shape[0], PADDED)).to(tl.int32)
+        shifts = (BITS * tl.arange(0, CODES)).to(tl.uint32)
+        several = (words[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
+        places = tl.reshape(several, (codes.shape[0], PADDED)).to(tl.int32)
     return places
 
 
@@ -179,13 +187,12 @@ def _usable(bits):
 
 @triton.jit
 def _code(
-    x, lengths, keys, firsts, b, rows, j, levels, codes, scales, count,
+    x, lengths, keys, firsts, b, rows, j, levels, message, stride, share, filled,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, DRAWN: tl.constexpr,
 ):  # fmt: skip
-    """Store codes and scales of some rows, and return what they stand for."""
+    """Store scales and codes of some rows, with zeros behind them, and return what they stand for."""
     bits = _scale_bits(x, lengths, LAST, STATISTIC)
-    tl.store(scales + b, bits.to(tl.int16), rows)
     scale = _widened(bits)
     one = tl.full(scale.shape, 1.0, tl.float32)
     units = x * tl.where(scale > 0, tl.div_rn(one, scale), 0.0)[:, None]
@@ -194,7 +201,10 @@ def _code(
         places = _drawn(units, uniform, levels, LAST, BITS, LEVELS)
     else:
         places = _nearest(units, levels, LAST, BITS, LEVELS)
-    _write_codes(places, codes, b, count, BLOCK, PADDED, BITS)
+    at_scales, at_codes = _places_of(b, stride, share, BLOCK * BITS // 8)
+    tl.store((message + at_scales).to(tl.pointer_type(tl.int16)), bits.to(tl.int16), b < filled)
+    # Of what only fills up the last row, too: it is sent.
+    _write_codes(tl.where(rows[:, None], places, 0), message + at_codes, b < filled, BLOCK, PADDED, BITS)
     return _levels_at(places, levels, BITS, LEVELS, CUBIC) * _usable(bits)[:, None]
 
 
@@ -215,7 +225,7 @@ def _where(starts, lengths, b, rows, j, BLOCK: tl.constexpr, WHOLE: tl.constexpr
 
 @triton.jit
 def encode(
-    flat, starts, lengths, keys, firsts, levels, codes, scales, count,
+    flat, starts, lengths, keys, firsts, levels, message, stride, share, count, filled,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, DRAWN: tl.constexpr,
     WHOLE: tl.constexpr, ROWS: tl.constexpr,
@@ -227,14 +237,14 @@ def encode(
     at, inside, length = _where(starts, lengths, b, rows, j, BLOCK, WHOLE)
     x = tl.load(flat + at, inside, other=0.0)
     _code(
-        x, length, keys, firsts, b, rows, j, levels, codes, scales, count,
+        x, length, keys, firsts, b, rows, j, levels, message, stride, share, filled,
         LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, PADDED, DRAWN,
     )  # fmt: skip
 
 
 @triton.jit
 def average(
-    received_codes, received_scales, lengths, keys, firsts, levels, codes, scales, lost, count, members,
+    received, received_stride, lengths, keys, firsts, levels, message, lost, share, count, filled, members,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, DRAWN: tl.constexpr,
     WHOLE: tl.constexpr, KEEPS: tl.constexpr, ROWS: tl.constexpr,
@@ -245,10 +255,12 @@ def average(
     rows = b < count
     mean = tl.zeros((ROWS, PADDED), tl.float32)
     divisor = tl.full((ROWS,), 1.0, tl.float32) * members
+    at_scales, at_codes = _places_of(b, received_stride, share, BLOCK * BITS // 8)
     for member in range(members):
-        at = member * count + b
-        places = _read_codes(received_codes, at, rows, BLOCK, PADDED, BITS)
-        scale = tl.div_rn(_usable(tl.load(received_scales + at, rows, other=0)), divisor)
+        row = received + member * received_stride
+        bits = tl.load((row + at_scales).to(tl.pointer_type(tl.int16)), rows, other=0)
+        places = _read_codes(row + at_codes, rows, BLOCK, PADDED, BITS)
+        scale = tl.div_rn(_usable(bits), divisor)
         mean += _levels_at(places, levels, BITS, LEVELS, CUBIC) * scale[:, None]
     if WHOLE:
         inside = rows[:, None] & (j < BLOCK)[None, :]
@@ -259,7 +271,7 @@ def average(
         length = numbers.to(tl.float32)
     mean = tl.where(inside, mean, 0.0)
     coded = _code(
-        mean, length, keys, firsts, b, rows, j, levels, codes, scales, count,
+        mean, length, keys, firsts, b, rows, j, levels, message, 0, share, filled,
         LAST, STATISTIC, CUBIC, LEVELS, BITS, BLOCK, PADDED, DRAWN,
     )  # fmt: skip
     if KEEPS:
@@ -268,7 +280,7 @@ def average(
 
 @triton.jit
 def decode(
-    codes, scales, starts, lengths, levels, flat, out, count,
+    message, stride, share, starts, lengths, levels, flat, out, count,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
     PADDED: tl.constexpr, WHOLE: tl.constexpr, SUBTRACTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -277,8 +289,9 @@ def decode(
     j = tl.arange(0, PADDED)
     rows = b < count
     at, inside, _ = _where(starts, lengths, b, rows, j, BLOCK, WHOLE)
-    places = _read_codes(codes, b, rows, BLOCK, PADDED, BITS)
-    scale = _usable(tl.load(scales + b, rows, other=0))
+    at_scales, at_codes = _places_of(b, stride, share, BLOCK * BITS // 8)
+    places = _read_codes(message + at_codes, rows, BLOCK, PADDED, BITS)
+    scale = _usable(tl.load((message + at_scales).to(tl.pointer_type(tl.int16)), rows, other=0))
     values = _levels_at(places, levels, BITS, LEVELS, CUBIC) * scale[:, None]
     if SUBTRACTS:
         values = tl.load(flat + at, inside, other=0.0) - values

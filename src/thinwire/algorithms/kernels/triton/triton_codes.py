@@ -11,11 +11,10 @@ import torch
 
 from thinwire.algorithms.kernels.codes import CodeKernels
 from thinwire.algorithms.kernels.torch_codes import TorchCodes
-from thinwire.algorithms.kernels.triton.launcher import launch
+from thinwire.algorithms.kernels.triton import launcher
 from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import Codebook
-from thinwire.algorithms.low_bit.coded import Coded
-from thinwire.algorithms.low_bit.packing import packed_bytes
+from thinwire.algorithms.low_bit.coded import Coded, block_bytes
 from thinwire.algorithms.low_bit.rounding import Draws
 
 __all__ = ["TritonCodes"]
@@ -37,24 +36,26 @@ class TritonCodes(CodeKernels):
         """As `CodeKernels.encoded`; one launch."""
         if blocks.block > ELEMENTS:
             return self._others.encoded(flat, blocks, codebook, draws)
-        flat, coded = flat.contiguous(), _empty(blocks.total, blocks.block, codebook, flat.device)
-        constants = {**_of_codebook(codebook), **_of_rows(blocks), "WHOLE": blocks.are_whole}
-        launch(
+        flat, members = flat.contiguous(), blocks.num_members
+        coded = _empty(blocks, codebook, members, flat.device)
+        launcher.launch(
             "compiled_codes.encode",
-            _programs(blocks.total, blocks.block),
+            _programs(blocks.share * members, blocks.block),
             [
                 flat,
                 *_places(blocks, flat.device),
                 *_keys(draws),
                 _levels(codebook, flat.device),
-                coded.codes,
-                _bits(coded.scales),
+                coded.message,
+                coded.message.stride(0),
+                blocks.share,
                 blocks.total,
+                blocks.share * members,
             ],
-            {**constants, **_statistic(codebook), "DRAWN": draws is not None, **OPTIONS},
+            {**_of_rows(blocks), **_of_codebook(codebook), **_statistic(codebook, draws), **OPTIONS},
             flat.device,
             reads=[flat],
-            writes=[coded.codes, coded.scales],
+            writes=[coded.message],
         )
         return coded
 
@@ -71,35 +72,34 @@ class TritonCodes(CodeKernels):
         """As `CodeKernels.averaged`; one launch."""
         if blocks.block > ELEMENTS:
             return self._others.averaged(received, blocks, own, codebook, draws, lost, dtype)
-        members, count = received.scales.shape
-        device = received.scales.device
-        coded, codes = _empty(count, blocks.block, codebook, device), _aligned(received.codes)
-        constants = {**_of_codebook(codebook), **_of_rows(blocks), "WHOLE": blocks.are_whole}
-        launch(
+        device, message = received.message.device, received.message
+        coded = _empty(blocks, codebook, 1, device)
+        launcher.launch(
             "compiled_codes.average",
-            _programs(count, blocks.block),
+            _programs(blocks.share, blocks.block),
             [
-                codes,
-                _bits(received.scales),
+                message,
+                message.stride(0),
                 None if blocks.are_whole else blocks.lengths(device)[own],
                 *_keys(draws),
                 _levels(codebook, device),
-                coded.codes,
-                _bits(coded.scales),
+                coded.message,
                 lost,
-                count,
-                members,
+                blocks.share,
+                own.stop - own.start,
+                blocks.share,
+                len(message),
             ],
             {
-                **constants,
-                **_statistic(codebook),
-                "DRAWN": draws is not None,
+                **_of_rows(blocks),
+                **_of_codebook(codebook),
+                **_statistic(codebook, draws),
                 "KEEPS": lost is not None,
                 **OPTIONS,
             },
             device,
-            reads=[codes, received.scales],
-            writes=[coded.codes, coded.scales, *([] if lost is None else [lost])],
+            reads=[message],
+            writes=[coded.message, *([] if lost is None else [lost])],
         )
         return coded
 
@@ -122,45 +122,29 @@ class TritonCodes(CodeKernels):
 def _decode(
     coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    codes, scales = _aligned(coded.codes), coded.scales.contiguous()
-    launch(
+    launcher.launch(
         "compiled_codes.decode",
         _programs(blocks.total, blocks.block),
         [
-            codes,
-            _bits(scales),
+            coded.message,
+            coded.message.stride(0),
+            blocks.share,
             *_places(blocks, out.device),
             _levels(codebook, out.device),
             flat,
             out,
             blocks.total,
         ],
-        {
-            **_of_codebook(codebook),
-            **_of_rows(blocks),
-            "WHOLE": blocks.are_whole,
-            "SUBTRACTS": flat is not None,
-            **OPTIONS,
-        },
+        {**_of_rows(blocks), **_of_codebook(codebook), "SUBTRACTS": flat is not None, **OPTIONS},
         out.device,
-        reads=[codes, scales, *([] if flat is None else [flat])],
+        reads=[coded.message, *([] if flat is None else [flat])],
         writes=[out],
     )
 
 
-def _empty(count: int, block: int, codebook: Codebook, device: torch.device) -> Coded:
-    codes = torch.empty(count, packed_bytes(block, codebook.bits), dtype=torch.uint8, device=device)
-    return Coded(codes, torch.empty(count, dtype=torch.bfloat16, device=device))
-
-
-def _aligned(codes: torch.Tensor) -> torch.Tensor:
-    """Return codes that begin where words of four bytes may; behind scales in a message they need not."""
-    codes = codes.contiguous()
-    return codes.clone() if codes.data_ptr() % 4 else codes
-
-
-def _bits(scales: torch.Tensor) -> torch.Tensor:
-    return scales.view(torch.int16)
+def _empty(blocks: Blocks, codebook: Codebook, rows: int, device: torch.device) -> Coded:
+    row_bytes = blocks.share * block_bytes(blocks.block, codebook.bits)
+    return Coded(torch.empty(rows, row_bytes, dtype=torch.uint8, device=device), blocks.share)
 
 
 def _keys(draws: Draws | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -183,15 +167,16 @@ def _programs(count: int, block: int) -> int:
 
 def _of_rows(blocks: Blocks) -> dict[str, object]:
     padded = _padded(blocks.block)
-    return {"BLOCK": blocks.block, "PADDED": padded, "ROWS": ELEMENTS // padded}
+    sizes = {"BLOCK": blocks.block, "PADDED": padded, "ROWS": ELEMENTS // padded}
+    return {**sizes, "WHOLE": blocks.are_whole}
 
 
 def _of_codebook(codebook: Codebook) -> dict[str, object]:
     return {"CUBIC": codebook.cubic, "LEVELS": len(codebook.levels), "BITS": codebook.bits}
 
 
-def _statistic(codebook: Codebook) -> dict[str, object]:
-    return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic}
+def _statistic(codebook: Codebook, draws: Draws | None) -> dict[str, object]:
+    return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic, "DRAWN": draws is not None}
 
 
 @lru_cache(maxsize=32)
