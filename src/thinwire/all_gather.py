@@ -32,6 +32,7 @@ class AllGatherGrad(torch.autograd.Function):
             AttachError: No process group, or one this process is not in.
             CommunicationError: The processes brought different shapes or types.
         """
+        # Kept for the way back, where there is no argument to take it from.
         ctx.transport = ProcessGroupTransport(group, tensor.device)
         return gather_stacked(tensor, ctx.transport)
 
@@ -47,6 +48,7 @@ class AllGatherGrad(torch.autograd.Function):
         Raises:
             CommunicationError: The collective failed.
         """
+        # A copy: autograd may hand the same gradient to others.
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         ctx.transport.all_reduce(total, "the gradient of a gather").wait()
         return total[ctx.transport.rank], None

@@ -57,11 +57,12 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         CheckpointError: It can't be written, such as to a full disk. What was there before is there still.
         MissingExtraError: safetensors is not installed.
     """
-    checked_state(state, specs=None)
+    checked_state(state, specs=None)  # before a good file makes room for what could not be loaded
     path = Path(path)
     if not path.name:
         raise ConfigError(f"path must be that of a file, got {str(path)!r}")
     safetensors = _safetensors() if path.suffix == SAFETENSORS else None
+    # Beside its place: only within one file system is it put there whole or not at all.
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
         file = part.open("xb")  # x: of its own, and not through a link that somebody has put there
@@ -71,6 +72,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
                     torch.save(dict(state), file)
                 else:
                     file.write(safetensors.save(*_flat(state)))
+                # On the disk before it has the name: else a crash could leave the name with an empty file.
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
@@ -120,6 +122,7 @@ def _flat(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
 def _nested(file: Any) -> dict[str, Any]:
     """Return what `_flat` was given."""
     state = dict(json.loads(file.metadata()["thinwire"]))
+    # JSON has lists for tuples, and the checksum is of tuples as of lists; but a state is to be what it was.
     state["parameters"] = tuple((name, tuple(shape)) for name, shape in state["parameters"])
     if "buckets" in state:
         state["buckets"] = tuple(map(tuple, state["buckets"]))

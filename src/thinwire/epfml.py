@@ -96,11 +96,13 @@ class _Synchronised(Aggregator):
         if error is None:
             gradient.zero_()
             return
+        # In the units and the type of the gradient, to which the next one is added by the loop.
         scale = 1.0 if self.grad_scaler is None else self.grad_scaler.scale(torch.ones_like(error[:1]))
         gradient.copy_(front.in_layout(index, error * scale))
         held = torch.empty_like(error)
         front.in_layout(index, held).copy_(gradient)
         residual = error - held / scale
+        # What the gradient's type can't hold of it stays here.
         if gradient.dtype.itemsize < error.dtype.itemsize and residual.any():
             front.engine.put_error(front.name_of(index), residual)
 
@@ -272,10 +274,12 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     means, committed = front.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
+    # A scaler is asked whatever has become of the step: it lowers its scale by the means that are not finite.
     if aggregator.grad_scaler is not None and aggregator.grad_scaler.is_enabled():
         aggregator.grad_scaler.step(optimizer)
     elif committed:
         optimizer.step()
+    # The means are used up: left there, the next backward pass would add to them.
     for parameter in parameters:
         parameter.grad = None
     return committed
@@ -326,17 +330,15 @@ class EpfmlPowerSGD(algorithms.PowerSGD):
     """`thinwire.PowerSGD`, but for which parameters it compresses: those that the reference does."""
 
     def _route(self, spec: ParameterSpec, wanted: int | None) -> LowRankRoute:
-        shape = spec.matrix_shape
-        if shape is None or not self._is_compressed(spec):
-            return self.uncompressed_route(spec, self.message_dtype(spec.dtype))
-        return self.compressed_route([spec], shape, min(wanted or self.matrix_rank, *shape))
-
-    def _is_compressed(self, spec: ParameterSpec) -> bool:
-        """Decide by the parameter's own shape, not the matrix's, as the reference's `avg_compressed_size`."""
+        shape, dtype = spec.matrix_shape, self.message_dtype(spec.dtype)
+        if shape is None:
+            return self.uncompressed_route(spec, dtype)
+        # By the parameter's own shape, not the matrix's, as the reference's `avg_compressed_size`.
         elements = self.factor_pairs * min(self.matrix_rank, *spec.shape) * sum(spec.shape)
-        counted_bytes = elements * self.message_dtype(spec.dtype).itemsize
         uncompressed_bytes = spec.numel * self.uncompressed_dtype(spec.dtype).itemsize
-        return counted_bytes * self.min_compression_ratio < uncompressed_bytes
+        if elements * dtype.itemsize * self.min_compression_ratio >= uncompressed_bytes:
+            return self.uncompressed_route(spec, dtype)
+        return self.compressed_route([spec], shape, min(wanted or self.matrix_rank, *shape))
 
 
 def _algorithm_of(config: object) -> EpfmlPowerSGD:

@@ -35,6 +35,7 @@ def parsed(line: str) -> Any:
     """
     try:
         value = json.loads(line, parse_constant=_refuse)
+        # Only where there may be one: to write all of it again and read that takes as long as the first time.
         if "\\ud" in line or "\\uD" in line:
             value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError:

@@ -136,6 +136,7 @@ class LocalJob:
 
     def _end(self) -> None:
         """Ask all that have not ended to end, and kill those that do not listen."""
+        # All are asked first, and share one deadline: they may be waiting for each other.
         for process in self._processes:
             process.terminate()
         deadline = time.monotonic() + END_WITHIN_SECONDS

@@ -57,9 +57,6 @@ class ParameterSpec(NamedTuple):
     def of(cls, name: str, tensor: torch.Tensor) -> ParameterSpec:
         """Return the spec of a tensor.
 
-        A tensor whose memory has gaps or overlaps is described as contiguous, and a complex one as real
-        numbers with a last dimension of two: DDP lays out the gradients of such parameters that way.
-
         Args:
             name: What it is called.
             tensor: The parameter, or a gradient of it.
@@ -69,6 +66,8 @@ class ParameterSpec(NamedTuple):
             (1, 2)
         """
         tensor = tensor.detach()
+        # DDP lays out the gradients of complex parameters as real numbers with a last dimension of two, and
+        # of those whose memory has gaps or overlaps as contiguous.
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
@@ -104,11 +103,12 @@ class ParameterSpec(NamedTuple):
         """The gradient as a matrix, (rows, columns), in its order of memory; None for vectors and scalars.
 
         Rows are the outermost dimension in memory: the output features of a linear layer or of a
-        convolution, channels-last or not. A matrix stored transposed is seen transposed, which
-        changes nothing, since its transpose has the same matrix rank.
+        convolution, channels-last or not.
         """
         if len(self.shape) < 2 or self.numel == 0:
             return None
+        # So it is a view of the flat gradient. A matrix stored transposed is seen transposed, which changes
+        # nothing: its transpose has the same matrix rank.
         rows = max(zip(self.shape, self.stride, strict=True), key=lambda dim: (dim[0] > 1, dim[1]))[0]
         return rows, self.numel // rows
 

@@ -58,6 +58,8 @@ class Simulation:
     ) -> None:
         whole_number("num_workers", num_workers, minimum=1)
         self.buckets = list(buckets)
+        # All known from the start, as of a model that was handed over, so a state is checked when it is
+        # loaded.
         specs = [spec for bucket in self.buckets for spec in bucket]
         settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite)
         transports = InProcessTransport.group(num_workers)

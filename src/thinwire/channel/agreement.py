@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Description: TypeAlias = Mapping[str, str]
 """What a member says of itself, by subject."""
 
-ALGORITHM = "algorithm"  # what follows of an algorithm are its settings, which others do not have
+ALGORITHM = "algorithm"
 CALL = "call"  # the subject of what a member is about to do; where that differs, all else may
 MAX_SUBJECTS = 4
 MAX_MEMBERS = 8
@@ -32,9 +32,6 @@ PATIENCE_SECONDS = 10.0
 
 def agree(transport: Transport, description: Description, purpose: str) -> None:
     """Go on only if all members say the same of themselves. Collective; blocks until all have.
-
-    They compare digests, and only where those differ what they are of: all of them see the same digests, so
-    all of them take the second step or none does.
 
     Args:
         transport: Over which group.
@@ -57,10 +54,18 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
         f"{purpose}: process {transport.rank} has waited {PATIENCE_SECONDS:g} s for the others: make the "
         "same calls on every process (attach or register_comm_hook, use, state_dict, load_state_dict)"
     )
-    with _Alarm(warning):
+    # A timer of its own, for a group's timeout may be half an hour, and until then nobody would know why
+    # nothing happens. It is a daemon: a process that ends meanwhile must not wait for it.
+    alarm = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
+    alarm.daemon = True
+    alarm.start()
+    try:
         digests = _gathered(transport, fingerprint, purpose)
+    finally:
+        alarm.cancel()
     if len(set(digests)) == 1:
         return
+    # All have the same digests before them, so all come here or none does.
     lengths = [
         int.from_bytes(each, "big") for each in _gathered(transport, len(data).to_bytes(8, "big"), purpose)
     ]
@@ -71,25 +76,12 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
 
 
 def _gathered(transport: Transport, data: bytes, purpose: str) -> list[bytes]:
+    # Gathered, and not averaged: so it is never taken for the average that another member may have sent.
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport.control_device)
     rows = own.new_empty(transport.size, len(data))
     where = f"{purpose}: the comparison of what the processes are about to do"
     transport.all_gather(rows, own, where).wait()
     return [bytes(row) for row in rows.tolist()]
-
-
-class _Alarm:
-    """Logs a warning if what it surrounds takes long."""
-
-    def __init__(self, warning: str) -> None:
-        self._timer = threading.Timer(PATIENCE_SECONDS, logger.warning, [warning])
-        self._timer.daemon = True
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._timer.cancel()
 
 
 def check_same(everyone: Sequence[Description], purpose: str) -> None:
@@ -111,12 +103,13 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
     differing = [s for s in subjects if len({description.get(s) for description in everyone}) > 1]
     if not differing:
         return
+    # Who is about to do something else has its own reasons to differ in all the rest.
     if CALL in differing:
         raise AgreementError(
             f"{purpose}: {_who_has_what(everyone, CALL)} under way. Make the same calls on every process, "
             "in the same order; nothing was changed"
         )
-    if ALGORITHM in differing:
+    if ALGORITHM in differing:  # what follows are its settings, of which the others have none
         differing = differing[: differing.index(ALGORITHM) + 1]
     listed = [_who_has_what(everyone, subject) for subject in differing[:MAX_SUBJECTS]]
     if len(differing) > MAX_SUBJECTS:

@@ -32,7 +32,9 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
     for tensor in tensors:
         if tensor.numel():
             by_device[tensor.device].append(tensor.detach())
+    # Devices come in the order of the tensors, which is the same on all: so do the messages.
     for device, copied in by_device.items():
+        # Who is it, is asked of all: members that have no part in the choice could not know.
         offered = torch.tensor([transport.rank if is_source else -1], device=device)
         transport.all_reduce(offered, "finding the process to copy from", operation="max").wait()
         source = int(offered)
@@ -79,6 +81,7 @@ def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]
         CommunicationError: The collective failed.
     """
     lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
+    # Of one length on all, and never empty, which `frombuffer` refuses.
     padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)
     own = padded.to(transport.control_device)
     rows = own.new_empty(transport.size, len(own))
@@ -99,6 +102,7 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
         CommunicationError: The members brought different shapes or types (said on all of them), or the
             transport failed.
     """
+    # Filled up, so that tensors of any number of dimensions are described in as many numbers.
     described = [
         float(_DTYPES.index(tensor.dtype)),
         float(tensor.dim()),

@@ -22,7 +22,7 @@ _current = threading.local()  # of a member's thread: its turn
 def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     """Run `body(rank)` for each member of a group in this process, one at a time, in the order of ranks.
 
-    A member runs until it waits for what another has not sent yet, or ends. So every run is the same run.
+    A member runs until it waits for what another has not sent yet, or ends.
 
     Args:
         size: Members of the group.
@@ -47,6 +47,8 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     """
     if size == 1:
         return [body(0)]
+    # Threads, since the body is any blocking code; but one runs at a time, and always the same one next, so
+    # every run is the same run, whatever the machine does.
     turns = [_Turn(rank, body) for rank in range(size)]
     errors: list[BaseException] = []
     running = list(turns)
@@ -59,7 +61,7 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
         for turn in ready:
             turn.go_on()
             if turn.error is not None and turn in running:
-                errors.append(turn.error)
+                errors.append(turn.error)  # the others go on: what waits for this member ends, too, stuck
         running = [turn for turn in running if not turn.has_ended]
     if errors:
         raise errors[0]
@@ -107,6 +109,7 @@ class _Turn(Generic[Result]):
     def wait_for(self, meeting: _Meeting) -> None:
         """Let the others run, on the member's thread, until all have come."""
         while not meeting.is_complete:
+            # Found by who hands out the turns, when all that are left wait: nothing can come any more.
             if self.is_stuck:
                 raise CommunicationError(meeting.who_is_missing())
             self._awaited = meeting
@@ -197,6 +200,7 @@ class InProcessTransport(Transport):
         def take(brought: Sequence[torch.Tensor]) -> None:
             torch.stack(list(brought), out=output)
 
+        # A copy, here and below: it may change before the last member has come to take it.
         return self._meet(tensor.clone(), purpose, ("all_gather", tensor.shape, tensor.dtype), take)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
@@ -222,6 +226,7 @@ class InProcessTransport(Transport):
         kind: object,
         take: Callable[[Sequence[torch.Tensor]], None],
     ) -> Work:
+        # Matched by order alone, as backends do it; but what differs is refused here, where they would hang.
         self._place += 1
         meetings = self._room.meetings
         meeting = meetings.setdefault(self._place, _Meeting(self._place, self.size, purpose, kind))

@@ -27,6 +27,7 @@ def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
         >>> [wire_bytes(kind, 300, 3) for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")]
         [400, 600, 200, 300]
     """
+    # As rings send: an all-reduce is a scatter of sums and a gather, each of (members − 1) / members.
     others = members - 1
     return {
         "all_reduce": 2 * handed_bytes * others // members,
@@ -162,5 +163,5 @@ class _TimedWork:
         start = time.perf_counter()
         try:
             self.work.wait()
-        finally:
+        finally:  # the wait for a collective that fails is often the longest
             self.traffic.waiting_seconds += time.perf_counter() - start

@@ -89,7 +89,8 @@ class ProcessGroupTransport(Transport):
 
     @cached_property
     def _backends(self) -> dict[str, str]:
-        """By kind of device. `dist.get_backend` has no name for several, nor for torch's own choice."""
+        """By kind of device."""
+        # `dist.get_backend` has no name for several, nor for torch's own choice.
         pairs = [each.split(":") for each in dist.get_backend_config(self.group).split(",")]
         return {pair[0]: pair[1] for pair in pairs}
 
@@ -101,6 +102,7 @@ class ProcessGroupTransport(Transport):
         """
         if self.group.bound_device_id is not None:
             return self.group.bound_device_id
+        # NCCL takes no two processes on one GPU: here it can be said which call is missing.
         index = torch.cuda.current_device()
         local_rank = os.environ.get("LOCAL_RANK", "0")
         if index == 0 and local_rank != "0" and torch.cuda.device_count() > 1:
@@ -212,7 +214,8 @@ class ProcessGroupWork:
         """Return a future of what `result` makes of the finished collective, for code that never comes back.
 
         Args:
-            result: Called when the collective is done, on a thread of the backend. It must not send anything.
+            result: Called when the collective is done, on a thread of the backend. It must not send anything:
+                those threads come in another order on every member.
         """
 
         def finished(done: Future[object]) -> Result:
@@ -238,6 +241,7 @@ def named_failure(where: str) -> Iterator[None]:
     Raises:
         CommunicationError: The backend failed, which is the cause.
     """
+    # What backends raise, for a dead peer, a timeout and a refused type alike.
     try:
         yield
     except RuntimeError as error:
@@ -274,6 +278,7 @@ def checked_group(group: object) -> dist.ProcessGroup:
 
 def alone() -> dist.ProcessGroup:
     """Return a new process group of this process only. Not collective."""
+    # Without that flag every process of the job would have to call it as well, and wait for the others.
     return cast(dist.ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
 

@@ -72,6 +72,6 @@ class _NotedWork:
         return self.work.is_completed()
 
     def wait(self) -> None:
-        if self.note.awaited_seconds is None:
+        if self.note.awaited_seconds is None:  # the first time: later ones wait for nothing
             self.note.awaited_seconds = time.perf_counter()
         self.work.wait()

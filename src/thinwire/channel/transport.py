@@ -94,11 +94,10 @@ class Transport(ABC):
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
         """Replace a floating `tensor` by its mean over the members; as `all_reduce` otherwise.
 
-        It is divided before the sum: in half precision the sum would overflow where the mean does not.
-
         Args:
             tensor: Contiguous, floating; overwritten.
             purpose: What for and in which step, for errors.
         """
+        # Before the sum: in half precision that would overflow where the mean does not.
         tensor.div_(self.size)
         return self.all_reduce(tensor, purpose)

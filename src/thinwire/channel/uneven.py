@@ -13,9 +13,11 @@ def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
 
     None outside a join context, and where another joinable speaks for this process.
     """
+    # It begins the step's messages: who has no input comes in with it, and shadows what follows.
     work = Join.notify_join_context(joinable)
     if work is None:
         return None
+    # The join context has asked already; to ask once more would send a message that nobody shadows.
     (contributors,) = work.get_future().wait()
     return joinable.join_process_group.size() / contributors  # type: ignore[no-any-return]
 
