@@ -55,6 +55,7 @@ class _Registration:
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise AttachError(wrong_model(model))
+        # torch's values take a group here, and make the state of it themselves.
         if not (state is None or isinstance(state, dist.ProcessGroup)):
             raise ConfigError(
                 f"state must be a process group or None, got {type(state).__name__}; with a state of your "
@@ -117,6 +118,7 @@ def register_ddp_comm_hook(
         >>> register_ddp_comm_hook(DDPCommHookType.POWER_SGD_RANK2, ddp_model)
         >>> ddp_model(torch.ones(1, 8)).sum().backward()
     """
+    # torch's built-in hooks are C++: those of ours that do the same stand in for them.
     if isinstance(comm_hook_type, BuiltinCommHookType):
         comm_hook_type = BUILT_IN[comm_hook_type]
     if not isinstance(comm_hook_type, DDPCommHookType):

@@ -106,6 +106,7 @@ def attach(
         >>> sync.stats().steps, round(sync.stats().compression_ratio, 1)
         (1, 9.3)
     """
+    # What is wrong for both kinds of model is found before either is looked at.
     loss_scale = loss_scale_of(grad_scaler)
     checked_on_nonfinite(on_nonfinite, grad_scaler)
     plain = getattr(model, "_orig_mod", model)

@@ -54,6 +54,7 @@ def counted(parameters: Iterable[torch.Tensor], share: torch.Tensor) -> Iterator
         parameters: Of one model.
         share: Members of the group over contributors, shape (1,), kept up to date by the caller.
     """
+    # A list: what is frozen or replaced meanwhile must be taken out again as well.
     held = list(parameters)
     for parameter in held:
         _shares[parameter] = share

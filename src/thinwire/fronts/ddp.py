@@ -62,6 +62,7 @@ def attach_ddp(
         GradientError: A parameter's gradient can't be averaged by the algorithm.
     """
     model = _checked_model(ddp_model)
+    # Where gradients will be: DDP may be given device_ids, but its parameters tell for CPUs as well.
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
     front = front_of(
         model, algorithm, transport, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
@@ -95,6 +96,7 @@ def front_of(
         GradientError: A parameter's gradient can't be averaged by the algorithm.
     """
     check_options(model)
+    # Of a parameter that modules share, the first of its names that DDP does not ignore.
     names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
         if name not in model.parameters_to_ignore:
@@ -181,7 +183,8 @@ class BucketFront:
             self._is_static = self._num_expected > 0
         is_begun = self._step is not None and self._step.is_open
         if self._is_static and not num_trained and not (bucket.is_last() and is_begun):
-            return left_alone(flat)  # after those that are trained it would begin a step of its own
+            # Frozen ones only: behind those that are trained they would begin a step of their own.
+            return left_alone(flat)
         try:
             self._watch_the_pass()
             divide_by_contributors(bucket.parameters(), flat)
@@ -194,6 +197,7 @@ class BucketFront:
             future = new_future(flat.device)
             self._waiting.append((future, flat))
             self._num_taken += num_trained
+            # In a static graph's first pass DDP calls every bucket its first, and none the last.
             if bucket.is_last() or 0 < self._num_expected == self._num_taken:
                 self._num_expected = 0
                 self._all_named = True
@@ -222,8 +226,9 @@ class BucketFront:
 
     def _watch_the_pass(self) -> None:
         """Queue a look at its end whether all buckets came. One inside another has an end of its own."""
+        # -1: outside of any pass, where a process without input shadows the others.
         current = torch._C._current_graph_task_id()
-        if current not in (-1, self._watched_pass):  # -1: a process without input shadows the others
+        if current not in (-1, self._watched_pass):
             self._watched_pass = current
             Variable._execution_engine.queue_callback(self._check_finished)
 
@@ -238,7 +243,8 @@ class BucketFront:
             return
         # A thread: this one will stand in DDP's code, which nothing but a result of the futures ends.
         alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)
-        alarm.daemon = True  # or a process that fails meanwhile would not end before it
+        # Or a process that fails meanwhile would not end before it.
+        alarm.daemon = True
         alarm.start()
 
         def after_ddp() -> None:
@@ -256,6 +262,7 @@ class BucketFront:
         Variable._execution_engine.queue_callback(after_ddp)
 
     def _give_up(self) -> None:
+        # Before the release: the pass goes on at once then, and looks.
         self._was_given_up = True
         self._release()
 
@@ -266,7 +273,15 @@ class BucketFront:
             if not committed:
                 self.engine.warn_of_nonfinite()
         except NonfiniteError as error:
-            _raise_after_backward(error)
+            refusal = error
+
+            def raise_it() -> NoReturn:
+                raise refusal
+
+            # Raised here it would leave DDP in the middle of its step. DDP queues that step's end when the
+            # hook has returned: what our callback queues comes behind it, and the model stays usable.
+            queue_callback = Variable._execution_engine.queue_callback
+            queue_callback(lambda: queue_callback(raise_it))
 
     def _release(self) -> None:
         # Emptied first: a result may run callbacks at once, and the alarm may call this from its own thread.
@@ -282,6 +297,7 @@ class BucketFront:
         lane = self._lanes.get(key)
         if lane is None or not lane.is_current:
             if key not in self._specs:
+                # DDP fills buckets from the model's end, and lists each one's parameters from its start.
                 self._name(reversed(parameters))
                 self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
             lane = self._lanes[key] = self.engine.open(self._specs[key], device)
@@ -317,21 +333,9 @@ def thinwire_hook(state: BucketFront, bucket: GradBucket) -> Future[torch.Tensor
     return state.run(bucket)
 
 
-def _raise_after_backward(error: NonfiniteError) -> None:
-    """Let `backward()` raise once DDP has finished its step, so that the model stays usable.
-
-    DDP queues its own end of the step when the hook has returned: what our callback queues comes after that.
-    """
-    queue_callback = Variable._execution_engine.queue_callback
-
-    def raise_it() -> NoReturn:
-        raise error
-
-    queue_callback(lambda: queue_callback(raise_it))
-
-
 def _checked_model(ddp_model: object) -> DistributedDataParallel:
     """Return the DDP model, after refusing what can't be attached."""
+    # torch.compile's wrapper: the hook is on the DDP model inside.
     model = getattr(ddp_model, "_orig_mod", ddp_model)
     if not isinstance(model, DistributedDataParallel):
         raise AttachError(wrong_model(ddp_model))

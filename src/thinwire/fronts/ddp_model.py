@@ -54,7 +54,8 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
     try:
         model.register_comm_hook(state, hook)
     except RuntimeError as error:
-        model._comm_hooks.pop()  # DDP notes a hook before it finds that it can't have it
+        # DDP notes a hook before it finds that it can't have it.
+        model._comm_hooks.pop()
         model.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
         remedy = "if it is Thinwire's, switch its algorithm with sync.use(…)"
         if name == _refusing_hook.__qualname__:
@@ -96,6 +97,7 @@ def hook_of(model: DistributedDataParallel) -> tuple[str, bool]:
 
     DDP's list of hooks has not those built in, and still has those that a copied model has lost.
     """
+    # What DDP logs is the hook in use, built-in ones included.
     data = {} if model.logger is None else model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     name = data.get("comm_hook", "")
     for hook, state in reversed(model.__dict__.get("_comm_hooks", [])):
@@ -111,6 +113,7 @@ def refuse_training_of_copies(model: DistributedDataParallel) -> None:
     DDP copies no communication hook, and would average uncompressed gradients without a word. Copies that
     only follow or evaluate, as `torch.optim.swa_utils.AveragedModel` makes them, are none the wiser.
     """
+    # Weak, or the model would hold itself by what follows.
     original = weakref.ref(model)
 
     def deepcopied(memo: dict[int, object]) -> DistributedDataParallel:
@@ -118,8 +121,10 @@ def refuse_training_of_copies(model: DistributedDataParallel) -> None:
         if model is None:
             raise AssertionError("it is called through the model")
         copied = type(model).__new__(type(model))
+        # Before its parts are copied: they may hold the model.
         memo[id(model)] = copied
         state = model.__getstate__()  # type: ignore[no-untyped-call]
+        # Bound to the original: on the copy it would make copies of that one.
         del state["__deepcopy__"]
         copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         copied.register_forward_pre_hook(_hooked_by_refusal)
@@ -149,9 +154,10 @@ def models_where(is_wanted: Callable[[object], bool]) -> list[DistributedDataPar
 
     Cost: a look at every Python object, 0.2 s for a million of them.
     """
-    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
     return [
-        each for each in models if any(is_wanted(state) for _, state in each.__dict__.get("_comm_hooks", ()))
+        each
+        for each in _ddp_models()
+        if any(is_wanted(state) for _, state in each.__dict__.get("_comm_hooks", ()))
     ]
 
 
@@ -168,9 +174,16 @@ def model_with(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | 
     Cost: as `models_where`.
     """
     wanted = set(map(id, parameters))
-    models = [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
-    holding = [each for each in models if wanted <= set(map(id, each.__dict__.get("_module_parameters", ())))]
+    holding = [
+        each for each in _ddp_models() if wanted <= set(map(id, each.__dict__.get("_module_parameters", ())))
+    ]
+    # Of several models that share parameters none can be told to be the one.
     return holding[0] if len(holding) == 1 else None
+
+
+def _ddp_models() -> list[DistributedDataParallel]:
+    # By the type: isinstance would ask every object for its __class__, and proxies answer with a side effect.
+    return [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
 
 
 class DetachedFront:
@@ -184,6 +197,7 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
         AttachError: It is no bucket: DDP works without.
         GradientError: They are sparse.
     """
+    # The python reducer calls hooks as well, with gradients in place of buckets.
     if not isinstance(bucket, GradBucket):
         raise AttachError(PYTHON_REDUCER)
     flat = bucket.buffer()
@@ -197,6 +211,7 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
 
 def new_future(device: torch.device) -> Future[torch.Tensor]:
     """Return a future that DDP can wait for, of a tensor on `device`."""
+    # With its device named, the future makes DDP's stream wait for what was queued; a CPU is none to it.
     return Future(devices=None if device.type == "cpu" else [device])
 
 

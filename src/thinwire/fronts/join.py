@@ -84,12 +84,16 @@ def join(
                 yield
     finally:
         leave_join(joinable)
-        if isinstance(joinable, DistributedDataParallel):  # it would divide by the last contributors for ever
+        # Or it would divide by the last number of contributors for ever.
+        if isinstance(joinable, DistributedDataParallel):
             joinable.reducer._set_forward_pass_work_handle(None, True)  # type: ignore[arg-type]
 
 
 class _Counter(Joinable):
-    """Notifies the join context in place of the DDP model, and keeps the number of contributors."""
+    """Notifies the join context in place of the DDP model, and keeps the number of contributors.
+
+    DDP itself can only divide by them what it averages itself, and never tells its hook of them.
+    """
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__()
@@ -98,12 +102,13 @@ class _Counter(Joinable):
 
     def count(self, *unused: Any) -> None:
         """Say, before each forward pass, that this process contributes, and learn how many do."""
+        # In place: the fronts hold this very tensor.
         share = members_over_contributors(self)
         if share is not None:
             self.share.copy_(share)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what shadows nothing: the model's own hook does it all."""
+        """Return what shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
         return JoinHook()
 
     @property
@@ -149,6 +154,7 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
     Raises:
         ConfigError: Another's hook does it, by the members of the group.
     """
+    # Without a hook DDP's own reducer divides, and knows how.
     name, is_ours = hook_of(model)
     if name and not is_ours:
         raise ConfigError(
@@ -160,7 +166,8 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
 
 
 def _refuse_other_collectives(joinable: Joinable, shadows: bool) -> None:
-    model = getattr(joinable, "module", None)  # a DDP model's or a LocalSGD's; an aggregator knows none
+    # A DDP model's or a LocalSGD's; an aggregator knows none.
+    model = getattr(joinable, "module", None)
     if not shadows or not isinstance(model, torch.nn.Module):
         return
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):

@@ -67,7 +67,13 @@ class StepFront(Joinable):
         self._specs = [ParameterSpec.of(f"parameter[{i}]", p) for i, p in enumerate(self.parameters)]
         self._group: dist.ProcessGroup | None = None
         if transport is None:
-            transport = _transport_of(process_group, self.parameters[0].device)
+            started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
+            # Not where torchrun has started several: each would train a model of its own without a word.
+            if process_group is None and started_alone and not dist.is_initialized():
+                logger.warning("torch.distributed is not initialised: averaging over this process alone")
+                transport = InProcessTransport.group(1)[0]
+            else:
+                transport = ProcessGroupTransport(process_group, self.parameters[0].device)
         if isinstance(transport, ProcessGroupTransport):
             self._group = transport.group
         settings = Settings(
@@ -98,6 +104,7 @@ class StepFront(Joinable):
             AgreementError: The processes differ.
         """
         self._check(gradients)
+        # As one: all gradients are there from the beginning, so all of it is time that the caller waits.
         with self.engine.clock.inside(self.engine.traffic):
             return self._average(gradients)
 
@@ -105,13 +112,16 @@ class StepFront(Joinable):
         # Before all other collectives of the step: a process that shadows it comes in with this one.
         share = members_over_contributors(self)
         self.engine.agree()
+        # What is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
         means: list[torch.Tensor | None] = [None] * len(gradients)
         buckets = []
         for indices in self._buckets(self._used_anywhere(gradients)):
             specs = tuple(self._specs[index] for index in indices)
             flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
+            # What goes in, and not what comes out: the residual keeps one unit.
             if share is not None and not self._divides_by_initial:
                 flat.mul_(share)
+            # Views: the engine averages in place, so the means are in these tensors when it returns.
             for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
                 means[index] = self.in_layout(index, part)
             buckets.append((specs, flat))
@@ -155,6 +165,7 @@ class StepFront(Joinable):
 
     def _used_anywhere(self, gradients: Gradients) -> list[int]:
         """Return the parameters that have a gradient on some process, by index."""
+        # Buckets must be the same everywhere, so a parameter that somebody uses is in them on all processes.
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         # Not through `engine.wire`: the step has not begun, and faults are scheduled by its messages.
         flags = flags.to(self.engine.metered.control_device)
@@ -166,6 +177,7 @@ class StepFront(Joinable):
         buckets: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         for index in indices:
             buckets[self.parameters[index].device, self._specs[index].dtype].append(index)
+        # In the order of the parameters, so in the same one on every process.
         return list(buckets.values())
 
     def _flat(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -206,15 +218,6 @@ class StepFront(Joinable):
                 "torch.distributed.init_process_group() before it is made"
             )
         return self._group
-
-
-def _transport_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Transport:
-    """Return what carries messages over a group; without any, that of this process alone."""
-    started_alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if process_group is None and started_alone and not dist.is_initialized():
-        logger.warning("torch.distributed is not initialised: averaging over this process alone")
-        return InProcessTransport.group(1)[0]
-    return ProcessGroupTransport(process_group, device)
 
 
 def _checked(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

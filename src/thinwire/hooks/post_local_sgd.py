@@ -89,6 +89,7 @@ class PostLocalSGDState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PostLocalSGDState":
         """Return a state with the same settings and groups at step 0: a copied model has no hook."""
+        # Without __init__: groups can't be copied, and are the same objects for the copy.
         copied = PostLocalSGDState.__new__(PostLocalSGDState)
         copied.__dict__.update(self.__dict__, iter=0, is_agreed=False, _fronts={})
         return copied
@@ -107,6 +108,7 @@ class PostLocalSGDState:
             ThinwireError: As of `BucketFront.run`.
         """
         group = transport.group
+        # One for each group, kept: a front has a step under way from bucket to bucket.
         if group not in self._fronts:
             algorithm = AllReduce() if wire_dtype is None else Cast(wire_dtype)
             engine = Engine(algorithm, transport, settings=Settings(on_nonfinite=self.on_nonfinite))
@@ -160,15 +162,21 @@ def averaged(
     if is_local and not state.post_local_gradient_allreduce:
         return left_alone(flat)
     if is_local and state.subgroup is None:
-        state.subgroup = _processes_of_this_machine(state.process_group)
+        # Here, and not when the state is made: making groups is collective, and torch's hook does it here.
+        size = _processes_per_machine()
+        if size is None:
+            raise ConfigError(f"local SGD starts: {NO_MACHINE}")
+        state.subgroup = own_subgroup(size, state.process_group)
     transport = ProcessGroupTransport(state.subgroup if is_local else state.process_group, flat.device)
     purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
-    if not is_local:
-        _count(state, bucket)
-    if (
-        state.on_nonfinite != "nan"
-    ):  # one question for the whole step, so its buckets must wait for each other
+    if not is_local and bucket.is_last():
+        state.iter += 1
+        if state.iter == state.start_localSGD_iter:
+            logger.info("local SGD starts after %d steps", state.iter)
+    # One question for the whole step, so its buckets must wait for each other.
+    if state.on_nonfinite != "nan":
         return state.average_finite(bucket, wire_dtype, transport)
+    # Contributors are counted over the whole group; of those in a subgroup nothing is known.
     if not is_local:
         divide_by_contributors(bucket.parameters(), flat)
     message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
@@ -193,23 +201,10 @@ def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch
         logger.warning("step %d will fail: %s", state.start_localSGD_iter, NO_MACHINE)
 
 
-def _count(state: PostLocalSGDState, bucket: GradBucket) -> None:
-    if bucket.is_last():
-        state.iter += 1
-        if state.iter == state.start_localSGD_iter:
-            logger.info("local SGD starts after %d steps", state.iter)
-
-
 def _processes_per_machine() -> int | None:
     """Return how many there are, by its accelerators or by the launcher; None if neither is known."""
+    # As torch does: one process for each accelerator.
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() else None
-
-
-def _processes_of_this_machine(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    size = _processes_per_machine()
-    if size is None:
-        raise ConfigError(f"local SGD starts: {NO_MACHINE}")
-    return own_subgroup(size, group)

@@ -21,11 +21,11 @@ from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.channel import ProcessGroupTransport
 from thinwire.checks import number, true_or_false, whole_count
-from thinwire.errors import AttachError, ConfigError, StateError
+from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.ddp import BucketFront, front_of
 from thinwire.fronts.ddp_model import dense_buffer, models_where, refuse_training_of_copies
 from thinwire.plan import Plan
-from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync import Engine, GradientSync, Settings, attached
 from thinwire.sync.loss_scale import loss_scale_of
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.state import checked_state, packed_state
@@ -114,7 +114,8 @@ class PowerSGDState:
         self._batch_tensors_with_same_shape = true_or_false(
             "batch_tensors_with_same_shape", batch_tensors_with_same_shape
         )
-        self._front: BucketFront | None = None  # from the first step on: only then a hook can know its model
+        # Before what follows: setters look at it. A hook can know its model from the first step on only.
+        self._front: BucketFront | None = None
         self._kind: tuple[type[LowRank], WireDtype | None] | None = None  # of its hook
         self.process_group = process_group
         self._settings: dict[str, Any] = {
@@ -125,6 +126,7 @@ class PowerSGDState:
             "warm_start": warm_start,
             "seed": random_seed,
         }
+        # Made to be checked: which of the two algorithms it will be, the hook decides.
         PowerSGD(**self._settings)
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         loss_scale_of(grad_scaler)
@@ -147,6 +149,7 @@ class PowerSGDState:
 
     def __setattr__(self, name: str, value: object) -> None:
         """Refuse what would have no effect."""
+        # torch's own state takes any name, so a mistyped setting would change nothing without a word.
         if name in READ_ONLY:
             raise ConfigError(f"{name} of a PowerSGDState can't be set: {READ_ONLY[name]}")
         if not name.startswith("_") and not hasattr(type(self), name):
@@ -170,7 +173,8 @@ class PowerSGDState:
             if not isinstance(in_use, LowRank):
                 raise ConfigError(f"sync.use() has put {in_use} in place of PowerSGD, which has no {name}")
             algorithm = replace(in_use, **{name: value})
-            if algorithm != in_use:  # or the next step would compare it among the processes
+            # Only a change: after `use` the next step compares all processes.
+            if algorithm != in_use:
                 self._front.sync.use(algorithm)
         self._settings = changed
 
@@ -275,6 +279,7 @@ class PowerSGDState:
             grad_scaler=self._grad_scaler,
             on_nonfinite=self._on_nonfinite,
         )
+        # As they are now, and not as given: `sync.use` may have changed them.
         copied._settings = {name: self._get(name) for name in self._settings}
         copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
         return copied
@@ -297,11 +302,10 @@ class PowerSGDState:
         Raises:
             AttachError: There was no step yet.
         """
-        if self._front is None:
-            raise AttachError(
-                "this PowerSGDState has not been used yet; it attaches itself in the first step"
-            )
-        return self._front.sync
+        return attached(
+            None if self._front is None else self._front.sync,
+            "this PowerSGDState has not been used yet; it attaches itself in the first step",
+        )
 
     def stats(self) -> Stats:
         """Return what has been done so far; see `thinwire.Stats`."""
@@ -329,6 +333,7 @@ class PowerSGDState:
         if self._front is not None:
             self._front.sync.load_state_dict(state, strict=strict)
         else:
+            # What can be checked without a model; the rest when the first step shows it.
             checked_state(state, specs=None)
             self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 
@@ -381,6 +386,7 @@ class PowerSGDState:
         return self._front.run(bucket)
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
+        # DDP hands a hook its state and a bucket, and neither leads to the model.
         models = models_where(lambda state: state is self)
         if len(models) > 1:
             raise ConfigError(
@@ -392,6 +398,7 @@ class PowerSGDState:
             front = front_of(models[0], algorithm, transport, loss_scale, on_nonfinite=self._on_nonfinite)
             refuse_training_of_copies(models[0])
         else:
+            # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
             settings = Settings(loss_scale, may_be_unused=True, on_nonfinite=self._on_nonfinite)
             front = BucketFront(Engine(algorithm, transport, settings=settings))
         if self._loaded is not None:
@@ -403,7 +410,9 @@ class PowerSGDState:
         if self._front is None:
             raise AssertionError("a step was made without a front")
         engine = self._front.engine
+        # As of before this step: `iter` counts it already if it was committed.
         if self.iter - committed >= self._get("warmup_steps"):
+            # Counted again only where something has changed: it goes through all parameters.
             counted_for = (engine.algorithm, engine.plan)
             if self._counted[0] != counted_for:
                 self._counted = (counted_for, *_elements(engine))

@@ -120,6 +120,7 @@ def quantization_perchannel_hook(
 
 def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average nothing, to find out what a step takes without communication; the models drift apart."""
+    # Sparse gradients too: nothing is done to them.
     return left_alone(bucket.buffer())
 
 
@@ -130,6 +131,7 @@ def _averaged(
     flat = dense_buffer(bucket)
     transport = ProcessGroupTransport(process_group, flat.device)
     _agree(repr(algorithm), transport, bucket.parameters())
+    # Before the cast, in the gradients' own type.
     divide_by_contributors(bucket.parameters(), flat)
     message = flat.to(wire_dtype_of(algorithm.dtype)) if isinstance(algorithm, Cast) else flat
     work = transport.mean(message, f"a bucket of {flat.numel()} gradients")
@@ -166,11 +168,15 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
 
     What is not finite makes its scale so, and with it all that is read with the scale.
     """
+    # Zeros at the end change no scale: 0 is in every range.
     padded = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % scaled_elements))
     rows = padded.view(-1, scaled_elements)
     low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
+    # Divided first: high - low can leave the range of fp32 where neither does.
     scale = high / MAX_CODE - low / MAX_CODE
+    # All zeros: any scale will do, but not one to divide by 0 with.
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+    # A whole number, so that a gradient of 0 comes out as 0.
     zero = (-low / scale).round()
     codes = (rows / scale).add_(zero).round_().clamp_(0, MAX_CODE).to(torch.uint8)
     return torch.cat([torch.cat([scale, zero]).view(-1).view(torch.uint8), codes.view(-1)])

@@ -56,6 +56,7 @@ SMALL_ALREADY: tuple[Hook, ...] = (
     quantization_perchannel_hook,
     noop_hook,
 )
+# What was made here, so that wrapping it again can be seen.
 _made_small = WeakSet[Hook]()
 
 
@@ -77,6 +78,7 @@ def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
         return post_local_in_16_bits
     if hook is allreduce_hook:
         return fp16_compress_hook if wire_dtype == "fp16" else bf16_compress_hook
+    # By identity: a hook of the user's own may compare as it likes.
     if any(hook is each for each in (*SMALL_ALREADY, *_made_small)):
         return hook
     raise ConfigError(

@@ -1,7 +1,7 @@
 """What stands between fronts and transports: lanes, steps, state, and the handle that a user keeps."""
 
 from thinwire.sync.engine import Engine
-from thinwire.sync.handle import GradientSync, Handle, Synced, engine_of, handle_of
+from thinwire.sync.handle import GradientSync, Handle, Synced, attached, engine_of, handle_of
 from thinwire.sync.settings import Settings
 
-__all__ = ["Engine", "GradientSync", "Handle", "Settings", "Synced", "engine_of", "handle_of"]
+__all__ = ["Engine", "GradientSync", "Handle", "Settings", "Synced", "attached", "engine_of", "handle_of"]

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from thinwire.algorithms import Algorithm
+from thinwire.errors import AttachError
 from thinwire.plan import Plan
 from thinwire.sync.engine import Engine
 from thinwire.sync.stats import Stats
 
-__all__ = ["GradientSync", "Handle", "Synced", "engine_of", "handle_of"]
+__all__ = ["GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of"]
 
 
 class GradientSync:
@@ -144,6 +145,21 @@ class Handle(Protocol):
 
     def counts(self) -> Stats:
         """Return `stats()` without what must be computed. Cost: none."""
+
+
+def attached(sync: GradientSync | None, otherwise: str) -> GradientSync:
+    """Return the handle of what attaches itself later than it is made, if it has by now.
+
+    Args:
+        sync: The handle; None before.
+        otherwise: What to say then.
+
+    Raises:
+        AttachError: Nothing is attached yet.
+    """
+    if sync is None:
+        raise AttachError(otherwise)
+    return sync
 
 
 def engine_of(target: GradientSync | Synced) -> Engine:
