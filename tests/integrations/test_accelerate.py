@@ -34,6 +34,7 @@ from stand_ins import stand_ins
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
 from thinwire.integrations.accelerate import DistributedDataParallelKwargs
+from training import agreed
 
 AT_ONCE = {"start_powerSGD_iter": 0}
 LAUNCH = [
@@ -315,6 +316,29 @@ def _zeros() -> tuple[int, bool]:
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert gradients
         return handler.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
+
+
+def test_models_are_averaged_now_and_then(pool2: Pool) -> None:
+    """By DiLoCo around the loop, as docs/migrating.md has it: batches are accumulated, steps are counted."""
+    for same, steps, ratio in pool2.run(_averaged_models):
+        assert same == [True, False, False, True, True, False, False, True]
+        assert steps == 4
+        assert ratio > 5
+
+
+def _averaged_models() -> tuple[list[bool], int, float]:
+    with several_processes():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        assert accelerator.num_processes == 2
+        model, optimizer = prepared(accelerator)
+        same = []
+        with thinwire.DiLoCo(accelerator.unwrap_model(model), optimizer.optimizer, every_steps=2) as local:
+            for batch in range(8):
+                with accelerator.accumulate(model), cast(Any, model).no_sync():
+                    train(accelerator, model, optimizer, range(batch, batch + 1))
+                same.append(agreed(model))
+        stats = local.stats()
+        return same, stats.steps, stats.compression_ratio
 
 
 def test_two_models_of_one_handler(pool2: Pool, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,7 @@ from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_
 from pool import Pool
 from thinwire import PowerSGD, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
+from training import agreed as agreed_on
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the package compiles functions with torch.jit as it is imported
@@ -81,6 +83,7 @@ def fit(
     model: type[Regression] = Regression,
     plugins: Sequence[Any] = (),
     data: DataLoader[Tensor] | None = None,
+    validation: DataLoader[Tensor] | None = None,
     **options: Any,
 ) -> tuple[Trainer, Regression]:
     with lightning_environment():
@@ -96,7 +99,7 @@ def fit(
             **{"logger": False, "enable_checkpointing": False, **options},
         )
         module = model()
-        trainer.fit(module, data or batches(), ckpt_path=resume)
+        trainer.fit(module, data or batches(), validation, ckpt_path=resume)
     return trainer, module
 
 
@@ -351,6 +354,72 @@ def _averaged(folder: Path) -> tuple[bool, bool, bool]:
         trainer.fit_loop.epoch_loop.max_steps = 7
         trainer.fit(six, batches())
     return after[0], after[1], all_same(torch.cat([p.view(-1) for p in parameters_of(six)]))
+
+
+def test_models_are_averaged_now_and_then(pool2: Pool, tmp_path: Path) -> None:
+    """By DiLoCo every four steps, and before validation and checkpoints, which are of one model."""
+    results = pool2.run(_averaged_models, tmp_path)
+    assert len(results) == 2
+    for same, validated, (straight, steps, ratio), (resumed, resumed_steps), message in results:
+        assert same == [step % 4 == 0 for step in range(1, 13)]
+        assert validated == [True, True, True]  # before training, and after each epoch of 6 steps
+        assert steps == resumed_steps == 12
+        assert ratio > 5
+        assert_same(straight, results[0][2][0])
+        assert_same(resumed, results[0][3][0])
+        assert message.startswith("expected a module with one optimizer, whose steps are counted, got 2")
+
+
+class Looking(Regression):
+    """Has a buffer, which DDP would send, and notes where the processes hold one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.BatchNorm1d(32))
+        self.same: list[bool] = []
+        self.validated: list[bool] = []
+
+    def on_train_batch_end(self, *unused: Any) -> None:
+        self.same.append(agreed_on(self))
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        if index == 0:
+            self.validated.append(agreed_on(self))
+
+
+class TwoOptimizers(Regression):
+    automatic_optimization = False
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([each], lr=0.1) for each in self.layers.parameters()][:2]
+
+
+def _averaged_models(folder: Path) -> tuple[Any, ...]:
+    averaging = partial(thinwire.DiLoCo, every_steps=4)
+
+    def trained(epochs: int, resume: Path | None = None) -> tuple[Trainer, Any]:
+        return fit(
+            ThinwireStrategy(averaging),
+            folder,
+            epochs=epochs,
+            resume=None if resume is None else str(resume),
+            model=Looking,
+            callbacks=[ThinwireCallback()],
+            validation=batches(1),
+        )
+
+    straight, module = trained(2)
+    local: Any = straight.strategy.local  # type: ignore[attr-defined]
+    stats = local.stats()
+    first, _ = trained(1)
+    with lightning_environment():
+        first.save_checkpoint(folder / "local.ckpt")
+    again, resumed = trained(2, folder / "local.ckpt")
+    steps = again.strategy.local.steps  # type: ignore[attr-defined]
+    with pytest.raises(thinwire.ConfigError) as refused:
+        fit(ThinwireStrategy(averaging), folder, model=TwoOptimizers)
+    whole = parameters_of(module), stats.steps, stats.compression_ratio
+    return module.same, module.validated, whole, (parameters_of(resumed), steps), str(refused.value)
 
 
 def test_positional_arguments_are_the_stock_strategys() -> None:

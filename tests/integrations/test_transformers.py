@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from accelerated import error_of, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pool import Pool
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
+from training import agreed, flat
 
 ALGORITHM = thinwire.PowerSGD(matrix_rank=1)
 
@@ -168,6 +170,66 @@ def _nonfinite(folder: str) -> tuple[int, bool]:
         return callback.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
 
 
+def test_models_are_averaged_now_and_then(pool2: Pool, tmp_path: Path) -> None:
+    """By DiLoCo every four steps, and before the checkpoint in mid-round, which has one model for all."""
+    results = pool2.run(_averaged_models, str(tmp_path))
+    assert len(results) == 2
+    for same, steps, ratio, saved_is_averaged, second in results:
+        assert same == [False, False, True, True, False, True]  # by step: 3 is saved, 4 is due, 6 ends
+        assert steps == 6
+        assert ratio > 5
+        assert saved_is_averaged
+        assert second == ([True, False, True], 6)
+
+
+class Looking(TrainerCallback):
+    """Notes after each step whether the processes hold one model, and what it holds."""
+
+    def __init__(self) -> None:
+        self.agreed: list[bool] = []
+        self.weights: list[Tensor] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.agreed.append(agreed(model))
+        self.weights.append(flat(model))
+
+
+def _averaged_models(folder: str) -> tuple[Any, ...]:
+    averaging = partial(thinwire.DiLoCo, every_steps=4)
+    with several_processes():
+        trainer, look = new_trainer(folder), Looking()
+        trainer.add_callback(look)
+        callback = attach(trainer, averaging)
+        trainer.train()
+        local = callback.local
+        assert local is not None
+        assert callback.sync is local.sync
+        stats = local.stats()
+    dist.barrier()
+    with several_processes():
+        trainer, again = new_trainer(folder), Looking()
+        trainer.add_callback(again)
+        callback = attach(trainer, averaging)
+        load_from_checkpoint = trainer._load_from_checkpoint
+        loaded = []
+
+        def noting(*args: Any, **kwargs: Any) -> None:
+            load_from_checkpoint(*args, **kwargs)
+            loaded.append(flat(cast(torch.nn.Module, trainer.model)))
+
+        trainer._load_from_checkpoint = noting  # type: ignore[method-assign]
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+        assert callback.local is not None
+        second = again.agreed, callback.local.steps
+    return (
+        look.agreed,
+        stats.steps,
+        stats.compression_ratio,
+        torch.equal(look.weights[2], loaded[0]),
+        second,
+    )
+
+
 def test_training_again_goes_on_with_the_same_memory(pool2: Pool, tmp_path: Path) -> None:
     assert pool2.run(_again, str(tmp_path)) == [(True, 12)] * 2
 
@@ -268,8 +330,11 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     trainer = new_trainer(str(tmp_path))
     with pytest.raises(thinwire.ConfigError, match=r"expected a transformers\.Trainer"):
         attach(cast(Any, trainer.model), ALGORITHM)
-    with pytest.raises(thinwire.ConfigError, match="expected an algorithm"):
-        attach(trainer, cast(Any, "powersgd"))
+    for given in ("powersgd", thinwire.PowerSGD):
+        with pytest.raises(thinwire.ConfigError, match="expected an algorithm"):
+            attach(trainer, cast(Any, given))
+    with pytest.raises(thinwire.ConfigError, match="have no effect on models that are averaged"):
+        attach(trainer, thinwire.DiLoCo, strict=False)
     callback = attach(trainer, ALGORITHM)
     assert isinstance(callback, ThinwireCallback)
     with pytest.raises(thinwire.AttachError, match="attached already"):

@@ -31,7 +31,7 @@ from thinwire.algorithms.cast import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState
-from thinwire.sync import GradientSync, engine_of
+from thinwire.sync import GradientSync, attached, engine_of
 
 try:
     from accelerate import Accelerator
@@ -101,6 +101,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
     _accelerator: Accelerator | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Made to be checked: a bad setting is an error here, and not when the model is prepared.
         _algorithm_of(self.comm_hook, self.comm_wrapper, self.comm_state_option)
 
     @property  # type: ignore[misc] # object's can be written to
@@ -115,6 +116,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             args: As of Accelerate's.
             kwargs: Likewise.
         """
+        # Of Accelerate's own fields: its handler copies all attributes, and ours hold models.
         settings = {each.name: getattr(self, each.name) for each in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -130,13 +132,12 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         Raises:
             AttachError: No model has been attached, or more than one.
         """
-        if len(self._syncs) != 1:
-            raise AttachError(
-                f"expected one attached model, got {len(self._syncs)}; a model is attached by "
-                "accelerator.prepare(model) in a run of several processes with a comm_hook other than NO, "
-                "and where there are more than one, handler.syncs has them all"
-            )
-        return self.syncs[0]
+        return attached(
+            self.syncs[0] if len(self._syncs) == 1 else None,
+            f"expected one attached model, got {len(self._syncs)}; a model is attached by "
+            "accelerator.prepare(model) in a run of several processes with a comm_hook other than NO, "
+            "and where there are more than one, handler.syncs has them all",
+        )
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
         """Attach a model; Accelerate calls it while it prepares the model.
@@ -151,13 +152,15 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         accelerator = self._calling_accelerator()
         if self._accelerator not in (None, accelerator):
             raise ConfigError("this handler is used by another Accelerator already; make one for each")
-        gc.collect()  # models that were dropped are gone from here on, on every process alike
+        # Models that were dropped are gone from here on, on every process alike.
+        gc.collect()
         self._syncs[model.module] = attach(
             model,
             algorithm,
             grad_scaler=accelerator.scaler,
             on_nonfinite=self.comm_state_option.get("on_nonfinite", "nan"),
         )
+        # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:
             self._accelerator = accelerator
             accelerator.register_for_checkpointing(self)
@@ -180,7 +183,8 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
 
         See `GradientSync.state_dict`.
         """
-        gc.collect()  # every process must have the same models
+        # When a model is freed differs between processes, and each model's state is collective.
+        gc.collect()
         return {"models": [sync.state_dict() for sync in self.syncs]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,6 +200,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
                 f"expected a handler's state of {len(self._syncs)} models, got {got}; prepare the same "
                 "models and register your own objects in the same order as when it was saved"
             )
+        # All are checked before one is loaded: no model goes on while another is refused.
         for sync, saved in zip(self.syncs, models, strict=True):
             engine_of(sync).check_state_dict(saved, strict=self.strict)
         for sync, saved in zip(self.syncs, models, strict=True):

@@ -26,8 +26,10 @@ from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.ddp_model import register, wrong_model
+from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
-from thinwire.sync import GradientSync
+from thinwire.integrations.local import MakesLocal, checked_averaging, new_local
+from thinwire.sync import GradientSync, attached
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.watch.writers import metrics_of
 
@@ -64,7 +66,7 @@ STATELESS: tuple[Callable[..., Any], ...] = (
     hooks.quantization_perchannel_hook,
 )
 
-Remembering: TypeAlias = "GradientSync | PowerSGDState"
+Remembering: TypeAlias = "GradientSync | PowerSGDState | LocalSGD"
 
 
 def register_ddp_comm_hook(
@@ -110,12 +112,21 @@ class ThinwireStrategy(DDPStrategy):
     Args:
         positional: The algorithm first, if it is given so; then `DDPStrategy`'s.
         algorithm: How gradients become their mean; `thinwire.PowerSGD()` if neither it nor a hook is given.
+            Or what makes a `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`:
+            processes then train on their own, and their models are averaged every so many steps, before each
+            validation and checkpoint, and at the end. It is called as
+            `make(model, optimizer, grad_scaler=…)`; the module has one optimizer.
         on_nonfinite: With an algorithm, what becomes of a step that is not finite; see `thinwire.attach`.
         options: `DDPStrategy`'s own, and DDP's.
 
+    Attributes:
+        algorithm: As given; None with a hook.
+        local: The `LocalSGD` around the training, if the algorithm makes one, once the model is wrapped.
+
     Raises:
         ConfigError: Both an algorithm and a hook, a combination that `register_ddp_comm_hook` refuses, or
-            `post_localSGD_hook` without `model_averaging_period`, or that without the hook.
+            `post_localSGD_hook` without `model_averaging_period`, or that without the hook; or
+            `on_nonfinite` with what makes a `LocalSGD`, which takes one itself.
 
     Examples:
         >>> import thinwire
@@ -127,16 +138,15 @@ class ThinwireStrategy(DDPStrategy):
     def __init__(
         self,
         *positional: Any,
-        algorithm: Algorithm | None = None,
+        algorithm: Algorithm | MakesLocal | None = None,
         on_nonfinite: OnNonfinite = "nan",
         **options: Any,
     ) -> None:
         if positional and algorithm is None and not isinstance(positional[0], Accelerator | None):
             algorithm, positional = positional[0], positional[1:]
-        if algorithm is not None and not isinstance(algorithm, Algorithm):
-            raise ConfigError(
-                f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
-            )
+        if algorithm is not None:
+            checked_averaging(algorithm)
+        # With DDPStrategy's own names, so that what is given by position is found as well.
         given = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
         state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
         _checked_hook(state, hook, given.get("ddp_comm_wrapper"))
@@ -147,10 +157,17 @@ class ThinwireStrategy(DDPStrategy):
                 f'on_nonfinite="{on_nonfinite}" would have no effect with a ddp_comm_hook; give it to the '
                 "hook's state"
             )
+        if on_nonfinite != "nan" and not isinstance(algorithm, Algorithm | None):
+            raise ConfigError(
+                f'on_nonfinite="{on_nonfinite}" has no effect on models that are averaged; give it to '
+                "what makes the LocalSGD: functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
+            )
         _check_period(state, given.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self._on_nonfinite = on_nonfinite
+        self.local: LocalSGD | None = None
+        self._is_training = False  # in between `local` is entered
         self._sync: GradientSync | None = None
         self._module: torch.nn.Module | None = None
 
@@ -161,36 +178,98 @@ class ThinwireStrategy(DDPStrategy):
         Raises:
             AttachError: Training has not begun, or a hook was given in place of an algorithm.
         """
-        if self._sync is None:
-            raise AttachError(
-                "nothing is attached: trainer.fit() attaches when it wraps the model, if the strategy has an "
-                "algorithm; with a ddp_comm_hook its state has the statistics"
-            )
-        return self._sync
+        return attached(
+            self._sync,
+            "nothing is attached: trainer.fit() attaches when it wraps the model, if the strategy has an "
+            "algorithm; with a ddp_comm_hook its state has the statistics",
+        )
 
     @property
     def remembering(self) -> Remembering | None:
-        """What has memory and statistics: the handle or a `PowerSGDState`; None if nothing has."""
+        """What has memory and statistics: the handle, a `PowerSGDState` or `local`; None if nothing has."""
+        if self.local is not None:
+            return self.local
         if self._sync is None and isinstance(self._ddp_comm_state, PowerSGDState):
             return self._ddp_comm_state
         return self._sync
 
     def setup(self, trainer: Trainer) -> None:
-        """Set up as DDP does; average models as Lightning does where it finds torch's `PostLocalSGDState`."""
+        """Set up as DDP does; average models as Lightning does where it finds torch's `PostLocalSGDState`.
+
+        Raises:
+            ConfigError: Models are to be averaged, and the module has not just one optimizer; or as of what
+                makes the `LocalSGD`.
+        """
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
             assert self._model_averager is not None  # just made
             self._model_averager.step = self._ddp_comm_state.iter  # a second fit goes on
+        if trainer.state.fn == TrainerFn.FITTING and not isinstance(self.algorithm, Algorithm | None):
+            if len(self.optimizers) != 1:
+                raise ConfigError(
+                    "expected a module with one optimizer, whose steps are counted, got "
+                    f"{len(self.optimizers)}; with several enter thinwire.LocalSGD in a loop of your own, "
+                    "with the one that steps last"
+                )
+            scaler = getattr(self.precision_plugin, "scaler", None)
+            self.local = new_local(self.algorithm, self.model, self.optimizers[0], scaler)
+            self._sync = self.local.sync
+
+    def on_train_start(self) -> None:
+        """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
+        # Not in setup: a checkpoint's states, ours and the optimizer's, are loaded after that.
+        super().on_train_start()
+        if self.local is not None:
+            self.local.__enter__()
+            self._is_training = True
+
+    def on_validation_start(self) -> None:
+        """Average the models first, so that one is validated. Collective."""
+        super().on_validation_start()
+        self._average()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state, of the averaged model. Collective in training, as checkpoints are."""
+        self._average()
+        return super().lightning_module_state_dict()
+
+    def on_train_end(self) -> None:
+        """Average what is left of the models. Collective."""
+        super().on_train_end()
+        self._leave(None)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the models as they are: other processes may be anywhere.
+
+        Args:
+            exception: What has ended the training.
+        """
+        super().on_exception(exception)
+        self._leave(type(exception))
+
+    def _average(self) -> None:
+        # Before training, in its sanity check, and after it there is one model anyway.
+        if self.local is not None and self._is_training:
+            self.local.average()
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        if self.local is not None and self._is_training:
+            self._is_training = False
+            self.local.__exit__(kind)
 
     def _register_ddp_hooks(self) -> None:
         """Attach, when Lightning has wrapped the model. A second fit of the same model goes on."""
+        self.local, self._is_training = None, False
         assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
             register_ddp_comm_hook(
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
             )
             return
+        if not isinstance(self.algorithm, Algorithm):
+            return  # there are no optimizers yet; see setup
+        # None meanwhile: where the model can't be attached, the old handle is not the one to look at.
         before, self._sync = self._sync, None
         scaler = getattr(self.precision_plugin, "scaler", None)
         sync = attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
@@ -211,7 +290,9 @@ class ThinwireCallback(Callback):
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
     record, see `thinwire.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
-    `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore.
+    `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore. Where models
+    are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning saves it:
+    momentum of the others is lost.
 
     Args:
         log_every_n_steps: Optimizer steps from one log to the next.
@@ -261,7 +342,11 @@ class ThinwireCallback(Callback):
             StateError: The checkpoint's state is of another model, or damaged.
         """
         if self._loaded is not None:
-            _remembering(trainer).load_state_dict(self._loaded, strict=pl_module.strict_loading)
+            remembering = _remembering(trainer)
+            if isinstance(remembering, LocalSGD):
+                remembering.load_state_dict(self._loaded)
+            else:
+                remembering.load_state_dict(self._loaded, strict=pl_module.strict_loading)
         self._loaded = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
@@ -275,6 +360,7 @@ class ThinwireCallback(Callback):
         Raises:
             AttachError: Nothing is attached.
         """
+        # With accumulated gradients several batches have the same step.
         step = trainer.global_step
         if step == self._logged_step or step % self._log_every_n_steps:
             return
@@ -313,7 +399,7 @@ class ThinwireCallback(Callback):
 
 def _remembering(trainer: Trainer) -> Remembering:
     remembering = getattr(trainer.strategy, "remembering", None)
-    if not isinstance(remembering, GradientSync | PowerSGDState):
+    if not isinstance(remembering, GradientSync | PowerSGDState | LocalSGD):
         raise AttachError("nothing is attached: trainer.fit() attaches when it wraps the model")
     return remembering
 

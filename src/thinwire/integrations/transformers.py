@@ -23,12 +23,21 @@ from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import load, save
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
-from thinwire.sync import GradientSync
+from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.integrations.local import MakesLocal, checked_averaging, new_local
+from thinwire.sync import GradientSync, attached
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.watch.writers import metrics_of
 
 try:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        DefaultFlowCallback,
+        Trainer,
+        TrainerCallback,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ImportError as error:
     raise MissingExtraError(
@@ -43,20 +52,24 @@ STATE_NAME = "thinwire.pt"
 
 def attach(
     trainer: Trainer,
-    algorithm: Algorithm,
+    algorithm: Algorithm | MakesLocal,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = True,
     on_nonfinite: OnNonfinite = "nan",
 ) -> ThinwireCallback:
-    """Let `algorithm` average the gradients whenever `trainer` trains in several processes.
+    """Let `algorithm` average whenever `trainer` trains in several processes.
 
     To be called before `trainer.train()`, on every process alike. In a run of one process there is
     nothing to attach.
 
     Args:
         trainer: Any `transformers.Trainer` that trains with DDP (not with FSDP or DeepSpeed).
-        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
+        algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
+            `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
+            train on their own, and their models are averaged every so many steps, before each evaluation and
+            checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`, and DDP is
+            built without `find_unused_parameters` unless `args` say otherwise.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
@@ -66,26 +79,38 @@ def attach(
         The callback that has been added; its `sync` is the handle once training has begun.
 
     Raises:
-        ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice.
+        ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` or
+            `on_nonfinite` is given with what makes a `LocalSGD`, where it has no effect.
         AttachError: The trainer is attached already. (A model that can't be attached shows in `train`.)
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a transformers.Trainer, got {trainer!r}")
-    if not isinstance(algorithm, Algorithm):
-        raise ConfigError(
-            f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
-        )
+    checked_averaging(algorithm)
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, ThinwireCallback) for callback in callbacks):
         raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
     callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, checked_on_nonfinite(on_nonfinite))
-    # Not add_callback: what this one adds to the logs must be there when the others report them.
-    callbacks.insert(0, callback)
+    if not isinstance(algorithm, Algorithm):
+        if not strict or on_nonfinite != "nan":
+            raise ConfigError(
+                "strict and on_nonfinite have no effect on models that are averaged; leave strict out, and "
+                "give on_nonfinite to what makes the LocalSGD: "
+                "functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
+            )
+        if trainer.args.ddp_find_unused_parameters is None and trainer.accelerator.ddp_handler is not None:
+            # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
+            trainer.accelerator.ddp_handler.find_unused_parameters = False
+    # Not add_callback: what this one adds to the logs must be there when the others report them. But behind
+    # the one that decides what is saved and evaluated, for the model is averaged before.
+    callbacks.insert(int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0, callback)
     return callback
 
 
 class ThinwireCallback(TrainerCallback):
     """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
+
+    Where models are averaged, `local` is the `LocalSGD` around the training. A checkpoint has the averaged
+    model, and the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
 
     A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
     `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
@@ -93,7 +118,7 @@ class ThinwireCallback(TrainerCallback):
 
     Args:
         trainer: Whose model to attach.
-        algorithm: What averages.
+        algorithm: What averages; see `attach`.
         checkpoint: See `attach`.
         strict: See `attach`.
         on_nonfinite: See `attach`.
@@ -102,7 +127,7 @@ class ThinwireCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        algorithm: Algorithm,
+        algorithm: Algorithm | MakesLocal,
         checkpoint: str | os.PathLike[str] | None = None,
         strict: bool = True,
         on_nonfinite: OnNonfinite = "nan",
@@ -114,6 +139,7 @@ class ThinwireCallback(TrainerCallback):
         self._on_nonfinite = on_nonfinite
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
+        self.local: LocalSGD | None = None
 
     @property
     def sync(self) -> GradientSync:
@@ -122,14 +148,16 @@ class ThinwireCallback(TrainerCallback):
         Raises:
             AttachError: Training has not begun, or runs in one process.
         """
-        if self._sync is None:
-            raise AttachError("nothing is attached: trainer.train() attaches, in a run of several processes")
-        return self._sync
+        return attached(
+            self._sync, "nothing is attached: trainer.train() attaches, in a run of several processes"
+        )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach the model, which is wrapped now, and load what a checkpoint holds beside it.
+
+        Collective where models are averaged: all processes take the first one's.
 
         Args:
             args: The Trainer's.
@@ -147,15 +175,65 @@ class ThinwireCallback(TrainerCallback):
             raise AttachError(
                 "hyperparameter_search is not supported: its checkpoints have folders of their own"
             )
-        model = self._trainer.model_wrapped
-        if model is not self._model:  # a second train() goes on with the same one
-            scaler = self._trainer.accelerator.scaler
+        model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
+        if not isinstance(self._algorithm, Algorithm):
+            # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+            if self.local is not None:
+                self.local.__exit__(AttachError, None, None)
+            local = new_local(self._algorithm, model, self._trainer.optimizer, scaler)
+            if state.global_step > 0:
+                local.load_state_dict(self._saved_state(args, state))
+            self.local, self._sync = local.__enter__(), local.sync
+            return
+        # A second train() goes on with the same one.
+        if model is not self._model:
             self._sync = attach_model(
                 model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite
             )
             self._model = model
         if state.global_step > 0:
             self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Average the models where the Trainer is about to evaluate or save one, or to stop. Collective.
+
+        Args:
+            args: The Trainer's.
+            state: The Trainer's.
+            control: The Trainer's, left as it is.
+            kwargs: What else the Trainer passes.
+
+        Raises:
+            StepError: Processes are at different steps, or a process's parameters are not finite.
+            CommunicationError: A collective failed.
+        """
+        if self.local is not None and (
+            control.should_evaluate or control.should_save or control.should_training_stop
+        ):
+            self.local.average()
+
+    # What happens after each epoch is decided in the same way.
+    on_epoch_end = on_step_end
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Average what is left of the models. Collective.
+
+        Args:
+            args: The Trainer's.
+            state: The Trainer's.
+            control: The Trainer's, left as it is.
+            kwargs: What else the Trainer passes.
+
+        Raises:
+            StepError: Processes are at different steps, or a process's parameters are not finite.
+            CommunicationError: A collective failed.
+        """
+        if self.local is not None:
+            self.local.__exit__(None, None, None)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -173,9 +251,14 @@ class ThinwireCallback(TrainerCallback):
         """
         if self._sync is None or args.save_only_model:
             return
-        remembered = self._sync.state_dict()
-        if args.should_save:
-            save(remembered, _folder(args, state) / STATE_NAME)
+        # On all processes, though one writes: the state is collective.
+        remembered, file = self._handle.state_dict(), _folder(args, state) / STATE_NAME
+        if not args.should_save:
+            return
+        if self.local is None:
+            save(remembered, file)
+        else:
+            torch.save(remembered, file)
 
     def on_log(
         self,
@@ -196,9 +279,13 @@ class ThinwireCallback(TrainerCallback):
         """
         if self._sync is None or logs is None or "loss" not in logs:
             return
-        metrics = metrics_of(self._sync.stats(), "thinwire_")
+        metrics = metrics_of(self._handle.stats(), "thinwire_")
         logs.update(metrics)
         state.log_history[-1].update(metrics)
+
+    @property
+    def _handle(self) -> GradientSync | LocalSGD:
+        return self.sync if self.local is None else self.local
 
     def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
@@ -214,7 +301,15 @@ class ThinwireCallback(TrainerCallback):
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
                 "from another, or start anew from its weights: Model.from_pretrained(folder)"
             )
-        return load(folder / STATE_NAME)
+        if isinstance(self._algorithm, Algorithm):
+            return load(folder / STATE_NAME)
+        try:
+            remembered: dict[str, Any] = torch.load(folder / STATE_NAME, weights_only=True)
+        except Exception as error:  # it raises what it likes for what it can't read
+            raise StateError(
+                f"{folder / STATE_NAME} can't be read: {error}; resume from an earlier checkpoint"
+            ) from error
+        return remembered
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -1,0 +1,63 @@
+"""Models averaged now and then, in place of gradients, in training loops that a framework runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.algorithms import Algorithm
+from thinwire.errors import ConfigError
+from thinwire.fronts.local_sgd import LocalSGD
+
+__all__ = ["MakesLocal", "checked_averaging", "new_local"]
+
+# Such as functools.partial(thinwire.DiLoCo, every_steps=30).
+MakesLocal: TypeAlias = Callable[..., LocalSGD]
+
+
+def checked_averaging(given: object) -> Algorithm | MakesLocal:
+    """Return how a framework's runs are averaged: an algorithm for gradients, or what makes a `LocalSGD`.
+
+    Args:
+        given: By the user.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    # An algorithm's class can be called, too, and is a mistake.
+    makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, LocalSGD))
+    if not (isinstance(given, Algorithm) or makes_local):
+        raise ConfigError(f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {given!r}")
+    return given  # type: ignore[return-value]
+
+
+def new_local(make: MakesLocal, model: object, optimizer: object, grad_scaler: GradScaler | None) -> LocalSGD:
+    """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet.
+
+    Args:
+        make: What the user gave.
+        model: Wrapped in DDP, which must be built without `find_unused_parameters`.
+        optimizer: Trains it; may be wrapped by the framework.
+        grad_scaler: The framework's; None without.
+
+    Raises:
+        ConfigError: `make` makes something else, or the model or the optimizer does not go with it.
+        AttachError: The model is not a DDP model, or can't be driven.
+    """
+    # Not at every forward pass: buffers are averaged with the model. Frameworks leave DDP's default, and
+    # their names for it would be a deprecated one of torch's.
+    if isinstance(model, DistributedDataParallel):
+        model.broadcast_buffers = False
+    # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
+    while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    local = make(model, optimizer, grad_scaler=grad_scaler)
+    if not isinstance(local, LocalSGD):
+        raise ConfigError(
+            "expected a function that makes a thinwire.LocalSGD of a model and an optimizer, such as "
+            f"functools.partial(thinwire.DiLoCo, every_steps=30), but it made {local!r}"
+        )
+    return local
