@@ -73,23 +73,23 @@ def zeros() -> list[Tensor]:
 
 @cache
 def saved_by_four(entry: Entry) -> tuple[dict[str, Any], list[Tensor], list[Tensor]]:
-    """The state after six steps, and the sums of results and of true means."""
+    """The state after five steps, and the sums of results and of true means."""
     sums, means = zeros(), zeros()
     simulation = Simulation(entry.algorithm, buckets(), num_workers=4)
-    ran(simulation, range(6), sums, means)
+    ran(simulation, range(5), sums, means)
     return simulation.state_dicts()[0], sums, means
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_workers", [1, 3, 5])
 @pytest.mark.parametrize("entry", [each for each in ENTRIES if each.feedback], ids=str)
 def test_saved_by_four_and_resumed_by_others_nothing_is_lost(entry: Entry, num_workers: int) -> None:
     """Sum of results + final mean error = sum of true means, across the restart."""
     state, sums, means = copy.deepcopy(saved_by_four(entry))
     assert state["error"]
     second = resumed(state, entry.algorithm, num_workers)
-    ran(second, range(6, 9), sums, means)
+    ran(second, range(5, 7), sums, means)
     final = second.state_dicts()[0]
-    assert final["step"] == 9
+    assert final["step"] == 7
     exact = entry.tolerance <= 1e-5
     for bucket, total, true in zip(buckets(), sums, means, strict=True):
         gap = (total + flat_error(final, bucket) - true).norm() / true.norm()

@@ -69,7 +69,7 @@ def sum_of_means(sim: Simulation, position: int, steps: range) -> torch.Tensor:
 def test_all_workers_get_the_same_finite_result_in_the_gradients_own_type(
     entry: Entry, dtype: torch.dtype
 ) -> None:
-    assert len(run(simulation(entry, dtype=dtype), range(4))) == 4
+    assert len(run(simulation(entry, 2, dtype), range(3))) == 3
 
 
 @every_lossless
@@ -81,16 +81,13 @@ def test_lossless_ones_give_the_exact_mean(entry: Entry) -> None:
             torch.testing.assert_close(flat.double(), mean, rtol=1e-6, atol=1e-6)
 
 
+# Types are rounded before workers meet: each of both is tried with one of the other.
 @every_with_feedback
-@pytest.mark.parametrize(
-    ("dtype", "num_workers"),
-    [(torch.float32, 1), (torch.float32, 2), (torch.float32, 5), *[(dtype, 3) for dtype in DTYPES[1:]]],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "num_workers"), [*zip(DTYPES, [5, 1, 2, 3], strict=True)], ids=str)
 def test_results_plus_final_mean_error_are_the_sum_of_true_means(
     entry: Entry, dtype: torch.dtype, num_workers: int
 ) -> None:
-    sim, steps = simulation(entry, num_workers, dtype), range(6)
+    sim, steps = simulation(entry, num_workers, dtype), range(5)
     results = run(sim, steps)
     state = sim.state_dicts()[0]
     half = dtype.itemsize == 2
@@ -103,7 +100,7 @@ def test_results_plus_final_mean_error_are_the_sum_of_true_means(
 
 
 @over(entry for entry in ENTRIES if getattr(entry.algorithm, "warmup_steps", 0) < 1_000)
-@pytest.mark.parametrize("num_workers", [2, 7])
+@pytest.mark.parametrize("num_workers", [2, 5])
 def test_sends_what_the_plan_says_and_compresses(entry: Entry, num_workers: int) -> None:
     sim = simulation(entry, num_workers)
     warmup_steps = getattr(entry.algorithm, "warmup_steps", 0)
@@ -127,22 +124,23 @@ def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
     resumed = simulation(entry, 2)
     for sync in resumed.syncs:
         sync.load_state_dict(copy.deepcopy(states[0]))
-    for mine, theirs in zip(run(sim, range(4, 7)), run(resumed, range(4, 7)), strict=True):
+    for mine, theirs in zip(run(sim, range(4, 6)), run(resumed, range(4, 6)), strict=True):
         for x, y in zip(mine, theirs, strict=True):
             assert torch.equal(x, y)
     assert_same_state(sim.state_dicts()[0], resumed.state_dicts()[0])
 
 
-NON_FINITE = [(torch.inf, 0), (-torch.inf, 1), (torch.nan, 0), (torch.inf, 1)]
+NON_FINITE = [(torch.inf, 0), (-torch.inf, 1), (torch.nan, 0)]
 
 
 @every_entry
 def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
     """In the first bucket or the last, time after time: what follows is as if it had not been."""
     healthy, poisoned = simulation(entry, 2), simulation(entry, 2)
-    run(healthy, range(4))
-    run(poisoned, range(4))
     remembers = entry.feedback and getattr(entry.algorithm, "warmup_steps", 0) < 4
+    run(poisoned, range(4))
+    if remembers:
+        run(healthy, range(4))
     for step, (value, position) in enumerate(NON_FINITE, 4):
         gradients = random_gradients(poisoned.buckets, num_workers=2, seed=99)
         gradients[1][position][7] = value
@@ -163,15 +161,15 @@ def test_a_non_finite_gradient_skips_the_step_on_all(entry: Entry) -> None:
 
 @every_with_feedback
 def test_switching_to_exact_pays_back_all_that_is_owed(entry: Entry) -> None:
-    sim = simulation(entry)
-    results = run(sim, range(6))
+    sim = simulation(entry, 2)
+    results = run(sim, range(4))
     for sync in sim.syncs:
         sync.use(AllReduce())
-    results += run(sim, range(6, 8))
+    results += run(sim, range(4, 6))
     assert all(not dict(state["error"]) for state in sim.state_dicts())
     for position in range(len(sim.buckets)):
         sent = torch.stack([result[position].double() for result in results]).sum(0)
-        true = sum_of_means(sim, position, range(8))
+        true = sum_of_means(sim, position, range(6))
         assert (true - sent).norm() / true.norm() < entry.tolerance
 
 
@@ -182,7 +180,7 @@ def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> Non
     sim = Simulation(entry.algorithm, layout, num_workers=2)
     full = torch.randn(48, 40, generator=torch.Generator().manual_seed(0))
     thin = full[:, :1] @ full[:1]
-    for matrix, steps in ((torch.zeros(48, 40), 6), (thin, 6), (full, 6)):
+    for matrix, steps in ((torch.zeros(48, 40), 4), (thin, 4), (full, 4)):
         for _ in range(steps):
             gradients = [[matrix.reshape(-1).clone()] for _ in range(2)]
             assert sim.step(gradients)
@@ -199,7 +197,7 @@ def test_a_layer_that_was_dead_for_a_while_comes_back_whole(entry: Entry) -> Non
 @over(entry for entry in ENTRIES if entry.feedback and getattr(entry.algorithm, "wire_dtype", None) != "fp16")
 def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
     """Whatever the scale, and however it jumps: a power of two changes no digit."""
-    scales = [1.0, 2.0**16, 2.0**15, 2.0**17, 2.0**-3, 1.0]
+    scales = [1.0, 2.0**16, 2.0**15, 2.0**-3]
     scale = torch.ones(())
     plain = simulation(entry, 2)
     scaled = Simulation(entry.algorithm, buckets(), num_workers=2, loss_scale=lambda device: scale)
