@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import thinwire
 from thinwire.advice.lines import lines_to_paste
-from thinwire.advice.local import Averaging, LocalBench
+from thinwire.advice.local import Averaging, LocalBench, local_benches
 from thinwire.advice.loss import (
     EXACT_LOSS,
     ExpectedLoss,
@@ -21,11 +24,13 @@ from thinwire.advice.loss import (
     loss_gaps,
     published_gap,
 )
+from thinwire.advice.measure import _notes
 from thinwire.advice.result import Advice, Prediction, choose, tied
-from thinwire.advice.timeline import Sent, Timeline
+from thinwire.advice.timeline import Sent, Stopwatch, Timeline
 from thinwire.advice.words import losses_of, verdict
 from thinwire.channel import Collective
-from thinwire.fronts.local_sgd.variants import LocalVariant
+from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
+from thinwire.probe import Probe
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,6 +242,14 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
         compile(each + (" pass" if each.endswith(":") else ""), "a line to paste", "exec")
 
 
+def test_what_makes_it_less_certain_is_said() -> None:
+    probe = Probe(8, "nccl", "cuda", [], [], [])
+    (of_another_world, of_another_device) = _notes("SGD", probe, 2)
+    assert "The probe is of 8 processes, this job has 2: what is predicted is for 8." in of_another_world
+    assert "messages on cuda" in of_another_device
+    assert list(_notes("AdamW", replace(probe, device="cpu"), 1)) == []
+
+
 # Averaging now and then
 
 
@@ -261,3 +274,27 @@ def test_what_an_averaging_adds_to_a_step(options: dict[str, int], expected: flo
 
     assert bench.extra_seconds(network, 1.0) == pytest.approx(expected)
     assert bench.bytes_per_step(2) == (100, 100)
+
+
+def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing() -> None:
+    """A model of one layer can't be averaged in two fragments: that way is not offered."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 32))
+    before = [parameter.clone() for parameter in model.parameters()]
+    with ExitStack() as entered:
+        benches = local_benches(model, Stopwatch(4), entered)
+        for averaging in {each.averaging for each in benches}:
+            averaging.make()
+            averaging.note_memory()
+    found = {each.way.name: each for each in benches}
+    assert len(found) == len(LOCAL_VARIANTS) - 1
+    assert not any("fragments" in name for name in found)
+    plain, few = found["LocalSGD(every_steps=10)"], found["DiLoCo(every_steps=30)"]
+    parameter_bytes = 4 * (64 * 32 + 32)
+    assert parameter_bytes <= 10 * plain.bytes_per_step(4)[0] < 1.1 * parameter_bytes
+    assert 30 * few.bytes_per_step(4)[0] < parameter_bytes / 5
+    assert plain.averaging.memory_bytes == parameter_bytes
+    assert few.averaging.memory_bytes == 2 * parameter_bytes
+    others = found["DiLoCo(every_steps=30, outer_lr=1.0, outer_momentum=0.5)"]
+    assert others.averaging is few.averaging
+    assert all(map(torch.equal, before, model.parameters()))

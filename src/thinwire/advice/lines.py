@@ -16,6 +16,8 @@ def lines_to_paste(advice: Advice) -> dict[str, str]:
     Args:
         advice: What was advised.
     """
+    # Lightning and the Trainer own the loop, and FSDP2's shards are no whole models: there is no place for a
+    # context around steps.
     best, of_gradients = advice.best, advice.best
     if best.averages_less_often:
         ranked = [each for each in advice.predictions if not each.averages_less_often]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.sync import engine_of
@@ -28,21 +28,24 @@ class Averaging:
         optimizer: That it follows.
         stopwatch: Times it.
         timelines: Of all averagings so far.
+        memory_bytes: Kept between steps, as last counted.
     """
 
     front: LocalSGD
     optimizer: torch.optim.Optimizer
     stopwatch: Stopwatch
     timelines: list[Timeline] = field(default_factory=list)
+    memory_bytes: int = 0
 
     def make(self) -> None:
         """Average once."""
+        # The optimizer finds no gradients, so all that is timed is the averaging that follows its step.
         self.stopwatch.start()
         self.optimizer.step()
         self.timelines.append(self.stopwatch.timeline())
 
-    def memory_bytes(self) -> int:
-        """Return what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
+    def note_memory(self) -> None:
+        """Count what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
         outer = self.front.outer
         kept: list[Any] = [] if outer is None else list(outer.state.values())
         state_bytes = sum(
@@ -52,7 +55,7 @@ class Averaging:
             if isinstance(value, torch.Tensor)
         )
         last_bytes = sum(each.nbytes for each in self.front.module.parameters() if each.requires_grad)
-        return engine_of(self.front).memory_bytes() + state_bytes + last_bytes
+        self.memory_bytes = engine_of(self.front).memory_bytes() + state_bytes + last_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,19 +115,19 @@ def local_benches(module: nn.Module, stopwatch: Stopwatch, entered: ExitStack) -
     trained = [each for each in module.parameters() if each.requires_grad]
     found: list[LocalBench] = []
     for way in LOCAL_VARIANTS:
+        # Of its own: each front hangs on an optimizer's steps.
         optimizer = torch.optim.SGD(trained, lr=0.0)
-        if way.fragments > 1:
-            try:
-                way.front(
-                    module,
-                    optimizer,
-                    every_steps=way.every_steps,
-                    process_group=stopwatch.transport,
-                    **way.options,
-                )
-            except ConfigError:
-                # A model of fewer layers than fragments; what is wrong otherwise shows below.
-                continue
+        try:
+            # With all its settings: what a model does not allow (more fragments than layers) is not offered.
+            way.front(
+                module,
+                optimizer,
+                every_steps=way.every_steps,
+                process_group=stopwatch.transport,
+                **way.options,
+            )
+        except (ConfigError, GradientError):
+            continue
         # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
         alike = next(
             (

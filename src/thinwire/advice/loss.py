@@ -122,8 +122,10 @@ class ExpectedLoss:
     @property
     def _interval(self) -> tuple[float, float]:
         if self.percent is None:
+            # Of what is unknown: overlaps with nothing.
             return math.inf, -math.inf
         if self.low_percent is None or self.high_percent is None:
+            # Of a single training there is no interval; harmless changes move one by so much.
             return self.percent - NOISE_PERCENT, self.percent + NOISE_PERCENT
         return self.low_percent, self.high_percent
 
@@ -180,17 +182,20 @@ def expected_loss(
         loses_more_than: What loses less, where this was not measured.
         loses_less_than: What loses more.
     """
+    # One's own first: how they were made is known here, and none was chosen to look well.
     own = _own_gap(name, optimizer, members, parameters)
     if own is not None:
         return ExpectedLoss("measured", own.percent, own.low_percent, own.high_percent, (own,))
     less = _own_gap(loses_more_than, optimizer, members, parameters)
     more = _own_gap(loses_less_than, optimizer, members, parameters)
+    # Counted with the larger one: within a budget is what is so for sure.
     if less is not None and more is not None:
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
     published = published_gap(name, optimizer, members, parameters)
     if published is not None:
         return ExpectedLoss("published", published.percent, gaps=(published,))
     if less is not None:
+        # No upper bound: within no budget.
         return ExpectedLoss("above", low_percent=less.percent, gaps=(less,))
     return UNKNOWN_LOSS
 
@@ -231,13 +236,12 @@ def _worst_of_optimizers(
     by_optimizer: dict[str, list[LossGap]] = {}
     for each in rows:
         by_optimizer.setdefault(each.optimizer, []).append(each)
-    chosen = (
-        [by_optimizer[optimizer]]
-        if optimizer in by_optimizer
-        else []
-        if optimizer in known_optimizers()
-        else list(by_optimizer.values())
-    )
+    if optimizer in known_optimizers():
+        # Known, but perhaps not with this way: what another optimizer lost would tell nothing.
+        chosen = [by_optimizer[optimizer]] if optimizer in by_optimizer else []
+    else:
+        chosen = list(by_optimizer.values())
+    # With an optimizer that nobody has measured with, the least favourable is the honest guess.
     nearest = [min(of_one, key=distance) for of_one in chosen]
     return max(nearest, key=lambda gap: gap.percent, default=None)
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.advice.local import local_benches
+from thinwire.advice.local import LocalBench, local_benches
 from thinwire.advice.loss import (
     EXACT_LOSS,
     checked_optimizer_name,
@@ -46,7 +46,9 @@ from thinwire.probe import probe as measure_network
 __all__ = ["BASELINE", "advise", "priced"]
 
 EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
-UNTIMED_ROUNDS = 3
+# DDP arranges its buckets anew after its first step; fronts agree, plan and compile in theirs.
+UNTIMED_ROUNDS = 2
+# Below, there are no quartiles.
 MIN_ROUNDS = 5
 
 OneStep = Callable[[nn.Module], object]
@@ -112,7 +114,9 @@ def advise(
         )
     optimizer = checked_optimizer_name(optimizer)
     transport = ProcessGroupTransport()
+    # Of a compiled model the module inside: what is compiled can't be copied.
     given = getattr(model, "_orig_mod", model)
+    # A copy, so that neither gradients nor hooks are left behind on the user's.
     module = copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given)
     if any(parameter.is_cuda for parameter in module.parameters()):
         raise ConfigError(
@@ -124,33 +128,20 @@ def advise(
         bench.run(budget_seconds, transport, progress)
         # While they are there: what the fronts keep goes with them.
         memory_bytes = {code: front.engine.memory_bytes() for code, front in bench.fronts.items()}
-        memory_bytes |= {each.way.name: each.averaging.memory_bytes() for each in bench.local}
+        for each in bench.local:
+            each.averaging.note_memory()
     own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
 
+    # Of any network: the rate at which compressing begins to win is found by asking again.
     def predictions(network: Network) -> list[Prediction]:
         found = [
             _predicted(variant, bench.timelines[code], memory_bytes[code], network, probe.world_size)
             for code, variant in bench.variants.items()
         ]
-        for each in bench.local:
-            extra_seconds = each.extra_seconds(network, own_seconds)
-            message_bytes, sent_bytes = each.bytes_per_step(probe.world_size)
-            found.append(
-                Prediction(
-                    each.way.name,
-                    each.way.code,
-                    *_slowest_of(
-                        [alone.seconds + extra_seconds for alone in bench.without_averaging], probe.world_size
-                    ),
-                    message_bytes=message_bytes,
-                    memory_bytes=memory_bytes[each.way.name],
-                    is_lossy=True,
-                    loss_gap_order=0,
-                    averages_less_often=True,
-                    sent_bytes=sent_bytes,
-                    received_bytes=sent_bytes,
-                )
-            )
+        found += [
+            _predicted_local(each, bench.without_averaging, own_seconds, network, probe.world_size)
+            for each in bench.local
+        ]
         return _agreed(found, transport)
 
     found = predictions(probe.collective_seconds)
@@ -187,6 +178,7 @@ def _with_losses(
             name, bounds = each.name, {"loses_more_than": local[each.name].loses_more_than}
         else:
             variant = bench.variants[each.name]
+            # In the table, algorithms have the names that they print.
             name = str(variant.algorithm)
             bounds = {
                 "loses_more_than": variant.loses_more_than,
@@ -201,6 +193,7 @@ def _with_losses(
                 published=published_gap(name, optimizer, members, parameters),
             )
         )
+    # Equal gaps have one place: then time decides. Unknown ones are infinite, and come last.
     orders = sorted({each.loss.order for each in told if each.is_lossy})
     return [
         replace(each, loss_gap_order=1 + orders.index(each.loss.order)) if each.is_lossy else each
@@ -230,6 +223,7 @@ def _notes(optimizer: str | None, probe: Probe, num_processes: int) -> Iterator[
 def _agreed(predictions: Sequence[Prediction], transport: Transport) -> list[Prediction]:
     """Return the mean of what the processes predict: the same on all, so that all choose alike."""
     own = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in predictions]
+    # All in one message: there are a hundred numbers, and tens of networks to ask about.
     means = iter(_mean_over_processes([seconds for three in own for seconds in three], transport))
     return [
         replace(each, step_seconds=next(means), low_seconds=next(means), high_seconds=next(means))
@@ -278,6 +272,7 @@ class _Bench:
             for code, variant in self.variants.items()
         }
         self.turns = _Turns(self.fronts[EXACT])
+        # DDP takes one hook, and never another one: whose turn it is changes behind it.
         register(ddp, self.turns, thinwire_hook)
         self.timelines: dict[str, list[Timeline]] = {code: [] for code in self.variants}
         self.without_averaging: list[Timeline] = []
@@ -307,11 +302,13 @@ class _Bench:
             self._round()
 
     def _round(self) -> None:
+        # DDP calls no hook in there.
         with self.ddp.no_sync():
             self.without_averaging.append(self._step())
         for code, front in self.fronts.items():
             self.turns.front = front
             timeline = self._step()
+            # DDP calls its hook in a backward pass only.
             if not timeline.sent:
                 raise ConfigError(
                     "one_step(model) must run a backward pass on the model that it is given, through all of "
@@ -346,11 +343,28 @@ def _predicted(
     )
 
 
-def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
-    """Return median and quartiles of the slowest of as many steps as there are processes.
+def _predicted_local(
+    local: LocalBench, alone: Sequence[Timeline], own_seconds: float, network: Network, world_size: int
+) -> Prediction:
+    message_bytes, sent_bytes = local.bytes_per_step(world_size)
+    extra_seconds = local.extra_seconds(network, own_seconds)
+    return Prediction(
+        local.way.name,
+        local.way.code,
+        *_slowest_of([each.seconds + extra_seconds for each in alone], world_size),
+        message_bytes=message_bytes,
+        memory_bytes=local.averaging.memory_bytes,
+        is_lossy=True,
+        loss_gap_order=0,
+        averages_less_often=True,
+        sent_bytes=sent_bytes,
+        received_bytes=sent_bytes,
+    )
 
-    Of k independent steps, all are below a time with the k-th power of the chance that one is.
-    """
+
+def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
+    """Return median and quartiles of the slowest of as many steps as there are processes."""
+    # Of k independent steps, all are below a time with the k-th power of the chance that one is.
     ordered = sorted(seconds)
 
     def below(share: float) -> float:
@@ -376,6 +390,7 @@ def _break_even(
 
     def gain_seconds(bits_per_second: float) -> float:
         def network(collective: Collective, handed_bytes: int) -> float:
+            # A network of that rate alone: its latency is the probed one's.
             bits = 8 * wire_bytes(collective, handed_bytes, probe.world_size)
             return probe.latency_seconds + bits / bits_per_second
 

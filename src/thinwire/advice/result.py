@@ -108,6 +108,7 @@ class Advice:
         """Time against loss, fastest first: what loses less than all that are faster, where it is known."""
         known = [each for each in self.predictions if each.loss.percent is not None]
         found: list[Prediction] = []
+        # At equal times only what loses least is on it.
         for each in sorted(known, key=lambda one: (one.step_seconds, one.loss.order)):
             if not found or each.loss.order < found[-1].loss.order:
                 found.append(each)
@@ -116,6 +117,7 @@ class Advice:
     @property
     def nearest(self) -> Prediction | None:
         """Of approximations with a known gap the one that loses least; None if there is none."""
+        # 16 bits and exact averaging are always within a budget, and nobody asks for them.
         lossy = [each for each in self.predictions if each.is_lossy and each.loss.percent is not None]
         return min(lossy, key=lambda each: each.loss.order, default=None)
 
@@ -156,6 +158,7 @@ def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float =
     within = [each for each in ranked if is_within(each, budget_loss)]
     careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds
+    # An approximation has a price, known or not, so it must win something over what has none.
     worth = [each for each in tied(within) if not each.is_lossy or each.step_seconds < max_seconds]
     return min(worth or tied(careful), key=lambda each: (each.loss_gap_order, each.step_seconds))
 

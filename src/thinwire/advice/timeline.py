@@ -148,11 +148,13 @@ class Echo(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_gather`."""
+        # Real numbers: arithmetic on zeros or garbage might take another time.
         output.copy_(tensor.expand_as(output))
         return _Done()
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.all_to_all`: each member sends this one the row that it sends the first."""
+        # All send alike, so what each sends to this one is what this one sends to the first.
         output.copy_(tensor[0].expand_as(output))
         return _Done()
 

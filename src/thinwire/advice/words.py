@@ -49,6 +49,7 @@ def losses_of(prediction: Prediction) -> str:
         "above": [f"more than {gap.name}: {gap}" for gap in loss.gaps],
         "unknown": ["not known"],
     }[loss.kind]
+    # Beside the project's own: of larger models, at other batches, by others.
     if prediction.published is not None and prediction.published not in loss.gaps:
         told.append(str(prediction.published))
     return "; ".join(told)
@@ -91,6 +92,7 @@ def _about_losses(advice: Advice) -> list[str]:
             else f"the nearest is {nearest.name}, {losses_of(nearest)}"
         )
         lines.append(f"Nothing rougher than 16 bits is known to lose at most {budget}: {told}.")
+    # Worth a word only if it is faster for sure, and by as much as counts.
     beyond = [
         each
         for each in advice.predictions

@@ -70,9 +70,11 @@ def advise(
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
     with alone():
+        # Within the group: a model may ask for it when it is built.
         built = _called(build, model)
         if not isinstance(built, nn.Module):
             raise ConfigError(f"{model} must return a torch.nn.Module, got {built!r}")
+        # Progress goes where output that is parsed does not.
         console = Console(stderr=True, quiet=as_json)
         with console.status("measuring …") as status:
             advice = measure(

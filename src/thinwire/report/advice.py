@@ -85,10 +85,12 @@ class _Scale:
 
     def __init__(self, advice: Advice, known: Sequence[Prediction]) -> None:
         seconds = [each.low_seconds for each in known] + [each.high_seconds for each in known]
+        # How far to the left anything could be.
         seconds.append(advice.compute_seconds)
         self._start, self._end = math.log(0.94 * min(seconds)), math.log(1.06 * max(seconds))
         percents = [each.loss.order for each in known]
         self._highest = math.asinh(1.15 * max([*percents, 1.0]) / LINEAR_PERCENT)
+        # Room below zero, for points there and their numbers.
         self._lowest = -0.08 * self._highest
         self.left, self.right = LEFT, WIDTH - RIGHT
         self.top, self.bottom = TOP, HEIGHT - BOTTOM
@@ -117,6 +119,7 @@ def _points(advice: Advice, known: Sequence[Prediction], scale: _Scale) -> Itera
     """Yield what is drawn; each number where it covers no point and no other number, if there is room."""
     numbers = {each.name: number for number, each in enumerate(advice.predictions, start=1)}
     places = {each.name: (scale.x(each.step_seconds), scale.y(each.loss.order)) for each in known}
+    # All points first: no number may cover one that is drawn later.
     taken = [(x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS) for x, y in places.values()]
     frontier = advice.frontier
     for each in known:
