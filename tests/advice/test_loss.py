@@ -235,7 +235,9 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
     local = lines_to_paste(advice_of(*EVERYTHING, budget=0.2))
     assert local.keys() == fronts
     assert local["DDP"] == LOCAL.code
-    assert "optimizer.optimizer" in local["Accelerate"]
+    assert "unwrap_model(model), optimizer.optimizer, every_steps=30):" in local["Accelerate"]
+    assert "ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=30))" in local["Lightning"]
+    assert "attach(trainer, partial(thinwire.DiLoCo, every_steps=30))" in local["Trainer"]
     assert local["FSDP2"].startswith("# averages gradients; not DiLoCo(every_steps=30)\n")
     assert "thinwire.Quantize(bits=1)" in local["FSDP2"]
     for each in (*lines.values(), *local.values()):

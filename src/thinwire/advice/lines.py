@@ -1,4 +1,4 @@
-"""What to paste: the advised line for each front."""
+"""What to paste: the advised lines for each front."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ def lines_to_paste(advice: Advice) -> dict[str, str]:
     Args:
         advice: What was advised.
     """
-    # Lightning and the Trainer own the loop, and FSDP2's shards are no whole models: there is no place for a
-    # context around steps.
-    best, of_gradients = advice.best, advice.best
-    if best.averages_less_often:
-        ranked = [each for each in advice.predictions if not each.averages_less_often]
-        of_gradients = choose(ranked, advice.least_gain, advice.budget_loss)
-    return (
-        _local(best) | _of_gradients(of_gradients, best) if best is not of_gradients else _of_gradients(best)
-    )
+    if not advice.best.averages_less_often:
+        return _of_gradients(advice.best)
+    ranked = [each for each in advice.predictions if not each.averages_less_often]
+    of_gradients = choose(ranked, advice.least_gain, advice.budget_loss)
+    # Shards are no whole models.
+    sharded = _of_gradients(of_gradients)["FSDP2"]
+    return _local(advice.best) | {"FSDP2": f"# averages gradients; not {advice.best.name}\n{sharded}"}
 
 
-def _of_gradients(prediction: Prediction, instead_of: Prediction | None = None) -> dict[str, str]:
+def _of_gradients(prediction: Prediction) -> dict[str, str]:
     algorithm = f"thinwire.{prediction.name}"
-    note = "" if instead_of is None else f"# averages gradients; not {instead_of.name}\n"
-    lines = {
+    return {
         "DDP": prediction.code,
         "FSDP2": (
             'fully_shard(model, mesh=mesh["shard"])\n'
@@ -39,6 +36,30 @@ def _of_gradients(prediction: Prediction, instead_of: Prediction | None = None) 
         "Accelerate": (
             f"model, optimizer = accelerator.prepare(model, optimizer)\nthinwire.attach(model, {algorithm})"
         ),
+        **_of_frameworks(algorithm),
+    }
+
+
+def _local(prediction: Prediction) -> dict[str, str]:
+    around = prediction.code
+    front = around.removeprefix("with ").partition("(")[0]
+    settings = around.partition("(model, optimizer, ")[2].removesuffix("):")
+    inside = f"accelerator.unwrap_model(model), optimizer.optimizer, {settings}"
+    frameworks = _of_frameworks(f"partial({front}, {settings})")
+    return {
+        "DDP": around,
+        # Accelerate wraps optimizers, and steps are counted on what is inside; its DDP model would go on
+        # averaging gradients.
+        "Accelerate": (
+            "model, optimizer = accelerator.prepare(model, optimizer)\n"
+            f"with model.no_sync(), {front}({inside}):"
+        ),
+        **{name: f"from functools import partial\n{lines}" for name, lines in frameworks.items()},
+    }
+
+
+def _of_frameworks(algorithm: str) -> dict[str, str]:
+    return {
         "Lightning": (
             "from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy\n"
             f"trainer = Trainer(strategy=ThinwireStrategy({algorithm}), callbacks=[ThinwireCallback()])"
@@ -46,21 +67,5 @@ def _of_gradients(prediction: Prediction, instead_of: Prediction | None = None) 
         "Trainer": (
             "from thinwire.integrations.transformers import attach\n"
             f"thinwire_callback = attach(trainer, {algorithm})"
-        ),
-    }
-    if instead_of is not None:
-        # These take a training loop of one's own, and have lines for that.
-        del lines["DDP"], lines["Accelerate"]
-    return {front: note + line for front, line in lines.items()}
-
-
-def _local(prediction: Prediction) -> dict[str, str]:
-    around = prediction.code
-    return {
-        "DDP": around,
-        # Accelerate wraps optimizers, and steps are counted on what is inside.
-        "Accelerate": (
-            "model, optimizer = accelerator.prepare(model, optimizer)\n"
-            f"{around.replace('optimizer,', 'optimizer.optimizer,', 1)}"
         ),
     }
