@@ -61,9 +61,11 @@ class _Registration:
                 f"state must be a process group or None, got {type(state).__name__}; with a state of your "
                 "own call model.register_comm_hook(state, hook)"
             )
+        # Left out, and not None: a PowerSGDState has a default of its own.
         given: dict[str, Any] = (
             {} if start_powerSGD_iter is None else {"start_powerSGD_iter": start_powerSGD_iter}
         )
+        # A state serves one model, so each call makes one.
         if self.matrix_approximation_rank is not None:
             state = hooks.PowerSGDState(state, self.matrix_approximation_rank, **given)
         elif given:
@@ -78,6 +80,7 @@ class DDPCommHookType(Enum):
     unless the value is called with `start_powerSGD_iter` as well.
     """
 
+    # Objects that can be called: an Enum takes a function for a method, and not for a member.
     ALLREDUCE = _Registration(hooks.allreduce_hook)
     FP16_COMPRESS = _Registration(hooks.fp16_compress_hook)
     BF16_COMPRESS = _Registration(hooks.bf16_compress_hook)

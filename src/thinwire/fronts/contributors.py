@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = ["Shadow", "counted", "divide_by_contributors", "leave_join"]
 
 # A stateless hook sees nothing of its model but the parameters in a bucket.
-_shares = WeakTensorKeyDictionary()
+_scales = WeakTensorKeyDictionary()
 
 
 class Shadow(JoinHook):
@@ -47,22 +47,22 @@ def leave_join(front: Joinable) -> None:
 
 
 @contextmanager
-def counted(parameters: Iterable[torch.Tensor], share: torch.Tensor) -> Iterator[None]:
+def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
     """Divide gradients of `parameters` by the contributors, while this is open.
 
     Args:
         parameters: Of one model.
-        share: Members of the group over contributors, shape (1,), kept up to date by the caller.
+        scale: Members of the group over contributors, shape (1,), kept up to date by the caller.
     """
     # A list: what is frozen or replaced meanwhile must be taken out again as well.
     held = list(parameters)
     for parameter in held:
-        _shares[parameter] = share
+        _scales[parameter] = scale
     try:
         yield
     finally:
         for parameter in held:
-            del _shares[parameter]
+            del _scales[parameter]
 
 
 def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
@@ -75,5 +75,5 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
         parameters: Of the bucket.
         flat: Their gradients, in place.
     """
-    if parameters and parameters[0] in _shares:
-        flat.mul_(_shares[parameters[0]])
+    if parameters and parameters[0] in _scales:
+        flat.mul_(_scales[parameters[0]])

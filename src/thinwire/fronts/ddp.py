@@ -19,9 +19,9 @@ from thinwire.fronts.contributors import divide_by_contributors
 from thinwire.fronts.ddp_model import (
     DetachedFront,
     check_options,
+    completed_future,
+    ddp_model_of,
     dense_buffer,
-    left_alone,
-    model_with,
     new_future,
     plain_name,
     register,
@@ -184,7 +184,7 @@ class BucketFront:
         is_begun = self._step is not None and self._step.is_open
         if self._is_static and not num_trained and not (bucket.is_last() and is_begun):
             # Frozen ones only: behind those that are trained they would begin a step of their own.
-            return left_alone(flat)
+            return completed_future(flat)
         try:
             self._watch_the_pass()
             divide_by_contributors(bucket.parameters(), flat)
@@ -218,7 +218,8 @@ class BucketFront:
         Raises:
             AttachError: The model has an option under which DDP does not hand over all gradients.
         """
-        model = model_with(parameters) if self._model is None else self._model()
+        model = ddp_model_of(parameters) if self._model is None else self._model()
+        # Nobody knows then of a static graph, and DDP's word for which bucket is the last is taken.
         if model is None:
             return 0
         check_options(model)
@@ -239,7 +240,8 @@ class BucketFront:
         to wait for their futures, for ever.
         """
         num_started = 0 if self._step is None or not self._step.is_open else self._step.num_parameters
-        if not num_started or torch._C._current_autograd_node() is not None:  # inside another pass
+        # Inside another pass, such as a checkpoint's: the outer one has an end of its own.
+        if not num_started or torch._C._current_autograd_node() is not None:
             return
         # A thread: this one will stand in DDP's code, which nothing but a result of the futures ends.
         alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)

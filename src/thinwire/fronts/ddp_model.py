@@ -17,13 +17,13 @@ from thinwire.errors import AttachError, GradientError
 __all__ = [
     "DetachedFront",
     "check_options",
+    "completed_future",
+    "ddp_model_of",
+    "ddp_models_with",
     "dense_buffer",
     "hook_of",
     "is_fsdp2",
     "is_sharded",
-    "left_alone",
-    "model_with",
-    "models_where",
     "new_future",
     "plain_name",
     "refuse_training_of_copies",
@@ -34,7 +34,8 @@ __all__ = [
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
-SHARDED = ("FSDPModule", "FullyShardedDataParallel")  # the names, for the modules take seconds to import
+# The names, for the modules take seconds to import.
+SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
@@ -123,6 +124,7 @@ def refuse_training_of_copies(model: DistributedDataParallel) -> None:
         copied = type(model).__new__(type(model))
         # Before its parts are copied: they may hold the model.
         memo[id(model)] = copied
+        # As pickle would: DDP leaves its reducer out, and makes another one.
         state = model.__getstate__()  # type: ignore[no-untyped-call]
         # Bound to the original: on the copy it would make copies of that one.
         del state["__deepcopy__"]
@@ -147,7 +149,7 @@ def _refusing_hook(state: None, bucket: GradBucket) -> Future[torch.Tensor]:
     )
 
 
-def models_where(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
+def ddp_models_with(is_wanted: Callable[[object], bool]) -> list[DistributedDataParallel]:
     """Return the DDP models on which a wanted state is registered, with a communication hook.
 
     A hook is not given its model, and without the model it knows neither names nor options.
@@ -168,10 +170,10 @@ def plain_name(name: str) -> str:
     return name
 
 
-def model_with(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
+def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
     """Return the DDP model that these are parameters of; None if that is not clear.
 
-    Cost: as `models_where`.
+    Cost: as `ddp_models_with`.
     """
     wanted = set(map(id, parameters))
     holding = [
@@ -215,7 +217,7 @@ def new_future(device: torch.device) -> Future[torch.Tensor]:
     return Future(devices=None if device.type == "cpu" else [device])
 
 
-def left_alone(flat: torch.Tensor) -> Future[torch.Tensor]:
+def completed_future(flat: torch.Tensor) -> Future[torch.Tensor]:
     """Return a bucket's gradients, done as they are: nothing is averaged."""
     future = new_future(flat.device)
     future.set_result(flat)
@@ -251,5 +253,6 @@ def is_sharded(model: object) -> bool:
 
 
 def _has_part(model: object, kinds: Sequence[str]) -> bool:
+    # By name along the classes: FSDP2 makes a class of its own for each kind of module.
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     return any(kind.__name__ in kinds for module in modules for kind in type(module).__mro__)

@@ -15,7 +15,7 @@ from thinwire.channel.uneven import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.contributors import counted, leave_join
 from thinwire.fronts.ddp import BucketFront
-from thinwire.fronts.ddp_model import hook_of, models_where, wrong_model
+from thinwire.fronts.ddp_model import ddp_models_with, hook_of, wrong_model
 from thinwire.sync import GradientSync
 
 __all__ = ["join"]
@@ -98,14 +98,14 @@ class _Counter(Joinable):
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__()
         self._model = model
-        self.share = torch.ones(1, device=model.device)
+        self.scale = torch.ones(1, device=model.device)
 
     def count(self, *unused: Any) -> None:
         """Say, before each forward pass, that this process contributes, and learn how many do."""
         # In place: the fronts hold this very tensor.
-        share = members_over_contributors(self)
-        if share is not None:
-            self.share.copy_(share)
+        scale = members_over_contributors(self)
+        if scale is not None:
+            self.scale.copy_(scale)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what shadows nothing: DDP's own join hook runs our communication hook, with zeros."""
@@ -125,7 +125,7 @@ def _counting(model: DistributedDataParallel) -> Iterator[_Counter]:
     counter = _Counter(model)
     handle = model.register_forward_pre_hook(counter.count)
     try:
-        with counted(model.parameters(), counter.share):
+        with counted(model.parameters(), counter.scale):
             yield counter
     finally:
         handle.remove()
@@ -133,12 +133,13 @@ def _counting(model: DistributedDataParallel) -> Iterator[_Counter]:
 
 def _joinable(joined: object) -> Joinable:
     if isinstance(joined, GradientSync):
-        models = models_where(lambda state: isinstance(state, BucketFront) and state.sync is joined)
+        models = ddp_models_with(lambda state: isinstance(state, BucketFront) and state.sync is joined)
         if not models:
             raise AttachError(
                 "this GradientSync is not attached to a DDP model; pass the object that owns it"
             )
         return models[0]
+    # What torch.compile was given.
     joinable = getattr(joined, "_orig_mod", joined)
     if not isinstance(joinable, Joinable):
         raise AttachError(
@@ -168,6 +169,7 @@ def _is_hooked(model: DistributedDataParallel) -> bool:
 def _refuse_other_collectives(joinable: Joinable, shadows: bool) -> None:
     # A DDP model's or a LocalSGD's; an aggregator knows none.
     model = getattr(joinable, "module", None)
+    # Where the first to run out ends it for all, nobody shadows anybody.
     if not shadows or not isinstance(model, torch.nn.Module):
         return
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):

@@ -110,7 +110,7 @@ class StepFront(Joinable):
 
     def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         # Before all other collectives of the step: a process that shadows it comes in with this one.
-        share = members_over_contributors(self)
+        scale = members_over_contributors(self)
         self.engine.agree()
         # What is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
         means: list[torch.Tensor | None] = [None] * len(gradients)
@@ -119,8 +119,8 @@ class StepFront(Joinable):
             specs = tuple(self._specs[index] for index in indices)
             flat = torch.cat([self._flat(index, gradients[index]) for index in indices])
             # What goes in, and not what comes out: the residual keeps one unit.
-            if share is not None and not self._divides_by_initial:
-                flat.mul_(share)
+            if scale is not None and not self._divides_by_initial:
+                flat.mul_(scale)
             # Views: the engine averages in place, so the means are in these tensors when it returns.
             for index, part in zip(indices, Bucket(specs, flat).gradients, strict=True):
                 means[index] = self.in_layout(index, part)

@@ -17,7 +17,7 @@ from thinwire.checks import true_or_false, whole_count
 from thinwire.errors import ConfigError
 from thinwire.fronts.contributors import divide_by_contributors
 from thinwire.fronts.ddp import BucketFront
-from thinwire.fronts.ddp_model import dense_buffer, left_alone
+from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.sync import Engine, Settings
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.version import __version__
@@ -159,8 +159,9 @@ def averaged(
     if not state.is_agreed:
         _agree(state, wire_dtype, flat.device)
     is_local = state.iter >= state.start_localSGD_iter
+    # Without a message, and so without a word about what other processes do.
     if is_local and not state.post_local_gradient_allreduce:
-        return left_alone(flat)
+        return completed_future(flat)
     if is_local and state.subgroup is None:
         # Here, and not when the state is made: making groups is collective, and torch's hook does it here.
         size = _processes_per_machine()
@@ -168,6 +169,7 @@ def averaged(
             raise ConfigError(f"local SGD starts: {NO_MACHINE}")
         state.subgroup = own_subgroup(size, state.process_group)
     transport = ProcessGroupTransport(state.subgroup if is_local else state.process_group, flat.device)
+    # Named before it is counted: the last bucket is of this step as well.
     purpose = f"step {state.iter}, a bucket of {flat.numel()} gradients"
     if not is_local and bucket.is_last():
         state.iter += 1

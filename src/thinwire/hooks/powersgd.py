@@ -23,7 +23,7 @@ from thinwire.channel import ProcessGroupTransport
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.ddp import BucketFront, front_of
-from thinwire.fronts.ddp_model import dense_buffer, models_where, refuse_training_of_copies
+from thinwire.fronts.ddp_model import ddp_models_with, dense_buffer, refuse_training_of_copies
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
 from thinwire.sync.loss_scale import loss_scale_of
@@ -160,6 +160,7 @@ class PowerSGDState:
 
     def _get(self, name: str) -> Any:
         """Return a setting of the algorithm in use, or as given last if that one has no such setting."""
+        # `sync.use` may have put another algorithm in place of that of the settings.
         in_use = None if self._front is None else self._front.sync.algorithm
         return getattr(in_use, name, self._settings[name])
 
@@ -170,12 +171,14 @@ class PowerSGDState:
             PowerSGD(**changed)
         else:
             in_use = self._front.sync.algorithm
+            # Other algorithms have no such setting, and `sync.use` says what they have.
             if not isinstance(in_use, LowRank):
                 raise ConfigError(f"sync.use() has put {in_use} in place of PowerSGD, which has no {name}")
             algorithm = replace(in_use, **{name: value})
             # Only a change: after `use` the next step compares all processes.
             if algorithm != in_use:
                 self._front.sync.use(algorithm)
+        # Last: where the change was refused, the settings are as before.
         self._settings = changed
 
     @property
@@ -317,6 +320,7 @@ class PowerSGDState:
             return self._front.sync.state_dict()
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
+        # An empty one: a checkpoint of before the first step has what a later one has.
         return packed_state(PowerSGD(**self._settings), Memory(), {}, {}, {}, skipped_steps=0)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -377,6 +381,7 @@ class PowerSGDState:
             self._front.engine.observers.append(self._after_step)
             # Only now: where the front was refused, the state is still there for another try.
             self._loaded, self._kind = None, (kind, wire_dtype)
+        # Under two hooks, buckets of one step could be averaged in two ways.
         if self._kind != (kind, wire_dtype):
             raise ConfigError(
                 f"this PowerSGDState has been used with {_shown(self._kind)}, now with "
@@ -387,7 +392,7 @@ class PowerSGDState:
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
         # DDP hands a hook its state and a bucket, and neither leads to the model.
-        models = models_where(lambda state: state is self)
+        models = ddp_models_with(lambda state: state is self)
         if len(models) > 1:
             raise ConfigError(
                 f"this PowerSGDState is registered on {len(models)} models; make one state for each model"

@@ -12,7 +12,7 @@ from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.channel import ProcessGroupTransport, agree
 from thinwire.checks import whole_number
 from thinwire.fronts.contributors import divide_by_contributors
-from thinwire.fronts.ddp_model import dense_buffer, left_alone
+from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.version import __version__
 
 __all__ = [
@@ -121,7 +121,7 @@ def quantization_perchannel_hook(
 def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average nothing, to find out what a step takes without communication; the models drift apart."""
     # Sparse gradients too: nothing is done to them.
-    return left_alone(bucket.buffer())
+    return completed_future(bucket.buffer())
 
 
 def _averaged(
@@ -171,6 +171,7 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
     # Zeros at the end change no scale: 0 is in every range.
     padded = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % scaled_elements))
     rows = padded.view(-1, scaled_elements)
+    # 0 is in the range, so that it has a code.
     low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
     # Divided first: high - low can leave the range of fp32 where neither does.
     scale = high / MAX_CODE - low / MAX_CODE
@@ -184,6 +185,7 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
 
 def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.Tensor:
     """Return what `_codes` was given, rounded: fp32, shape (numel,)."""
+    # Scales stand first: their bytes are aligned there, whatever the number of codes.
     count = -(-numel // scaled_elements)
     scale, zero = codes[: 8 * count].view(torch.float32).view(2, count, 1)
     rows = codes[8 * count :].view(count, scaled_elements)

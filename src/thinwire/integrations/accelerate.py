@@ -150,6 +150,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         if algorithm is None:
             return
         accelerator = self._calling_accelerator()
+        # Its models would be saved with the first one's checkpoints.
         if self._accelerator not in (None, accelerator):
             raise ConfigError("this handler is used by another Accelerator already; make one for each")
         # Models that were dropped are gone from here on, on every process alike.
@@ -170,6 +171,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         frame = sys._getframe()
         while (caller := frame.f_back) is not None:
             frame = caller
+            # Of several on the stack the one that has this handler.
             candidate = frame.f_locals.get("self")
             if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
                 return candidate
@@ -232,7 +234,8 @@ def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
 def _state_of(options: Mapping[str, Any]) -> PowerSGDState:
     if not isinstance(options, Mapping):
         raise ConfigError(f"comm_state_option must map settings to values, got {options!r}")
-    own = ("process_group", "grad_scaler")  # the Accelerator's
+    # The Accelerator has a group and a scaler. The others are read off, so that none is forgotten here.
+    own = ("process_group", "grad_scaler")
     valid = [name for name in inspect.signature(PowerSGDState).parameters if name not in own]
     unknown = [name for name in options if name not in valid]
     if unknown:

@@ -39,7 +39,8 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
-    try:  # the same package under its older name
+    # The same package under its older name. With both installed, Trainers of the two don't mix.
+    try:
         from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.accelerators import Accelerator  # type: ignore[assignment]
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry  # type: ignore[assignment]
@@ -54,6 +55,7 @@ __all__ = ["ThinwireCallback", "ThinwireStrategy", "register_ddp_comm_hook"]
 
 CHECKPOINT_KEY = "thinwire"
 
+# What each hook is registered with: DDP takes any state, and the mistake would show in the first step.
 STATES: dict[type, tuple[Callable[..., Any], ...]] = {
     PowerSGDState: (hooks.powerSGD_hook, hooks.batched_powerSGD_hook),
     PostLocalSGDState: (hooks.post_localSGD_hook,),
@@ -142,6 +144,7 @@ class ThinwireStrategy(DDPStrategy):
         on_nonfinite: OnNonfinite = "nan",
         **options: Any,
     ) -> None:
+        # DDPStrategy's own first argument is an accelerator or None: anything else is ours.
         if positional and algorithm is None and not isinstance(positional[0], Accelerator | None):
             algorithm, positional = positional[0], positional[1:]
         if algorithm is not None:
@@ -167,7 +170,8 @@ class ThinwireStrategy(DDPStrategy):
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self._on_nonfinite = on_nonfinite
         self.local: LocalSGD | None = None
-        self._is_training = False  # in between `local` is entered
+        # Whether `local` is entered: it is made before a checkpoint is restored, and outlives the training.
+        self._is_training = False
         self._sync: GradientSync | None = None
         self._module: torch.nn.Module | None = None
 
@@ -203,8 +207,9 @@ class ThinwireStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
-            assert self._model_averager is not None  # just made
-            self._model_averager.step = self._ddp_comm_state.iter  # a second fit goes on
+            assert self._model_averager is not None
+            # A second fit makes a new one, which would begin its warm-up anew.
+            self._model_averager.step = self._ddp_comm_state.iter
         if trainer.state.fn == TrainerFn.FITTING and not isinstance(self.algorithm, Algorithm | None):
             if len(self.optimizers) != 1:
                 raise ConfigError(
@@ -267,8 +272,9 @@ class ThinwireStrategy(DDPStrategy):
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
             )
             return
+        # There are no optimizers yet: the rest is done when they are set up.
         if not isinstance(self.algorithm, Algorithm):
-            return  # there are no optimizers yet; see setup
+            return
         # None meanwhile: where the model can't be attached, the old handle is not the one to look at.
         before, self._sync = self._sync, None
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -341,6 +347,7 @@ class ThinwireCallback(Callback):
             AttachError: Nothing is attached.
             StateError: The checkpoint's state is of another model, or damaged.
         """
+        # The model is wrapped, and has made no step; a LocalSGD is entered only behind this.
         if self._loaded is not None:
             remembering = _remembering(trainer)
             if isinstance(remembering, LocalSGD):
@@ -382,6 +389,7 @@ class ThinwireCallback(Callback):
         Raises:
             AttachError: Nothing is attached.
         """
+        # Behind the module's own state, for which models are averaged: both are of one moment.
         checkpoint[CHECKPOINT_KEY] = _remembering(trainer).state_dict()
 
     def on_load_checkpoint(
@@ -457,5 +465,6 @@ def _check_period(state: object, period: object) -> None:
             )
 
 
+# Importing this module is what makes the name known; the registry refuses a second time.
 if "thinwire" not in StrategyRegistry:
     ThinwireStrategy.register_strategies(StrategyRegistry)

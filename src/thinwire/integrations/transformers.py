@@ -169,6 +169,7 @@ class ThinwireCallback(TrainerCallback):
             AttachError: The Trainer's model is not DDP's, or a hyper-parameter search is run.
             StateError: The checkpoint can't be found, or has no state of this model.
         """
+        # The Trainer wraps no model then, and there is nobody to average with.
         if args.world_size == 1:
             return
         if state.is_hyper_param_search:
@@ -191,6 +192,7 @@ class ThinwireCallback(TrainerCallback):
                 model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite
             )
             self._model = model
+        # The step is the checkpoint's here: the Trainer has resumed.
         if state.global_step > 0:
             self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
 
@@ -280,6 +282,7 @@ class ThinwireCallback(TrainerCallback):
         if self._sync is None or logs is None or "loss" not in logs:
             return
         metrics = metrics_of(self._handle.stats(), "thinwire_")
+        # The Trainer has copied the log into its history before it calls anybody.
         logs.update(metrics)
         state.log_history[-1].update(metrics)
 
@@ -305,7 +308,8 @@ class ThinwireCallback(TrainerCallback):
             return load(folder / STATE_NAME)
         try:
             remembered: dict[str, Any] = torch.load(folder / STATE_NAME, weights_only=True)
-        except Exception as error:  # it raises what it likes for what it can't read
+        # torch raises what it likes for what it can't read.
+        except Exception as error:
             raise StateError(
                 f"{folder / STATE_NAME} can't be read: {error}; resume from an earlier checkpoint"
             ) from error

@@ -114,7 +114,8 @@ class Averagings:
         pending = [each for each in self.fragments if self.step > each.sent_after]
         if self._schedule.is_warm_up(self.step):
             turns = [pending] if pending else []
-        else:  # each by itself as ever, those first that have waited longest
+        else:
+            # Each by itself as ever, those first that have waited longest: the same order everywhere.
             turns = [[each] for each in sorted(pending, key=lambda fragment: fragment.sent_after)]
         # All are known to be at this step: one question is enough for all turns.
         for fragments in turns:
@@ -336,7 +337,7 @@ class Consensus:
     """
 
     def __init__(self, own: Answer, transport: Transport) -> None:
-        # Kept: a backend may read it meanwhile.
+        # In one type, which holds any count of steps exactly. Kept: a backend may read it meanwhile.
         self._own = torch.tensor(own, dtype=torch.float64, device=transport.control_device)
         self._rows = self._own.new_empty(transport.size, len(own))
         purpose = f"step {own.step}, the consensus check before an averaging"

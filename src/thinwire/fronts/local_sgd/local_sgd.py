@@ -30,7 +30,7 @@ from thinwire.fronts.local_sgd.fragment import (
     buckets_of,
     fragments_of,
 )
-from thinwire.fronts.local_sgd.loop import calling_after_steps, check_ddp, driven_gradients
+from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.fronts.local_sgd.validation import (
     STATE_VERSION,
@@ -242,6 +242,7 @@ class LocalSGD(Joinable):
         return self._compared(self._engine.counts())
 
     def _compared(self, stats: Stats) -> Stats:
+        # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
         return replace(
             stats, steps=self._averagings.step, gradient_bytes=self._steps_here * self._gradient_bytes
         )
@@ -304,9 +305,7 @@ class LocalSGD(Joinable):
         else:
             self._go_on_from(loaded, fragments)
         with ExitStack() as attached:
-            attached.enter_context(
-                calling_after_steps(self._optimizer, self._grad_scaler, self._after_own_step)
-            )
+            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
             if self._ddp is not None:
                 attached.enter_context(
                     driven_gradients(
@@ -481,6 +480,7 @@ class LocalSGD(Joinable):
                 f"{call} came inside averaged(), where the model is the last average; leave that first, "
                 "and train and average outside it"
             )
+        # A message is flat: with other tensors its parts would be taken for those of their neighbours.
         now = {each.name: each.identity for each in self._averaged_now()}
         differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
         if differing:
@@ -578,6 +578,7 @@ class LocalSGD(Joinable):
             "in_flight": tuple((now.fragments.index(each), each.named(means)) for each, means in in_flight),
             "last_average": self._last_average(),
             "sync": self.sync.state_dict(),
+            # A copy: an optimizer hands out its own tensors, which go on changing.
             "outer": None if now.outer is None else copy.deepcopy(now.outer.state_dict()),
         }
         return with_checksum(state)
@@ -603,6 +604,7 @@ class LocalSGD(Joinable):
         loaded = checked_state(state, parts, has_outer=self._make_outer is not None)
         # First what may refuse: then nothing else has changed.
         self.sync.load_state_dict(loaded["sync"])
+        # A copy: it is used on entry, and the caller's own may have changed by then.
         self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]
 
 

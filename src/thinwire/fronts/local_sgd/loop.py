@@ -14,15 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import AllReduce
 from thinwire.errors import AttachError, StateError
 from thinwire.fronts.ddp import BucketFront
-from thinwire.fronts.ddp_model import DetachedFront, check_options, dense_buffer, left_alone, plain_name
+from thinwire.fronts.ddp_model import DetachedFront, check_options, completed_future, dense_buffer, plain_name
 from thinwire.fronts.local_sgd.schedule import Members
 from thinwire.sync import Engine
 
-__all__ = ["calling_after_steps", "check_ddp", "driven_gradients"]
+__all__ = ["after_each_step", "check_ddp", "driven_gradients"]
 
 
 @contextmanager
-def calling_after_steps(
+def after_each_step(
     optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None, after_step: Callable[[], None]
 ) -> Iterator[None]:
     """Call `after_step` after every attempted step of `optimizer`, until the context ends.
@@ -84,7 +84,7 @@ class _GradientSwitch:
 def _local_sgd_hook(state: _GradientSwitch, bucket: GradBucket) -> Future[torch.Tensor]:
     # Asked at every bucket: the same answer throughout a pass, for the step counts only after it.
     front = state.front_now()
-    return left_alone(dense_buffer(bucket)) if front is None else front.run(bucket)
+    return completed_future(dense_buffer(bucket)) if front is None else front.run(bucket)
 
 
 @contextmanager
@@ -126,6 +126,7 @@ def check_ddp(model: DistributedDataParallel) -> None:
             "the DDP model has a communication hook already, and DDP allows one only; pass LocalSGD a DDP "
             "model without one (it registers its own), or the plain module instead of the DDP model"
         )
+    # What DDP sends by itself at every pass would go to all processes between averagings as well.
     if model.broadcast_buffers and any(True for _ in model.module.buffers()):
         option = "forward_sync_buffers" if hasattr(model, "forward_sync_buffers") else "broadcast_buffers"
         raise AttachError(

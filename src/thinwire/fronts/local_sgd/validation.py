@@ -41,7 +41,8 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
         AttachError: It is sharded.
         ConfigError: It is no module.
     """
-    inner = getattr(model, "_orig_mod", model)  # what torch.compile was given
+    # What torch.compile was given.
+    inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
         return inner.module, inner
     if not isinstance(inner, nn.Module):
@@ -79,6 +80,7 @@ def checked_transports(
             "process_group is not that of the DDP model; leave it out, or build both with the same one"
         )
     inner = None if subgroup is None else transport_of(subgroup)
+    # Of other transports nobody knows who is at their ends.
     if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
         members, others = (set(dist.get_process_group_ranks(each.group)) for each in (group, inner))
         if others - members:
@@ -245,5 +247,6 @@ def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ..
             )
         if tensor.dtype not in DTYPES:
             raise StateError(f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
+        # It would be in every process's model with the first averaging.
         if not tensor.isfinite().all():
             raise StateError(f"the state's {name} is not finite: it is damaged; load an earlier one")
