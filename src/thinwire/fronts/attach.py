@@ -109,6 +109,7 @@ def attach(
     # What is wrong for both kinds of model is found before either is looked at.
     loss_scale = loss_scale_of(grad_scaler)
     checked_on_nonfinite(on_nonfinite, grad_scaler)
+    # What torch.compile was given.
     plain = getattr(model, "_orig_mod", model)
     if is_fsdp2(plain):
         # DTensors take seconds to import; with a sharded model that is done.
@@ -132,6 +133,7 @@ def attach(
             "whole matrices and a group of its own, DistributedDataParallel(model, process_group=…), and "
             "always overlaps"
         )
+    # What is neither is refused there, with what was expected.
     return attach_ddp(
         model, algorithm, loss_scale=loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
     )

@@ -118,6 +118,7 @@ class PowerSGDState:
         self._front: BucketFront | None = None
         self._kind: tuple[type[LowRank], WireDtype | None] | None = None  # of its hook
         self.process_group = process_group
+        # By the algorithm's names; torch's are properties.
         self._settings: dict[str, Any] = {
             "matrix_rank": matrix_approximation_rank,
             "warmup_steps": start_powerSGD_iter,
@@ -129,6 +130,7 @@ class PowerSGDState:
         # Made to be checked: which of the two algorithms it will be, the hook decides.
         PowerSGD(**self._settings)
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
+        # Only to be checked: a scale is asked for in each step.
         loss_scale_of(grad_scaler)
         self._grad_scaler = grad_scaler
         self._on_nonfinite = checked_on_nonfinite(on_nonfinite, grad_scaler)
@@ -401,6 +403,7 @@ class PowerSGDState:
         loss_scale = loss_scale_of(self._grad_scaler)
         if models:
             front = front_of(models[0], algorithm, transport, loss_scale, on_nonfinite=self._on_nonfinite)
+            # DDP copies no hook, and the copy would train uncompressed without a word.
             refuse_training_of_copies(models[0])
         else:
             # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
@@ -423,6 +426,7 @@ class PowerSGDState:
                 self._counted = (counted_for, *_elements(engine))
             self._numel_before += self._counted[1]
             self._numel_after += self._counted[2]
+        # Statistics cost norms and a host synchronisation, so none where nobody reads them.
         if logger.isEnabledFor(logging.INFO) and engine.steps % self._log_every_steps == 0:
             stats = engine.stats()
             logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)

@@ -62,6 +62,8 @@ _made_small = WeakSet[Hook]()
 
 def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
     if hook is powerSGD_hook or hook is batched_powerSGD_hook:
+        # torch's wrapper casts the gradients that the hook is given. Here factors are cast, and the residual
+        # keeps what that rounds off.
         kind = PowerSGD if hook is powerSGD_hook else BatchedPowerSGD
 
         def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:

@@ -217,6 +217,7 @@ class ThinwireStrategy(DDPStrategy):
                     f"{len(self.optimizers)}; with several enter thinwire.LocalSGD in a loop of your own, "
                     "with the one that steps last"
                 )
+            # The plugin of 16-bit mixed precision has one, and no other.
             scaler = getattr(self.precision_plugin, "scaler", None)
             self.local = new_local(self.algorithm, self.model, self.optimizers[0], scaler)
             self._sync = self.local.sync
@@ -236,6 +237,7 @@ class ThinwireStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state, of the averaged model. Collective in training, as checkpoints are."""
+        # Lightning calls it on every process, and only then takes the callbacks' own states.
         self._average()
         return super().lightning_module_state_dict()
 
@@ -280,6 +282,7 @@ class ThinwireStrategy(DDPStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         sync = attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
         if before is not None and self._module is self.model.module:
+            # The module is wrapped anew, and some of its parameters may have been frozen since.
             sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
 
@@ -430,6 +433,7 @@ def _checked_hook(state: object, hook: object, wrapper: object) -> Callable[...,
     _check_state(state, hook)
     if wrapper is None:
         return hook
+    # A wrapper is only known to be one by what it returns.
     wrapped = wrapper(hook) if callable(wrapper) else None
     if not callable(wrapped):
         raise ConfigError(
@@ -450,6 +454,7 @@ def _check_state(state: object, hook: object) -> None:
 
 def _check_period(state: object, period: object) -> None:
     """Refuse `post_localSGD_hook` without `model_averaging_period`, and that without the hook."""
+    # With torch's own state, too: Lightning averages models with either.
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:
         raise ConfigError(

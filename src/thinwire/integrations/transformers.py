@@ -251,6 +251,7 @@ class ThinwireCallback(TrainerCallback):
         Raises:
             CheckpointError: The file can't be written.
         """
+        # From weights alone nobody resumes.
         if self._sync is None or args.save_only_model:
             return
         # On all processes, though one writes: the state is collective.

@@ -115,11 +115,16 @@ class ShardedFront:
         self._sharded = sharded
         self._buckets = _buckets_of(pieces)
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
+        # By identity: parameters compare element by element.
         self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
         self._overlap = overlap
         self._has_order = False
-        self._num_early = 0  # of the buckets in order, how many may be started before the end of a pass
-        self._stream = _stream_beside(local_of(self._pieces[0].parameter).device)
+        # Of the buckets in order, how many may be started before the end of a pass.
+        self._num_early = 0
+        device = local_of(self._pieces[0].parameter).device
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.forget_pass()
 
     @property
@@ -145,7 +150,8 @@ class ShardedFront:
             StepError: The last pass has left gradients that are not averaged, or parameters have come in
                 that are not known.
         """
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes the whole model anew
+        # In a backward pass: an activation checkpoint computes the whole model anew.
+        if torch._C._current_graph_task_id() != -1:
             return
         if self._is_due:
             raise StepError(
@@ -180,8 +186,10 @@ class ShardedFront:
             StepError: It has come in this pass already, and was sent.
             CommunicationError: A message could not be sent; memory is as it was.
         """
+        # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
         if self._sharded.waits_for_more:
             return
+        # Until they are averaged: what an exception leaves shows at the next forward pass.
         self._is_due = True
         current = torch._C._current_graph_task_id()
         if current != self._queued_in:
@@ -189,6 +197,7 @@ class ShardedFront:
             Variable._execution_engine.queue_callback(self._pass_ended)
         bucket = self._bucket_of[id(parameter)]
         if id(parameter) in self._arrived:
+            # Nobody knows when it is complete, so in later steps it is not sent early.
             bucket.comes_once = False
             if bucket.flat is not None:
                 self._abandon()
@@ -206,8 +215,10 @@ class ShardedFront:
 
     def _start_complete(self) -> None:
         """Start the buckets whose turn it is: in the same order on all replicas, whatever comes first."""
+        # Opening them is collective, and how far its pass has come differs between processes.
         if not self._are_lanes_open:
             return
+        # One that is complete waits for those before it, or replicas would send in different orders.
         while self._num_started < self._num_early:
             bucket = self._buckets[self._num_started]
             if bucket.num_arrived < len(bucket.pieces):
@@ -219,6 +230,7 @@ class ShardedFront:
         try:
             if self._step is None:
                 self._step = self.engine.begin()
+            # A copy: where the step fails, the gradients are as FSDP2 has left them.
             bucket.flat = _flat_gradients(bucket)
             self._step.start(cast(Lane, bucket.lane), bucket.flat)
             self._num_started += 1
@@ -227,7 +239,8 @@ class ShardedFront:
             raise
 
     def _pass_ended(self) -> None:
-        if torch._C._current_autograd_node() is not None:  # a pass inside another one
+        # A pass inside another one: the outer one has gradients to come.
+        if torch._C._current_autograd_node() is not None:
             return
         self.average()
 
@@ -257,8 +270,10 @@ class ShardedFront:
             self._abandon()
             raise
         finally:
+            # Clipping and the optimizer come next, on the user's stream, and read what ours has written.
             if self._stream is not None:
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        # First: what follows may raise, and the next pass is to find nothing of this one.
         self.forget_pass()
         if not committed:
             engine.warn_of_nonfinite()
@@ -279,6 +294,7 @@ class ShardedFront:
             json.loads(each)
             for each in gather_bytes(data, self.engine.transport, "the order in which gradients come")
         ]
+        # Only those that came complete on all replicas: for another one some would wait in mid-pass.
         early = [number for number in everyone[0] if all(number in other for other in everyone)]
         if self.joins_shards:
             # Between shards a bucket's messages come in this order as well.
@@ -330,6 +346,7 @@ class ShardedFront:
         is_used = iter(have.tolist() if lacks else [1] * len(self._pieces))
         for bucket in self._buckets:
             flat = cast(torch.Tensor, bucket.flat)
+            # The copies are freed bucket by bucket.
             bucket.flat = None
             means = Bucket(bucket.specs, flat).gradients
             for piece, spec, mean in zip(bucket.pieces, bucket.specs, means, strict=True):
@@ -337,8 +354,10 @@ class ShardedFront:
                 if not next(is_used):
                     self._keep_unapplied(spec, mean, committed=committed)
                 elif parameter.grad is None:
+                    # A clone: a view would keep the bucket's memory as long as the gradient lives.
                     parameter.grad = _as_gradient(mean_here.clone(), parameter)
                 else:
+                    # In place: it may be a part of what FSDP2 has reduced as one.
                     local_of(parameter.grad).copy_(mean_here)
 
     def _keep_unapplied(self, spec: ParameterSpec, mean: torch.Tensor, *, committed: bool) -> None:
@@ -348,13 +367,10 @@ class ShardedFront:
         scale = self.engine.settings.loss_scale
         unapplied = mean.to(spec.memory_dtype, copy=True)
         if scale is not None:
+            # Memory is in units of the unscaled loss.
             unapplied /= scale(mean.device)
         error = self.engine.take_error(spec.name)
         self.engine.put_error(spec.name, unapplied if error is None else error.add_(unapplied))
-
-
-def _stream_beside(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _buckets_of(pieces: Iterable[Piece]) -> list[_Bucket]:
@@ -379,6 +395,7 @@ def _flat_gradients(bucket: _Bucket) -> torch.Tensor:
 
 
 def _as_gradient(local: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
+    # Without its check, which is collective over the shards: others may have a gradient already.
     like = cast(DTensor, parameter)
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -80,6 +80,7 @@ class Piece(NamedTuple):
         """
         if self.dim is None:
             return lambda tensor: tensor
+        # As DTensor cuts: into parts of so many rows, rounded up; the last ones are smaller, or empty.
         dim, size = self.dim, self.shape[self.dim]
         rows = -(-size // num_shards)
         start = min(shard * rows, size)
@@ -97,6 +98,7 @@ class ShardedModel:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        # Once: modules that were given to one call of fully_shard have one state.
         states = {
             id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]
         }
@@ -113,6 +115,7 @@ class ShardedModel:
     @property
     def waits_for_more(self) -> bool:
         """Whether the user has said that another backward pass of the same step follows."""
+        # By set_requires_gradient_sync(False) or set_is_last_backward(False), whichever is used.
         return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
             state._state_ctx.is_last_backward for state in self._states
         )
@@ -137,6 +140,7 @@ class ShardedModel:
         for group in self.groups:
             info = group.mesh_info
             names = tuple(info.mesh.mesh_dim_names or ())
+            # FSDP2 reduces over both dimensions, in its own pass.
             if info.shard_mesh_dim is not None and info.replicate_mesh_dim is not None:
                 shard = f'mesh["{names[info.shard_mesh_dim]}"]' if names else "a mesh of the shards alone"
                 replicate = f'mesh["{names[info.replicate_mesh_dim]}"]' if names else "that of the replicas"
@@ -149,6 +153,7 @@ class ShardedModel:
             meshes.append(info.mesh)
         if not meshes:
             raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
+        # By their processes: each call may have been given a DeviceMesh object of its own.
         others = {str(mesh.mesh.tolist()) for mesh in meshes}
         if len(others) > 1 or meshes[0].ndim != 1:
             raise AttachError(
@@ -165,8 +170,9 @@ class ShardedModel:
 
 
 def _groups_of(state: Any) -> list[Any]:
+    # torch before 2.12 has one for each module.
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # torch before 2.12 has one for each module
+    if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
 
@@ -182,9 +188,11 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
         AttachError: A parameter is trained but not FSDP2's, or is cut over more than one dimension, or has
             no values yet.
     """
+    # After a forward pass without a backward one, parameters may still be whole ones, and no DTensors.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+    # What FSDP2 reduces together becomes ready together.
     bucket_of = {
         id(each.sharded_param): number
         for number, group in enumerate(sharded.groups)
@@ -259,6 +267,7 @@ def replicas_of(
             'thinwire.attach(model, algorithm, mesh=mesh["replicate"])'
         )
     group = checked_group(process_group)
+    # A group across replicas meets this one in one process only: this process.
     shared = sorted(set(_members(group)) & set(own.mesh.flatten().tolist()))
     if len(shared) != 1:
         raise AttachError(
@@ -275,6 +284,7 @@ def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
     names: Sequence[str] = mesh.mesh_dim_names or ()
+    # Of two dimensions the one that is not the shards'.
     others = [name for name in names if name not in (own.mesh_dim_names or ())]
     if mesh.ndim != 2 or len(others) != 1:
         raise AttachError(
