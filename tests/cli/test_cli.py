@@ -26,7 +26,16 @@ SURFACE = {
     "": ["--debug", "--version", "--install-completion", "--show-completion"],
     "check": ["--backend", "--processes", "--json", "--device"],
     "probe": ["--budget-seconds", "--backend", "--all-pairs", "--save", "--plot", "--processes", "--json"],
-    "advise": ["--probe", "--model", "--step", "--budget-seconds", "--json"],
+    "advise": [
+        "--probe",
+        "--model",
+        "--step",
+        "--budget-seconds",
+        "--budget-loss",
+        "--optimizer",
+        "--html",
+        "--json",
+    ],
     "lab": ["COMMAND", "--hosts", "--rate", "--hosts-per-node", "--grace-seconds", "--report"],
     "demo": [
         "--processes",

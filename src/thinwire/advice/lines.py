@@ -54,6 +54,7 @@ def _local(prediction: Prediction) -> dict[str, str]:
             "model, optimizer = accelerator.prepare(model, optimizer)\n"
             f"with model.no_sync(), {front}({inside}):"
         ),
+        # They make the front themselves, when model and optimizer are there.
         **{name: f"from functools import partial\n{lines}" for name, lines in frameworks.items()},
     }
 

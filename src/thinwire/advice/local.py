@@ -54,6 +54,7 @@ class Averaging:
             for value in of_parameter.values()
             if isinstance(value, torch.Tensor)
         )
+        # Each averaged tensor has a copy of what all held after the last averaging.
         last_bytes = sum(each.nbytes for each in self.front.module.parameters() if each.requires_grad)
         self.memory_bytes = engine_of(self.front).memory_bytes() + state_bytes + last_bytes
 
@@ -97,6 +98,7 @@ class LocalBench:
         Args:
             members: Of the group.
         """
+        # In the first one processes compare settings as well.
         last = self.averaging.timelines[-1]
         return (
             last.message_bytes(members) / self.way.every_steps,

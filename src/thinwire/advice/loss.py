@@ -31,6 +31,7 @@ __all__ = [
 # Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md).
 NOISE_PERCENT = 0.5
 
+# It is printed, and put on a page.
 MAX_NAME_LENGTH = 100
 
 Kind = Literal["exact", "measured", "between", "published", "above", "unknown"]
@@ -214,6 +215,7 @@ def published_gap(name: str, optimizer: str | None, members: int, parameters: in
 
 
 def _own_gap(name: str, optimizer: str | None, members: int, parameters: int) -> LossGap | None:
+    # What others measured has other baselines, and never mixes with the project's own.
     rows = [each for each in loss_gaps() if each.name == name and not each.is_published]
     return _worst_of_optimizers(rows, optimizer, members, parameters)
 

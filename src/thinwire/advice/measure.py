@@ -45,6 +45,7 @@ from thinwire.probe import probe as measure_network
 
 __all__ = ["BASELINE", "advise", "priced"]
 
+# 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
 # DDP arranges its buckets anew after its first step; fronts agree, plan and compile in theirs.
 UNTIMED_ROUNDS = 2
@@ -130,6 +131,7 @@ def advise(
         memory_bytes = {code: front.engine.memory_bytes() for code, front in bench.fronts.items()}
         for each in bench.local:
             each.averaging.note_memory()
+    # Without averaging, too, the slowest of as many processes sets the pace.
     own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
 
     # Of any network: the rate at which compressing begins to win is found by asking again.
@@ -145,6 +147,7 @@ def advise(
         return _agreed(found, transport)
 
     found = predictions(probe.collective_seconds)
+    # Published gaps shrink as models grow, so the nearest size is told.
     parameters = sum(each.numel() for each in module.parameters() if each.requires_grad)
     ranked = sorted(
         _with_losses(found, bench, optimizer, probe.world_size, parameters),
@@ -172,7 +175,7 @@ def _with_losses(
 ) -> list[Prediction]:
     """Add what can be told of the loss, and the place of each among all."""
     local = {each.way.name: each.way for each in bench.local}
-    told = []
+    with_loss = []
     for each in found:
         if each.name in local:
             name, bounds = each.name, {"loses_more_than": local[each.name].loses_more_than}
@@ -184,7 +187,7 @@ def _with_losses(
                 "loses_more_than": variant.loses_more_than,
                 "loses_less_than": variant.loses_less_than,
             }
-        told.append(
+        with_loss.append(
             replace(
                 each,
                 loss=EXACT_LOSS
@@ -194,10 +197,10 @@ def _with_losses(
             )
         )
     # Equal gaps have one place: then time decides. Unknown ones are infinite, and come last.
-    orders = sorted({each.loss.order for each in told if each.is_lossy})
+    orders = sorted({each.loss.order for each in with_loss if each.is_lossy})
     return [
         replace(each, loss_gap_order=1 + orders.index(each.loss.order)) if each.is_lossy else each
-        for each in told
+        for each in with_loss
     ]
 
 
@@ -211,6 +214,7 @@ def _notes(optimizer: str | None, probe: Probe, num_processes: int) -> Iterator[
             f"No loss gap was measured with {optimizer}, only with {' and '.join(known)}: the largest of "
             "them is shown."
         )
+    # One process alone may ask about any network: that is what the command does.
     if num_processes not in (1, probe.world_size):
         yield (
             f"The probe is of {probe.world_size} processes, this job has {num_processes}: what is predicted "
@@ -296,6 +300,7 @@ class _Bench:
         own_seconds = (time.perf_counter() - start) / UNTIMED_ROUNDS
         # Of all processes: a module that communicates by itself must run equally often everywhere.
         round_seconds = _mean_over_processes([own_seconds], transport)[0]
+        # The budget bends where steps are long: fewer would tell nothing.
         num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds) - UNTIMED_ROUNDS)
         for number in range(num_rounds):
             progress(f"round {number + 1} of {num_rounds}, a step with every algorithm")
@@ -334,6 +339,7 @@ def _predicted(
         variant.code,
         f"thinwire.attach(ddp_model, thinwire.{variant.code})",
         *_slowest_of([each.step_seconds(network) for each in timelines], world_size),
+        # Of the last step: in the first one processes compare settings as well.
         message_bytes=timelines[-1].message_bytes(world_size),
         memory_bytes=memory_bytes,
         is_lossy=not variant.keeps_16_bits,

@@ -101,7 +101,8 @@ class Advice:
         compressed = [each for each in self.predictions if each.is_lossy and not each.averages_less_often]
         return min(each.message_bytes for each in compressed)
 
-    low_rank_bytes = compressed_bytes  # its name before there were others
+    # Its name before there were others.
+    low_rank_bytes = compressed_bytes
 
     @property
     def frontier(self) -> tuple[Prediction, ...]:

@@ -85,6 +85,7 @@ class Stopwatch:
     """
 
     def __init__(self, size: int) -> None:
+        # Nobody is on the other side, and nothing is waited for: what is timed is this process's own work.
         self.transport = Recording(Echo(size))
         self._start = 0.0
 

@@ -29,6 +29,7 @@ def verdict(advice: Advice) -> list[str]:
     if len(advice.tied) > 1:
         is_all = len(advice.tied) == len(advice.predictions)
         names = "all of them" if is_all else ", ".join(each.name for each in advice.tied)
+        # Said before what follows from it: the one advised may not be the first of the table.
         tie = f"Not distinguishable from the fastest: {names}."
         if advice.best in advice.tied:
             gap = "the smallest loss gap of those that win enough" if advice.best.is_lossy else "no loss gap"
@@ -41,7 +42,7 @@ def verdict(advice: Advice) -> list[str]:
 def losses_of(prediction: Prediction) -> str:
     """Return what is known of a way's loss, with where it is from."""
     loss = prediction.loss
-    told = {
+    sentences = {
         "exact": ["none: it is exact averaging"],
         "measured": [str(gap) for gap in loss.gaps],
         "published": [str(gap) for gap in loss.gaps],
@@ -51,8 +52,8 @@ def losses_of(prediction: Prediction) -> str:
     }[loss.kind]
     # Beside the project's own: of larger models, at other batches, by others.
     if prediction.published is not None and prediction.published not in loss.gaps:
-        told.append(str(prediction.published))
-    return "; ".join(told)
+        sentences.append(str(prediction.published))
+    return "; ".join(sentences)
 
 
 def _advised(advice: Advice) -> str:
@@ -78,6 +79,7 @@ def _advised(advice: Advice) -> str:
 
 def _about_losses(advice: Advice) -> list[str]:
     """Return what the loss budget allows, and what it forbids."""
+    # Without a bound nothing is refused for its loss.
     if math.isinf(advice.budget_loss):
         return []
     budget = f"{100 * advice.budget_loss:g} %"
@@ -86,12 +88,12 @@ def _about_losses(advice: Advice) -> list[str]:
         lines.append(f"Its loss gap: {losses_of(advice.best)}.")
     elif not any(each.is_lossy and advice.is_within_budget(each) for each in advice.predictions):
         nearest = advice.nearest
-        told = (
+        known = (
             "of none is a gap known"
             if nearest is None
             else f"the nearest is {nearest.name}, {losses_of(nearest)}"
         )
-        lines.append(f"Nothing rougher than 16 bits is known to lose at most {budget}: {told}.")
+        lines.append(f"Nothing rougher than 16 bits is known to lose at most {budget}: {known}.")
     # Worth a word only if it is faster for sure, and by as much as counts.
     beyond = [
         each

@@ -86,14 +86,15 @@ def advise(
                 optimizer=optimizer,
                 progress=status.update,
             )
-    if html is not None:
-        from thinwire.report.advice import advice_page  # noqa: PLC0415 - needed here alone
-
-        html.write_text(advice_page(advice), encoding="utf-8")
     if as_json:
         print(json.dumps(_plain(advice)))
     else:
         show(advice, Console())
+    # Last: where the page can't be written, the advice has been printed all the same.
+    if html is not None:
+        from thinwire.report.advice import advice_page  # noqa: PLC0415 - needed here alone
+
+        html.write_text(advice_page(advice), encoding="utf-8")
 
 
 def _share(text: str) -> float:
@@ -150,6 +151,7 @@ def _called(function: Callable[[], Any], place: str) -> Any:
     try:
         return function()
     except Exception as error:
+        # Whatever it raises: the code is the user's, and one line tells where to look.
         raise ConfigError(f"{place} failed: {type(error).__name__}: {error}") from error
 
 

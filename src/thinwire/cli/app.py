@@ -52,6 +52,7 @@ def main() -> None:
             raise
         _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
+        # As a shell tells an end by SIGINT.
         sys.exit(130)
 
 

@@ -51,6 +51,7 @@ def check(
 
     Example: `torchrun --nproc-per-node 1 --no-python thinwire check --device cuda`
     """
+    # Before a group is joined: in the process that starts the others it does not return.
     run_here(processes)
     with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own_device:
         if device not in (None, own_device.type):

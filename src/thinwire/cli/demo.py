@@ -74,6 +74,7 @@ def demo(
         output=output,
     )
     console = Console(highlight=False)
+    # Before processes start, which takes seconds.
     console.print(opening(options), soft_wrap=True)
     try:
         with shown_progress(console, options) as show:

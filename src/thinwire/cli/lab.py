@@ -74,4 +74,5 @@ def lab(
         for host, (sent, took) in enumerate(zip(sent_bytes, seconds, strict=True)):
             # To stderr: stdout is the hosts' own, and may be parsed.
             print(f"thinwire lab: host {host} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
+    # The hosts' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(exit_code)

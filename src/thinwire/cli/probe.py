@@ -56,6 +56,7 @@ def probe(
     # Before measuring: matplotlib would refuse it half a minute later.
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
+    # As in `thinwire check`: where it starts processes it does not return.
     run_here(processes)
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0

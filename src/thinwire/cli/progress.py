@@ -75,6 +75,7 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
         }
 
         def move_bar(step: TrainedStep) -> None:
+            # Only now: before, another algorithm was training.
             if step.step == 1:
                 progress.start_task(tasks[step.algorithm])
             progress.update(tasks[step.algorithm], completed=step.step, recent=take(step))

@@ -145,6 +145,7 @@ def _read(files: list[Path], max_bytes: int) -> Tensor:
     content = bytearray()
     for path in files:
         content += path.read_bytes()
+        # Not one file more than needed: reading is what the start of the demo takes.
         if len(content) >= max_bytes:
             break
     # Of a bytearray: of bytes, which can't be written, torch would warn.

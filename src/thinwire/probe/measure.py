@@ -66,6 +66,7 @@ def probe(
     agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
     meter = _Meter(transport, device, progress)
     timings = list(meter.timings(0.75 * budget_seconds))
+    # All pairs grow with the square of the processes, and wait for each other.
     if all_pairs is None:
         all_pairs = transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
     ranks = range(transport.size)

@@ -155,6 +155,7 @@ class Probe:
                 read = file.read(MAX_FILE_BYTES + 1)
             if len(read) > MAX_FILE_BYTES:
                 raise ValueError(f"it is longer than {MAX_FILE_BYTES:,} bytes")
+            # Checked value by value: a field that is not a number would end in a traceback much later.
             return cls._from_plain(parsed(read.decode()))
         except (OSError, ValueError) as error:
             raise ConfigError(

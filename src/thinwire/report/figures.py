@@ -120,7 +120,9 @@ def time_bars(runs: Sequence[Run]) -> str:
             widths = [1e3 * median(_parts(step)[name] for step in run.steps) for run in runs]
             axes.barh(range(len(runs)), widths, left=left, color=color, height=0.6, label=name)
             left = [a + b for a, b in zip(left, widths, strict=True)]
+        # Names at the bars: a legend of many runs would be longer than the picture.
         axes.set_yticks(range(len(runs)), [_shortened(run.name) for run in runs])
+        # The first run on top, as in the table.
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))

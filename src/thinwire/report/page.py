@@ -172,4 +172,5 @@ def _routes(plan: PlanRecord) -> list[dict[str, Any]]:
     routes = [{name: each.get(name) for name in shown} for each in plan["routes"]]
     gradient_bytes = sum(each["gradient_bytes"] for each in plan["routes"])
     message_bytes = sum(each["message_bytes"] for each in plan["routes"])
+    # The last line is the sum, as where a plan is printed.
     return [*routes, dict(zip(shown, ("total", "", gradient_bytes, message_bytes), strict=True))]

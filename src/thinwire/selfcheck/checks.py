@@ -143,6 +143,7 @@ def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
         tolerance: Relative error of the sum, at most.
     """
     engine = bench.engine(algorithm)
+    # In float64: the sums themselves must lose nothing.
     sent, true = (torch.zeros_like(bench.true_mean(0)) for _ in range(2))
     for step in range(STEPS):
         sent += bench.average(engine, bench.gradient(step))
