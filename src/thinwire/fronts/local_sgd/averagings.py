@@ -225,7 +225,8 @@ class Averagings:
         return asked
 
     def _answer(self, changes: Changes) -> Answer:
-        is_finite = not changes or _are_finite(changes)
+        # Of all shards of this replica: so the answers, and what follows from them, are those of every shard.
+        is_finite = not changes or _are_finite(changes, self._engine.settings.together)
         return Answer(self.step, is_finite, self.own_pending_steps > 0)
 
     def _read(self, until: Consensus | None) -> list[Answer]:
@@ -302,7 +303,7 @@ class Flight:
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
         # An algorithm without memory commits whatever has come: nobody has looked at its means.
-        if not committed or not _are_finite(self.changes):
+        if not committed or not _are_finite(self.changes, self._engine.settings.together):
             raise StepError(
                 "the mean change of the parameters is not finite though that of each process is: it has left "
                 "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"
@@ -384,11 +385,16 @@ def _do_agree(answers: Sequence[Answer]) -> bool:
     return len({answer.step for answer in answers}) == 1 and all(answer.is_finite for answer in answers)
 
 
-def _are_finite(changes: Changes) -> bool:
+def _are_finite(changes: Changes, together: Transport | None) -> bool:
     flats = list(chain(*changes.values()))
     device = flats[0].device
+    are_finite = torch.stack([flat.isfinite().all().to(device) for flat in flats]).all()
+    if together is not None:
+        are_broken = (~are_finite).to(together.control_device, torch.uint8).view(1)
+        together.all_reduce(are_broken, "whether all shards are finite", operation="max").wait()
+        are_finite = are_broken[0] == 0
     # One host synchronisation, however many types and devices there are.
-    return bool(torch.stack([flat.isfinite().all().to(device) for flat in flats]).all())
+    return bool(are_finite)
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from thinwire.checks import number
 from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd.local_sgd import LocalSGD
 from thinwire.sync.nonfinite import OnNonfinite
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DiLoCo", "default_outer_lr", "default_outer_momentum"]
 
@@ -86,6 +90,7 @@ class DiLoCo(LocalSGD):
         process_group: As of `LocalSGD`.
         grad_scaler: The `GradScaler`, if there is one.
         on_nonfinite: As of `LocalSGD`.
+        mesh: As of `LocalSGD`: the dimension of an FSDP2 model's replicas.
 
     Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
 
@@ -128,6 +133,7 @@ class DiLoCo(LocalSGD):
         process_group: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
         on_nonfinite: OnNonfinite = "nan",
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self._outer_lr = None if outer_lr is None else number("outer_lr", outer_lr, minimum=0)
         self._outer_momentum = (
@@ -151,6 +157,7 @@ class DiLoCo(LocalSGD):
             delay_steps=delay_steps,
             mix=mix,
             outer_device=outer_device,
+            mesh=mesh,
         )
 
     def _nesterov(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

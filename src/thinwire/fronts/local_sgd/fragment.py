@@ -13,7 +13,7 @@ from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Averaged", "Fragment", "averaged_tensors", "buckets_of", "fragments_of", "layer_of"]
+__all__ = ["Averaged", "Fragment", "averaged_tensors", "buckets_of", "fragments_of", "held_of", "layer_of"]
 
 
 class Averaged(NamedTuple):
@@ -36,8 +36,8 @@ class Averaged(NamedTuple):
 
     @property
     def value(self) -> torch.Tensor:
-        """The model's own values, as real numbers."""
-        tensor = self.tensor.detach()
+        """The model's own values, as real numbers; of a sharded parameter, those on this process."""
+        tensor = held_of(self.tensor)
         return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
     @property
@@ -46,7 +46,16 @@ class Averaged(NamedTuple):
         return id(self.tensor), tuple(self.value.shape), self.value.dtype, self.value.device
 
 
-def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool) -> list[Averaged]:
+def held_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, which shares its memory."""
+    detached = tensor.detach()
+    # Of a DTensor, not by its type: that takes seconds to import.
+    return detached.to_local() if hasattr(detached, "to_local") else detached
+
+
+def averaged_tensors(
+    module: nn.Module, *, ignored: Iterable[str], buffers: bool, is_sharded: bool = False
+) -> list[Averaged]:
     """Return what is averaged of a module: trainable parameters and, if asked, saved floating buffers.
 
     Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not save
@@ -56,10 +65,11 @@ def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool
         module: The module.
         ignored: Names of parameters and buffers to leave out.
         buffers: Whether to include buffers.
+        is_sharded: Whether FSDP2 holds its parameters.
 
     Raises:
         ConfigError: It trains nothing, or has parameters without a shape yet.
-        GradientError: It has parameters that are sharded over processes.
+        GradientError: It has parameters that others than FSDP2 have sharded over processes.
     """
     left_out = set(ignored)
     found = []
@@ -69,8 +79,11 @@ def averaged_tensors(module: nn.Module, *, ignored: Iterable[str], buffers: bool
             continue
         if nn.parameter.is_lazy(parameter):
             raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
-        if hasattr(parameter, "to_local"):
-            raise GradientError(f"{name} is sharded over processes; LocalSGD averages whole replicas only")
+        if hasattr(parameter, "to_local") and not is_sharded:
+            raise GradientError(
+                f"{name} is sharded over processes, expected whole parameters or those of fully_shard; "
+                "LocalSGD averages no others"
+            )
         found.append(Averaged(plain_name(name), parameter, is_buffer=False))
     if not found:
         raise ConfigError(f"{type(module).__name__} has no trainable parameter: there is nothing to average")
@@ -130,7 +143,8 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
         layers[layer_of(each.name)].append(each)
     by_bytes = defaultdict(list)
     for name, members in layers.items():
-        by_bytes[sum(each.value.nbytes for each in members)].append(name)
+        # Of whole parameters: the shards of a model must be divided alike.
+        by_bytes[sum(each.tensor.nbytes for each in members)].append(name)
     num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
     if num_fragments > num_layers:
         raise ConfigError(

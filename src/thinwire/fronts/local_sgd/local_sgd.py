@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from thinwire.fronts.local_sgd.fragment import (
     averaged_tensors,
     buckets_of,
     fragments_of,
+    held_of,
 )
 from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
@@ -39,6 +40,7 @@ from thinwire.fronts.local_sgd.validation import (
     checked_streaming,
     checked_transports,
     held_by,
+    replica_of,
     unwrapped,
 )
 from thinwire.sync import Engine, GradientSync, Settings
@@ -46,6 +48,9 @@ from thinwire.sync.checksum import with_checksum
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["LocalSGD"]
 
@@ -117,6 +122,12 @@ class LocalSGD(Joinable):
             way; None is 0.5. (torchft calls it `fragment_update_alpha`.)
         outer_device: Where the last averages, and with them the outer optimizer's state, are kept; "cpu" to
             spare an accelerator's memory. None for where the model is.
+        mesh: Of an FSDP2 model, instead of `process_group`: the dimension of its replicas,
+            `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
+
+    An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with
+    those that hold the same shards of other replicas, whose changes, last average and outer state are of
+    that shard. No weights are gathered. A replica counts as one member, and as what a subgroup is.
 
     Cost: a copy of what is averaged, a second one during an averaging, and what `algorithm` and `outer`
     keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises
@@ -158,6 +169,7 @@ class LocalSGD(Joinable):
         delay_steps: int = 0,
         mix: float | None = None,
         outer_device: torch.device | str | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         every_steps = whole_count("every_steps", every_steps, minimum=1)
@@ -169,6 +181,7 @@ class LocalSGD(Joinable):
             )
         self.module, self._ddp = unwrapped(model)
         has_ddp, has_subgroup = self._ddp is not None, subgroup is not None
+        self._replica = replica_of(self.module, process_group, mesh, has_subgroup=has_subgroup)
         self._schedule = Schedule(
             every_steps, warmup_steps, has_ddp, has_subgroup, num_fragments, delay_steps
         )
@@ -195,19 +208,26 @@ class LocalSGD(Joinable):
                 'raise; use "zero"'
             )
         device, specs = averaged[0].tensor.device, [each.spec for each in averaged]
-        group, part = checked_transports(process_group, subgroup, self._ddp, device)
+        group, part = checked_transports(self._replica.replicas, subgroup, self._ddp, device)
         if self._ddp is not None:
             check_ddp(self._ddp)
         buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(each)] for each in parts]
         # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
-        self._engine = Engine(algorithm, group, specs, parts=buckets if num_fragments > 1 else ())
+        together = self._replica.shards
+        self._engine = Engine(
+            algorithm,
+            group,
+            specs,
+            Settings(together=together),
+            parts=buckets if num_fragments > 1 else (),
+        )
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
-        settings = Settings(on_nonfinite=on_nonfinite)
+        settings = Settings(on_nonfinite=on_nonfinite, together=together)
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
         if part is not None:
             self._exact["subgroup"] = Engine(EXACT, part, specs, settings)
-        self._sync = GradientSync(self._engine)
+        self._sync = self._replica.sync_of(self._engine)
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
@@ -280,7 +300,11 @@ class LocalSGD(Joinable):
             )
         schedule, loaded, group = self._schedule, self._loaded, self._engine.transport
         # The models first: those of other shapes could not even be divided alike.
-        self._engine.agree()
+        self._replica.alike(
+            "entering LocalSGD",
+            lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
+            self._engine.agree,
+        )
         averaged = self._averaged_now()
         parts = fragments_of(averaged, schedule.num_fragments)
         fragments = tuple(Fragment(part, self._outer_device) for part in parts)
@@ -297,9 +321,13 @@ class LocalSGD(Joinable):
             "loaded state": loaded is not None and loaded["checksum"],
         }
         # All know before the first message whether the others start anew, which is collective, or go on.
-        agree(group, {subject: str(value) for subject, value in described.items()}, "entering LocalSGD")
+        compared = {subject: str(value) for subject, value in described.items()}
+        self._replica.alike(
+            "entering LocalSGD", lambda: compared, lambda: agree(group, compared, "entering LocalSGD")
+        )
         if loaded is None:
-            copy_from(group.rank == 0, chain(self.module.parameters(), self.module.buffers()), group)
+            tensors = chain(self.module.parameters(), self.module.buffers())
+            copy_from(group.rank == 0, map(held_of, tensors), group)
             for fragment in fragments:
                 fragment.take()
         else:
@@ -361,11 +389,16 @@ class LocalSGD(Joinable):
                 stacklevel=3,
             )
         if self._loaded is not None and self._loaded["outer"] is not None:
+            names = self._outer_names(fragments)
             try:
-                outer.load_state_dict(dict(self._loaded["outer"]))
+                outer.load_state_dict(self._replica.own_outer(outer, names, self._loaded["outer"]))
             except ValueError as error:
                 raise StateError(f"the state is of another outer optimizer: {error}") from error
         return outer
+
+    def _outer_names(self, fragments: Sequence[Fragment]) -> dict[int, str]:
+        """Return the names of the outer optimizer's parameters, by identity."""
+        return {id(last): each.name for fragment in fragments for each, last in fragment.lasts}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
@@ -428,6 +461,8 @@ class LocalSGD(Joinable):
                 each.value.copy_(last)
             yield
         finally:
+            # What was gathered for an evaluation is of the average, and would be used again.
+            self._replica.show_shards()
             for (each, _), value in zip(lasts, own, strict=True):
                 each.value.copy_(value)
             self._shows_average = False
@@ -492,7 +527,13 @@ class LocalSGD(Joinable):
 
     def _averaged_now(self) -> list[Averaged]:
         ignored = () if self._ddp is None else self._ddp.parameters_to_ignore
-        return averaged_tensors(self.module, ignored=ignored, buffers=self._average_buffers)
+        self._replica.show_shards()
+        return averaged_tensors(
+            self.module,
+            ignored=ignored,
+            buffers=self._average_buffers,
+            is_sharded=self._replica.is_sharded,
+        )
 
     # Uneven inputs: see thinwire.join.
 
@@ -505,13 +546,18 @@ class LocalSGD(Joinable):
 
         Raises:
             StepError: The LocalSGD context is not entered.
-            AttachError: The model is a DDP model, which averages gradients of its own.
+            AttachError: The model is a DDP model, which averages gradients of its own, or a sharded one.
             ConfigError: Division by the contributors with a subgroup, fragments or a delay.
         """
         if not self._is_inside:
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
         if self._ddp is not None:
             raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
+        if self._replica.is_sharded:
+            raise AttachError(
+                "a sharded model can't be joined: FSDP2 needs all processes of a replica in every pass; give "
+                "all processes as many batches"
+            )
         by_contributors, schedule = not options.get("divide_by_initial_world_size", True), self._schedule
         if by_contributors and schedule.has_subgroup:
             raise ConfigError("with a subgroup, use divide_by_initial_world_size=True")
@@ -570,18 +616,26 @@ class LocalSGD(Joinable):
             with self._averaging("state_dict()"):
                 now.finish_all()
         in_flight = [item for flight in now.flights for item in flight.changes.items()]
+        names = self._outer_names(now.fragments)
         state = {
             "version": STATE_VERSION,
             "step": now.step,
             "pending_steps": now.step - min(fragment.sent_after for fragment in now.fragments),
             "sent_after": tuple(fragment.sent_after for fragment in now.fragments),
-            "in_flight": tuple((now.fragments.index(each), each.named(means)) for each, means in in_flight),
-            "last_average": self._last_average(),
+            "in_flight": tuple(
+                (now.fragments.index(each), self._whole(each.named(means))) for each, means in in_flight
+            ),
+            "last_average": self._whole(self._last_average()),
             "sync": self.sync.state_dict(),
-            # A copy: an optimizer hands out its own tensors, which go on changing.
-            "outer": None if now.outer is None else copy.deepcopy(now.outer.state_dict()),
+            "outer": None if now.outer is None else self._replica.whole_outer(now.outer, names),
         }
         return with_checksum(state)
+
+    def _whole(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._replica.whole(name, held) for name, held in named.items()}
+
+    def _own(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: self._replica.own(name, whole) for name, whole in named.items()}
 
     def _last_average(self) -> dict[str, torch.Tensor]:
         lasts = [pair for fragment in self._averagings.fragments for pair in fragment.lasts]
@@ -601,9 +655,14 @@ class LocalSGD(Joinable):
             raise StepError("load the state before the context is entered")
         averaged = self._averaged_now()
         parts = fragments_of(averaged, self._schedule.num_fragments)
-        loaded = checked_state(state, parts, has_outer=self._make_outer is not None)
+        shapes = [
+            {each.name: self._replica.shape_of(each.name, each.value) for each in part} for part in parts
+        ]
+        loaded = checked_state(state, shapes, has_outer=self._make_outer is not None)
         # First what may refuse: then nothing else has changed.
         self.sync.load_state_dict(loaded["sync"])
+        loaded["last_average"] = self._own(loaded["last_average"])
+        loaded["in_flight"] = tuple((place, self._own(means)) for place, means in loaded["in_flight"])
         # A copy: it is used on entry, and the caller's own may have changed by then.
         self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import number, whole_count, whole_number
 from thinwire.errors import AttachError, ConfigError, StateError
-from thinwire.fronts.ddp_model import is_sharded
+from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
 from thinwire.fronts.local_sgd.fragment import Averaged
+from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.sync.checksum import check_undamaged
 from thinwire.sync.state import DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "STATE_VERSION",
@@ -25,6 +30,7 @@ __all__ = [
     "checked_streaming",
     "checked_transports",
     "held_by",
+    "replica_of",
     "unwrapped",
 ]
 
@@ -38,7 +44,7 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
     """Return the module, and the DDP model around it if there is one.
 
     Raises:
-        AttachError: It is sharded.
+        AttachError: It is sharded by FSDP1.
         ConfigError: It is no module.
     """
     # What torch.compile was given.
@@ -47,12 +53,48 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
         return inner.module, inner
     if not isinstance(inner, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r}")
-    if is_sharded(inner):
+    if is_sharded(inner) and not is_fsdp2(inner):
         raise AttachError(
-            f"{type(inner).__name__} is sharded by FSDP, so no process has whole parameters to average; pass "
-            "the plain module if it fits on each device, without fully_shard or FullyShardedDataParallel"
+            f"{type(inner).__name__} is sharded by FullyShardedDataParallel (FSDP1); shard it with "
+            "torch.distributed.fsdp.fully_shard instead, or pass the plain module if it fits on each device"
         )
     return inner, None
+
+
+def replica_of(
+    module: nn.Module,
+    process_group: dist.ProcessGroup | Transport | None,
+    mesh: DeviceMesh | None,
+    *,
+    has_subgroup: bool,
+) -> Replica:
+    """Return what is known of this process's replica of a model.
+
+    Args:
+        module: The model, not wrapped.
+        process_group: As the user gave it.
+        mesh: As the user gave it.
+        has_subgroup: Whether the user gave one.
+
+    Raises:
+        ConfigError: A setting does not go with this kind of model.
+        AttachError: A sharded model can't be averaged, or the group is not of equal shards.
+    """
+    if not is_fsdp2(module):
+        if mesh is not None:
+            raise ConfigError(
+                "mesh is for models of fully_shard; pass process_group=mesh.get_group() with this one"
+            )
+        return Replica(process_group)
+    if has_subgroup:
+        raise ConfigError(
+            "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
+        )
+    # DTensors take seconds to import; with a sharded model that is done.
+    made: Replica = import_module("thinwire.fronts.local_sgd.sharded_replica").ShardedReplica(
+        module, process_group, mesh
+    )
+    return made
 
 
 def checked_transports(
@@ -170,13 +212,13 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def checked_state(
-    state: object, fragments: Sequence[Sequence[Averaged]], *, has_outer: bool
+    state: object, shapes: Sequence[Mapping[str, tuple[int, ...]]], *, has_outer: bool
 ) -> dict[str, Any]:
     """Return a state, with its true checksum, once all of it has been checked.
 
     Args:
         state: As the user gave it.
-        fragments: What it must be of.
+        shapes: Of what it must be of, by fragment and name.
         has_outer: Whether there is an outer optimizer to take its state.
 
     Raises:
@@ -202,7 +244,6 @@ def checked_state(
         checked |= {"sent_after": (step - pending_steps,), "in_flight": ()}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
-    shapes = [{each.name: each.spec.shape for each in fragment} for fragment in fragments]
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)
     _check_flights(checked, shapes)

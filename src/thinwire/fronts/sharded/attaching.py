@@ -96,7 +96,8 @@ def attach_sharded(
         copy_from(transport.rank == 0, chunk, transport)
     front = ShardedFront(engine, shards, sharded, pieces, overlap=true_or_false("overlap", overlap))
     front.register(model)
-    return ShardedSync(front, {piece.name: piece for piece in pieces if piece.parameter.requires_grad})
+    own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
+    return ShardedSync(engine, shards, own, front.forget_pass)
 
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -8,17 +8,17 @@ which shard it is of, and taken up by the same shard of as many; others begin an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from thinwire.algorithms import Slot
 from thinwire.channel import Transport, gather_bytes
-from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards
+from thinwire.fronts.sharded.front import alike_on_all_shards
 from thinwire.fronts.sharded.model import Piece
 from thinwire.plan import SHARD_MARK, ParameterSpec
-from thinwire.sync import GradientSync
+from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.state import LoadedState, without_shards
 
@@ -31,18 +31,27 @@ class ShardedSync(GradientSync):
     """The handle of a sharded model: its state is that of the whole model.
 
     Args:
-        front: What averages.
+        engine: What averages this process's shards.
+        shards: Joins the shards of a replica.
         pieces: What this process has of each trained parameter, by name.
+        forget_pass: Called where steps are abandoned.
     """
 
-    def __init__(self, front: ShardedFront, pieces: Mapping[str, Piece]) -> None:
-        super().__init__(front.engine)
-        self._front, self._pieces = front, pieces
+    def __init__(
+        self,
+        engine: Engine,
+        shards: Transport,
+        pieces: Mapping[str, Piece],
+        forget_pass: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(engine)
+        self._shards, self._pieces, self._forget_pass = shards, pieces, forget_pass
+        self._joins_shards = any(piece.whole_matrix is not None for piece in pieces.values())
 
     def abandon(self) -> None:
         """As `GradientSync.abandon`."""
         super().abandon()
-        self._front.forget_pass()
+        self._forget_pass()
 
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`: collective over all shards and replicas, the same on all of them.
@@ -51,11 +60,11 @@ class ShardedSync(GradientSync):
         replicas can go on from it, or one with DDP. Cost: the residual of the whole model on the CPU of each
         process, besides that of `GradientSync`.
         """
-        engine, shards = self._engine, self._front.shards
+        engine, shards = self._engine, self._shards
         own = alike_on_all_shards(
             shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
         )
-        return _whole_state(own, self._pieces, shards, is_joined=self._front.joins_shards)
+        return _whole_state(own, self._pieces, shards, is_joined=self._joins_shards)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`.
@@ -67,9 +76,9 @@ class ShardedSync(GradientSync):
             for name, piece in self._pieces.items()
         }
         loaded = self._engine.check_state_dict(state, strict=strict, specs=specs)
-        if self._front.joins_shards:  # factors of single shards would differ between them
+        if self._joins_shards:  # factors of single shards would differ between them
             loaded = without_shards(loaded)
-        self._engine.load(_cut(loaded, self._pieces, self._front.shards))
+        self._engine.load(_cut(loaded, self._pieces, self._shards))
 
 
 def _whole_state(
@@ -93,7 +102,8 @@ def _whole_state(
             whole[slot][label if is_joined else _marked(label, shard, shards.size)] = tensor
             continue
         into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
-        pieces[label].cut(shard, shards.size)(into).copy_(tensor)
+        if shard == 0 or pieces[label].dim is not None:  # of what all have, the first one's
+            pieces[label].cut(shard, shards.size)(into).copy_(tensor)
     everyone = gather_bytes(json.dumps(own["choices"]).encode(), shards, "state_dict(), what was chosen")
     for shard, data in enumerate(everyone):
         choices += [(_marked(name, shard, shards.size), choice) for name, choice in json.loads(data)]

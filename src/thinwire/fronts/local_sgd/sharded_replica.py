@@ -1,0 +1,109 @@
+"""A replica of an FSDP2 model: each of its processes averages its shards with their equals elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport
+from thinwire.errors import AttachError
+from thinwire.fronts.local_sgd.replica import Replica
+from thinwire.fronts.sharded.front import alike_on_all_shards
+from thinwire.fronts.sharded.model import Piece, ShardedModel, pieces_of, replicas_of
+from thinwire.fronts.sharded.state import ShardedSync
+from thinwire.sync import Engine, GradientSync
+
+__all__ = ["ShardedReplica"]
+
+
+class ShardedReplica(Replica):
+    """A replica whose processes hold a shard of it each.
+
+    Args:
+        module: Of which `fully_shard` holds all trained parameters.
+        process_group: As of `LocalSGD`.
+        mesh: As of `LocalSGD`.
+
+    Raises:
+        AttachError: It is not sharded as it must be, or the group is not of equal shards.
+        ConfigError: Both a group and a mesh are given.
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | Transport | None,
+        mesh: DeviceMesh | None,
+    ) -> None:
+        if isinstance(process_group, Transport):
+            raise AttachError(
+                "a sharded model's shards are in a process group, so its replicas must be: pass a "
+                'process group, or mesh=mesh["replicate"]'
+            )
+        sharded = ShardedModel(module)
+        own = sharded.mesh()
+        if sharded.is_replicated:
+            raise AttachError(
+                "replicate averages this model's gradients in every step; pass the plain module instead, "
+                "without replicate"
+            )
+        super().__init__(replicas_of(sharded, process_group, mesh))
+        self._pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
+        self._fsdp = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        inside = ProcessGroupTransport(own.get_group(), torch.device(own.device_type))
+        self._inside = inside if inside.size > 1 else InProcessTransport.group(1)[0]
+        self.shards = inside if inside.size > 1 else None
+
+    def show_shards(self) -> None:
+        """As `Replica.show_shards`: a forward pass without a backward pass leaves whole parameters."""
+        for module in self._fsdp:
+            module.reshard()
+
+    def alike(
+        self, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], None]
+    ) -> None:
+        """As `Replica.alike`."""
+        alike_on_all_shards(self._inside, purpose, described, action)
+
+    def sync_of(self, engine: Engine) -> GradientSync:
+        """As `Replica.sync_of`."""
+        pieces = {spec.name: self._piece(spec.name, spec.shape, spec.dtype) for spec in engine.specs}
+        return ShardedSync(engine, self._inside, pieces)
+
+    def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
+        """As `Replica.shape_of`."""
+        return self._piece(name, tuple(held.shape), held.dtype).shape
+
+    def whole(self, name: str, held: torch.Tensor) -> torch.Tensor:
+        """As `Replica.whole`, on the CPU. Of a buffer the first shard's: each process has its own."""
+        piece, shards = self._piece(name, tuple(held.shape), held.dtype), self._inside
+        whole = torch.empty(piece.shape, dtype=held.dtype)
+        # The first shard is the longest; the last ones may be empty, and take part.
+        longest = piece.cut(0, shards.size)(whole).numel()
+        own = held.new_zeros(longest, device=shards.control_device)
+        own[: held.numel()] = held.reshape(-1)
+        rows = own.new_empty(shards.size, longest)
+        shards.all_gather(rows, own, f"state_dict(), {name}").wait()
+        for shard in range(1 if piece.dim is None else shards.size):
+            into = piece.cut(shard, shards.size)(whole)
+            into.copy_(rows[shard, : into.numel()].view(into.shape))
+        return whole
+
+    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """As `Replica.own`: a copy."""
+        piece = self._piece(name, tuple(whole.shape), whole.dtype)
+        return piece.cut(self._inside.rank, self._inside.size)(whole).clone()
+
+    def _piece(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
+        """Return what this process has of a parameter, or of a buffer of some shape: all of it."""
+        if name in self._pieces:
+            return self._pieces[name]
+        like = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+        return Piece(name, like, shape, None, 0)

@@ -1,0 +1,288 @@
+"""DiLoCo and local SGD of FSDP2 models: equal shards meet. Four processes, two replicas of two shards."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from fronts.test_sharded import agreed, flat, language, mesh_of, sharded, tokens_of
+from pool import Pool
+from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize
+from thinwire.channel import InProcessTransport, run_members
+from training import error_of
+
+EVERY = 2
+
+
+def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Two micro-steps, clipped."""
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        torch.autograd.backward(model(tokens_of(10 * step + micro)) / 2)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def unsharded(steps: range, **settings: Any) -> list[dict[str, Any]]:
+    """Two replicas that are whole, in this process; of each what it has at the end."""
+    ends = InProcessTransport.group(2)
+
+    def body(replica: int) -> dict[str, Any]:
+        model = language()
+        optimizer = adamw(model)
+        with LocalSGD(model, optimizer, process_group=ends[replica], **settings) as local:
+            for step in steps:
+                for micro in range(2):
+                    for rank in (2 * replica, 2 * replica + 1):
+                        torch.autograd.backward(model(tokens_of(10 * step + micro, rank)) / 4)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+            model_then, state = flat(model), local.state_dict()
+        return {"model": model_then, "state": state, "end": flat(model), "bytes": local.stats().message_bytes}
+
+    return run_members(2, body)
+
+
+def shards(seed: int = 5) -> tuple[Any, torch.optim.Optimizer]:
+    model = sharded(language(seed), mesh_of()["shard"])
+    return model, adamw(model)
+
+
+def distance(one: Any, other: Any) -> float:
+    """The largest difference of what two states hold of tensors, which must be of the same shapes."""
+    if isinstance(one, Tensor):
+        assert one.shape == other.shape
+        return (one - other).abs().max().item() if one.numel() else 0.0
+    if isinstance(one, dict):
+        assert one.keys() == other.keys()
+        return max((distance(value, other[key]) for key, value in one.items()), default=0.0)
+    if isinstance(one, list | tuple):
+        return max((distance(a, b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return 0.0
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "local SGD": {},
+    "DiLoCo": {"outer": nesterov},
+    "streaming": {"outer": nesterov, "fragments": 2, "delay_steps": 1, "every_steps": 3},
+    "warm-up": {"warmup_steps": 3},
+}
+
+
+def test_shards_are_averaged_as_whole_replicas_are(pool4: Pool) -> None:
+    """The models, the last averages, the outer momentum, and what a replica sends."""
+    for found in pool4.run(_as_whole)[::2]:
+        assert found.pop("world") == 4
+        for kind, (model, average, momentum, end, sent, whole_sent, alike) in found.items():
+            assert max(model, average, momentum, end) <= 1e-9, kind
+            assert sent == whole_sent, kind
+            assert alike, kind
+
+
+def _as_whole() -> dict[str, Any]:
+    found: dict[str, Any] = {"world": dist.get_world_size()}
+    replica, shard = divmod(dist.get_rank(), 2)
+    for kind, given in KINDS.items():
+        # Of buffers each shard sends its own, which would count as more than those of one process.
+        settings: dict[str, Any] = {"every_steps": EVERY, "average_buffers": False, **given}
+        model, optimizer = shards()
+        with LocalSGD(model, optimizer, mesh=mesh_of(), **settings) as local:
+            for step in range(5):
+                step_of(model, optimizer, step)
+            now, state = flat(model), local.state_dict()
+        sent = torch.tensor(local.stats().message_bytes)
+        dist.all_reduce(sent, group=mesh_of()["shard"].get_group())
+        end, alike = flat(model), agreed(model)
+        if shard > 0:  # the first one compares
+            continue
+        expected = unsharded(range(5), **settings)[replica]
+        found[kind] = (
+            distance(now, expected["model"]),
+            distance(state["last_average"], expected["state"]["last_average"]),
+            distance(state["outer"], expected["state"]["outer"]),
+            distance(end, expected["end"]),
+            int(sent),
+            expected["bytes"],
+            alike,
+        )
+    return found
+
+
+def test_few_bits_and_factors_of_shards(pool4: Pool) -> None:
+    for found in pool4.run(_compressed):
+        for alike, ratio, owed in found:
+            assert alike
+            assert ratio > 8
+            assert owed > 0
+
+
+def _compressed() -> list[tuple[bool, float, float]]:
+    found = []
+    for algorithm in (Quantize(bits=4, error_feedback=True), PowerSGD(matrix_rank=2)):
+        model: Any = sharded(language(seed=dist.get_rank() // 2, width=64), mesh_of()["shard"])
+        optimizer = adamw(model)
+        group = mesh_of()["replicate"].get_group()
+        with DiLoCo(model, optimizer, every_steps=4, process_group=group, algorithm=algorithm) as local:
+            for step in range(8):
+                step_of(model, optimizer, step)
+            owed = max(error.norm().item() for _, error in local.sync.state_dict()["error"])
+        found.append((agreed(model), local.stats().compression_ratio, owed))
+    return found
+
+
+def test_a_state_is_of_the_whole_model(pool4: Pool) -> None:
+    """It goes on to the bit on as many shards; it is the same on others, and without any."""
+    for straight, resumed, moved, owed, of_others in pool4.run(_resumed):
+        assert straight == resumed == 0.0
+        assert moved == 0.0
+        assert owed > 0
+        assert "fragments=2" in of_others
+
+
+def _resumed() -> tuple[float, float, float, float, str]:
+    mesh = mesh_of()
+    few_bits = Quantize(bits=4, error_feedback=True)
+    settings: dict[str, Any] = {"every_steps": 3, "fragments": 2, "delay_steps": 1, "algorithm": few_bits}
+    model, optimizer = shards()
+    with DiLoCo(model, optimizer, mesh=mesh, **settings) as local:
+        for step in range(5):  # the first fragment's change, sent after step 5, is in flight
+            step_of(model, optimizer, step)
+        file = io.BytesIO()
+        torch.save(local.state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        momenta = copy.deepcopy(optimizer.state_dict())  # else both would step the same tensors
+        again, its = shards(seed=6)
+        again.load_state_dict(weights)
+        its.load_state_dict(momenta)
+        other = DiLoCo(again, its, mesh=mesh, **settings)
+        other.load_state_dict(saved)
+        with other:
+            loaded = other.state_dict()
+            for step in range(5, 8):
+                step_of(model, optimizer, step)
+                step_of(again, its, step)
+            difference = distance(flat(again), flat(model))
+            states = distance(local.state_dict(), other.state_dict())
+    same = {key: value for key, value in saved.items() if key != "checksum"}
+    moved = distance(same, {key: loaded[key] for key in same})
+    wide_mesh = mesh_of(1, 4)
+    elsewhere: Any = sharded(language(), wide_mesh["shard"])
+    on_four = DiLoCo(elsewhere, adamw(elsewhere), mesh=wide_mesh, **settings)
+    on_four.load_state_dict(saved)
+    with on_four:
+        for key, there in on_four.state_dict().items():
+            if key in ("last_average", "in_flight", "outer"):
+                moved = max(moved, distance(saved[key], there))
+        error = dict(on_four.sync.state_dict()["error"])
+        moved = max(moved, distance(dict(saved["sync"]["error"]), error))
+    plain = language()
+    alone = DiLoCo(plain, adamw(plain), process_group=InProcessTransport.group(1)[0], **settings)
+    alone.load_state_dict(saved)
+    fewer = DiLoCo(again, its, mesh=mesh, every_steps=3)
+    owed = max(each.norm().item() for each in error.values())
+    return difference, states, moved, owed, error_of(lambda: fewer.load_state_dict(saved))
+
+
+def test_an_evaluation_between_averagings(pool4: Pool) -> None:
+    """Of the average, and of the model itself: no gathered parameters stay behind that are used again."""
+    for at_average, own_back, refused in pool4.run(_evaluated):
+        assert at_average
+        assert own_back
+        assert "optimizer.step" in refused or "inside averaged()" in refused
+
+
+def _evaluated() -> tuple[bool, bool, str]:
+    model, optimizer = shards()
+    tokens = tokens_of(0, 0)
+    with LocalSGD(model, optimizer, every_steps=4, mesh=mesh_of()) as local, torch.no_grad():
+        start = model(tokens)
+        with torch.enable_grad():
+            for step in range(3):
+                step_of(model, optimizer, step)
+        own = model(tokens)
+        with local.averaged():
+            at_average = torch.equal(model(tokens), start)
+            refused = error_of(optimizer.step)
+        own_back = torch.equal(model(tokens), own) and not torch.equal(own, start)
+    return at_average, own_back, refused
+
+
+def test_a_shard_that_diverges_stops_all(pool4: Pool) -> None:
+    """The parameters of one shard of one replica are infinite: nobody averages, and all say so."""
+    for said, unchanged in pool4.run(_diverged):
+        assert "are not finite" in said
+        assert unchanged
+
+
+def _diverged() -> tuple[str, bool]:
+    model, optimizer = shards()
+    said, unchanged = "", False
+    try:
+        with LocalSGD(model, optimizer, every_steps=2, mesh=mesh_of()) as local:
+            before = dict(local.state_dict()["last_average"])
+            step_of(model, optimizer, 0)
+            if dist.get_rank() == 2:
+                model.embed.weight.detach().to_local().fill_(torch.inf)
+            for p in model.parameters():
+                p.grad = None
+            said = error_of(optimizer.step)
+            unchanged = distance(before, local.state_dict()["last_average"]) == 0.0
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        pass
+    return said, unchanged
+
+
+def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
+    for found in pool4.run(_refused):
+        for case, words in {
+            "no replicas": 'mesh=mesh["replicate"]',
+            "native": "a mesh of two dimensions",
+            "subgroup": "whose replicas are its fast groups",
+            "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
+            "replicate": "pass the plain module instead",
+            "mesh": "process_group=mesh.get_group()",
+            "join": "a sharded model can't be joined",
+        }.items():
+            assert words in found[case], (case, found[case])
+
+
+def _refused() -> dict[str, str]:
+    mesh = mesh_of()
+    model, optimizer = shards()
+
+    def error(of: nn.Module, **settings: Any) -> str:
+        return error_of(lambda: LocalSGD(of, adamw(of), every_steps=2, **settings))
+
+    with LocalSGD(model, optimizer, every_steps=2, mesh=mesh) as local:
+        joined = error_of(local.join_hook)
+    replicated: Any = replicate(language())
+    old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    return {
+        "no replicas": error(model),
+        "native": error(sharded(language(), mesh), mesh=mesh),
+        "subgroup": error(model, mesh=mesh, subgroup=mesh["shard"].get_group()),
+        "FSDP1": error(old),
+        "replicate": error(replicated),
+        "mesh": error(language(), mesh=mesh["replicate"]),
+        "join": joined,
+    }
