@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.algorithms.join import Join
 
 import thinwire
 from pool import Pool
@@ -444,6 +445,22 @@ def _uneven(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[list
     assert owed.norm() > 0
     gap = (applied + owed - true).norm() / true.norm()
     return parameters_of(layer), float(gap), powersgd.stats().steps
+
+
+def test_after_torchs_own_join_context_it_averages_on(pool2: Pool) -> None:
+    """Torch leaves its notifications switched on, also on the process that never shadowed another."""
+    assert pool2.run(_after_join) == [(False, 4), (False, 4)]
+
+
+def _after_join() -> tuple[bool, int]:
+    powersgd = PowerSGD([torch.zeros(30, 40)], AT_ONCE)
+    with Join([powersgd]):
+        for _ in range(3 - dist.get_rank()):
+            powersgd.aggregate([torch.ones(30, 40)])
+    notifies = powersgd._join_config.enable
+    if not notifies:
+        powersgd.aggregate([torch.ones(30, 40)])
+    return notifies, powersgd.stats().steps
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
