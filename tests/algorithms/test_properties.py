@@ -45,7 +45,8 @@ def algorithms(draw: st.DrawFn) -> Algorithm:
     }
     if draw(st.booleans()):
         return BatchedPowerSGD(**settings)
-    return PowerSGD(**settings, alternating=draw(st.booleans()))
+    factor_bits = draw(st.sampled_from([None, 8]))
+    return PowerSGD(**settings, alternating=draw(st.booleans()), factor_bits=factor_bits)
 
 
 @given(layouts(), algorithms(), st.integers(1, 4), st.integers(-20, 20))

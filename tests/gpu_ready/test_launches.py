@@ -119,6 +119,7 @@ REGISTERED = {
     "PowerSGD(matrix_rank=4, alternating=True)": Limit(84, 9.2),
     "PowerSGD(matrix_rank=2, alternating=True)": Limit(72, 9.1),
     'PowerSGD(matrix_rank=2, wire_dtype="bf16")': Limit(136, 10.2),
+    "PowerSGD(matrix_rank=2, factor_bits=8)": Limit(502, 10.3),
     "BatchedPowerSGD(matrix_rank=1)": Limit(123, 11.1),
 }
 

@@ -17,15 +17,16 @@ from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, pro
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
 from thinwire.algorithms.lowrank.bases import StartingBases
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.packing import as_sent, packed, uncompressed_means, unpacked
 from thinwire.algorithms.lowrank.two_rounds import Approximation
-from thinwire.algorithms.requests import Jointly, Mean, Message, Request
+from thinwire.algorithms.lowrank.wire import FactorWire
+from thinwire.algorithms.requests import Jointly, Message, Request
 
 __all__ = ["alternate"]
 
 
 def alternate(
     config: LowRank,
+    wire: FactorWire,
     bases: StartingBases,
     groups: Sequence[MatrixGroup],
     uncompressed: Sequence[torch.Tensor],
@@ -35,14 +36,16 @@ def alternate(
     """As `two_rounds.approximate`, with one round for each iteration.
 
     Args:
-        config: Iterations per step and wire type.
+        config: Iterations per step and the type of messages.
+        wire: How factors travel.
         bases: Makes the first ones.
         groups: The matrices; on return less the own projections of all iterations but the last.
         uncompressed: Flat gradients that travel in the first message.
         memory: Only read; its step says which side's turn it is.
         bucket: Its type is that of the messages; its loss scale that of the matrices.
 
-    Cost: one round for each iteration, which reads every matrix once and, but for the last, updates it.
+    Cost: one round for each iteration (of coded factors two), which reads every matrix once and, but for the
+    last, updates it.
     """
     # By the count of committed steps, which all members have and a saved state keeps: the factor in memory is
     # of the side whose turn it is.
@@ -56,17 +59,16 @@ def alternate(
         is_first, is_left = iteration == 0, (turn + iteration) % 2 == 0
         project = projections if is_left else products
         own = project(groups, fixed, bucket.loss_scale, add_error=is_first)
-        message = packed(own, dtype, uncompressed if is_first else ())
-        own = as_sent(config.wire_dtype, message, own)
-        mean = yield Mean(message)
-        received.append(mean)
+        beside = uncompressed if is_first else ()
+        arrived = yield from wire.averaged(own, beside, dtype, bucket.rank, wants_own=True)
+        received += arrived.received
         if is_first:
-            uncompressed_mean = uncompressed_means(mean, own, uncompressed)
-        means = unpacked(mean, like=own)
-        for found, basis, projection, group_mean in zip(terms, fixed, own, means, strict=True):
-            found.append(Factors(basis, projection, group_mean, basis_is_left=is_left))
+            uncompressed_mean = arrived.uncompressed
+        own, means = arrived.own, arrived.means
+        for of_group, basis, projection, group_mean in zip(terms, fixed, own, means, strict=True):
+            of_group.append(Factors(basis, projection, group_mean, basis_is_left=is_left))
         # What the last one has not sent, `reconstruct` writes to the residual, in the pass it makes anyway.
         if iteration + 1 < config.power_iterations:
-            subtract_own(groups, [found[-1] for found in terms])
+            subtract_own(groups, [of_group[-1] for of_group in terms])
             fixed = yield Jointly(orthonormal_rows, means)
     return Approximation(terms, uncompressed_mean, received, starts)

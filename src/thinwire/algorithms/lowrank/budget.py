@@ -37,7 +37,7 @@ class Spectrum:
     """Of one compressed matrix.
 
     Attributes:
-        rank_bytes: What one more matrix rank costs per step.
+        rank_bytes: What one more matrix rank costs per step, at most.
         max_rank: The largest that is worth while.
         energies: Squared singular values that were found, largest first.
         tail: The energy beyond them.
@@ -147,12 +147,16 @@ def _bytes_of(spectra: Spectra, ranks: Mapping[str, int]) -> int:
 
 
 def measured(
-    routes: Sequence[LowRankRoute], max_ranks: Mapping[str, int], memory: Memory
+    routes: Sequence[LowRankRoute],
+    rank_bytes: Mapping[str, int],
+    max_ranks: Mapping[str, int],
+    memory: Memory,
 ) -> Generator[Request | tuple[Message, ...], Any, dict[str, Spectrum]]:
     """Measure the spectra of compressed matrices, the same on all processes; of zero matrices there is none.
 
     Args:
         routes: Of compressed matrices with factors, at least one.
+        rank_bytes: What one more matrix rank costs per step, at most, by parameter.
         max_ranks: By parameter.
         memory: Only read.
 
@@ -170,9 +174,9 @@ def measured(
     found = {}
     for route, numbers, sketch in zip(routes, parts[: len(routes)], parts[len(routes) :], strict=True):
         tail = float(sketch.sum()) / SKETCH_COLUMNS
-        rank_bytes = route.message_bytes // (route.matrix_rank or 1)
+        label = route.label
         if float(numbers.sum()) + tail > 0:
-            found[route.label] = Spectrum(rank_bytes, max_ranks[route.label], numbers.tolist(), tail)
+            found[label] = Spectrum(rank_bytes[label], max_ranks[label], numbers.tolist(), tail)
     return found
 
 

@@ -33,6 +33,8 @@ ELSEWHERE = {
     "use_error_feedback": "error_feedback",
     "random_seed": "seed",
     "num_iters_per_step": "power_iterations",
+    "wire": "wire_dtype",
+    "wire_bits": "factor_bits",
 }
 
 
@@ -121,7 +123,7 @@ class LowRank(Algorithm):
         """
         rows, columns = shape
         matrix_rank = min(wanted or self.matrix_rank, rows, columns)
-        factor_bytes = (rows + columns) * matrix_rank * self.factor_pairs * self.message_dtype(dtype).itemsize
+        factor_bytes = self.factor_bytes(shape, matrix_rank, dtype)
         uncompressed_bytes = rows * columns * self.uncompressed_dtype(dtype).itemsize
         return matrix_rank if factor_bytes * self.min_compression_ratio < uncompressed_bytes else None
 
@@ -167,14 +169,14 @@ class LowRank(Algorithm):
         )
 
     def factor_bytes(self, shape: tuple[int, int], matrix_rank: int, dtype: torch.dtype) -> int:
-        """Return the bytes that the left and right factors of one matrix take in a step.
+        """Return the bytes that the left and right factors of one matrix take in a step, on average.
 
         Args:
             shape: (rows, columns).
             matrix_rank: Of the factors.
             dtype: Of the gradient.
         """
-        return matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.power_iterations
+        return int(matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.factor_pairs)
 
 
 def _respelt(kind: type[LowRank], args: Sequence[object], settings: Mapping[str, object]) -> str:

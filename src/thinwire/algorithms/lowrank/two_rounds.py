@@ -13,8 +13,8 @@ from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, pro
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
 from thinwire.algorithms.lowrank.bases import StartingBases
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.packing import as_sent, packed, uncompressed_means, unpacked
-from thinwire.algorithms.requests import Jointly, Mean, Message, Request
+from thinwire.algorithms.lowrank.wire import FactorWire
+from thinwire.algorithms.requests import Jointly, Message, Request
 
 __all__ = ["Approximation", "approximate"]
 
@@ -26,7 +26,7 @@ class Approximation:
     Attributes:
         terms: The factors of each group.
         uncompressed: The means of the flat gradients that travelled with them.
-        received: All means, flat.
+        received: What must be finite: all means, flat; of coded ones their scales.
         starts: The bases that the step started from, of each group.
     """
 
@@ -38,6 +38,7 @@ class Approximation:
 
 def approximate(
     config: LowRank,
+    wire: FactorWire,
     bases: StartingBases,
     groups: Sequence[MatrixGroup],
     uncompressed: Sequence[torch.Tensor],
@@ -47,14 +48,16 @@ def approximate(
     """Add its residual to every matrix, in place, and find the factors of the mean.
 
     Args:
-        config: Power iterations and wire type.
+        config: Power iterations and the type of messages.
+        wire: How factors travel.
         bases: Makes the first ones.
         groups: The matrices.
         uncompressed: Flat gradients that travel in the first message.
         memory: Only read.
         bucket: Its type decides that of the messages; its loss scale that of the matrices.
 
-    Cost: two rounds for each power iteration; in each, every matrix is read twice (and once written).
+    Cost: two rounds for each power iteration (of coded factors four); in each iteration, every matrix is read
+    twice (and once written).
     """
     starts = rights = bases.of(memory, groups, left=False)
     dtype = config.message_dtype(bucket.flat.dtype)
@@ -64,20 +67,18 @@ def approximate(
         is_first, is_last = iteration == 0, iteration + 1 == config.power_iterations
         # The residual only once: later iterations find it in the matrices already.
         lefts = products(groups, rights, bucket.loss_scale, add_error=is_first)
-        mean = yield Mean(packed(lefts, dtype, uncompressed if is_first else ()))
-        received.append(mean)
+        beside = uncompressed if is_first else ()
+        # Nobody need know how left factors were rounded: any basis will do that all members have.
+        arrived = yield from wire.averaged(lefts, beside, dtype, bucket.rank, wants_own=False)
+        received += arrived.received
         if is_first:
-            uncompressed_mean = uncompressed_means(mean, lefts, uncompressed)
-        lefts = yield Jointly(orthonormal_rows, unpacked(mean, like=lefts))
+            uncompressed_mean = arrived.uncompressed
+        lefts = yield Jointly(orthonormal_rows, arrived.means)
 
         own = projections(groups, lefts, bucket.loss_scale, add_error=False)
-        message = packed(own, dtype)
-        # Before the message is handed over, which is given away: the mean may come to lie in it. Of the left
-        # factors nobody need know how they were rounded: any basis will do that all members have.
-        own = as_sent(config.wire_dtype, message, own)
-        mean = yield Mean(message)
-        received.append(mean)
-        means = unpacked(mean, like=own)
+        arrived = yield from wire.averaged(own, (), dtype, bucket.rank, wants_own=True)
+        received += arrived.received
+        own, means = arrived.own, arrived.means
         if not is_last:
             rights = yield Jointly(orthonormal_rows, means)
     terms = [[Factors(*each)] for each in zip(lefts, own, means, strict=True)]
