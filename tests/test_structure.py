@@ -23,7 +23,7 @@ LAYERS = [
     {"algorithms", "channel"},
     {"sync"},
     {"checkpoint", "all_gather", "fronts", "simulation", "testing"},
-    {"hooks", "epfml"},
+    {"hooks", "epfml", "elastic"},
     {"powersgd"},
     {"ddp_comm_hooks"},
     {"watch", "integrations", "local_job", "probe"},

@@ -11,6 +11,7 @@ ThinwireError
 ├── NonfiniteError        (also a FloatingPointError)  gradients are not finite, and on_nonfinite="raise"
 ├── StepError             (also a RuntimeError)  start and finish were called out of order
 ├── CommunicationError    (also a RuntimeError)  a collective failed; the backend's error is the cause
+├── LeftError             (also a RuntimeError)  this member has left its elastic group, as asked
 └── MissingExtraError     (also an ImportError)  an optional package is not installed
 ```
 
@@ -26,6 +27,7 @@ __all__ = [
     "CommunicationError",
     "ConfigError",
     "GradientError",
+    "LeftError",
     "MissingExtraError",
     "NonfiniteError",
     "StateError",
@@ -72,6 +74,10 @@ class StepError(ThinwireError, RuntimeError):
 
 class CommunicationError(ThinwireError, RuntimeError):
     """A collective failed. The backend's own error is attached as the cause; the memory is as before."""
+
+
+class LeftError(ThinwireError, RuntimeError):
+    """This member has left its elastic group, as it was asked to. The context of its front swallows it."""
 
 
 class MissingExtraError(ThinwireError, ImportError):

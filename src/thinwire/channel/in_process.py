@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.errors import CommunicationError
 
-__all__ = ["InProcessTransport", "run_members"]
+__all__ = ["Awaited", "InProcessTransport", "run_members", "wait_for"]
 
 Result = TypeVar("Result")
 
@@ -68,6 +68,33 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     return [turn.result[0] for turn in turns]
 
 
+class Awaited(Protocol):
+    """What a member waits for while the others run."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can go on."""
+
+    def who_is_missing(self) -> str:
+        """Return for whom it waits, for errors."""
+
+
+def wait_for(awaited: Awaited) -> None:
+    """Let the other members run until something has come about.
+
+    Args:
+        awaited: What is waited for.
+
+    Raises:
+        CommunicationError: All members wait for each other, or there are no others.
+    """
+    turn: _Turn[object] | None = getattr(_current, "turn", None)
+    if turn is not None:
+        turn.wait_for(awaited)
+    elif not awaited.is_complete:
+        raise CommunicationError(f"{awaited.who_is_missing()}, inside run_members(size, body)")
+
+
 class _Turn(Generic[Result]):
     """A member's thread, which runs only while the others stand still."""
 
@@ -75,7 +102,7 @@ class _Turn(Generic[Result]):
         self.result: list[Result] = []
         self.error: BaseException | None = None
         self.has_ended = self.is_stuck = False
-        self._awaited: _Meeting | None = None
+        self._awaited: Awaited | None = None
         # Handed to and fro: the thread runs between `_go` and `_stopped`, and `run_members` waits meanwhile.
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(rank, body), daemon=True)
@@ -106,16 +133,19 @@ class _Turn(Generic[Result]):
         if self.has_ended:
             self._thread.join()
 
-    def wait_for(self, meeting: _Meeting) -> None:
-        """Let the others run, on the member's thread, until all have come."""
-        while not meeting.is_complete:
-            # Found by who hands out the turns, when all that are left wait: nothing can come any more.
+    def wait_for(self, awaited: Awaited) -> None:
+        """Let the others run, on the member's thread, until something has come about."""
+        while not awaited.is_complete:
             if self.is_stuck:
-                raise CommunicationError(meeting.who_is_missing())
-            self._awaited = meeting
+                # Found by who hands out the turns, when all that are left wait: nothing can come any more.
+                # Said of this wait alone: where members come and go, those who are left go on.
+                self.is_stuck = False
+                raise CommunicationError(awaited.who_is_missing())
+            self._awaited = awaited
             self._stopped.release()
             self._go.acquire()
             self._awaited = None
+        self.is_stuck = False
 
 
 @dataclass
@@ -147,6 +177,7 @@ class _Room:
 
     size: int
     meetings: dict[int, _Meeting] = field(default_factory=dict)
+    is_broken: bool = False
 
 
 class InProcessTransport(Transport):
@@ -165,6 +196,10 @@ class InProcessTransport(Transport):
         """Return the ends of a new group, by rank."""
         room = _Room(size)
         return [cls(room, rank) for rank in range(size)]
+
+    def abort(self) -> None:
+        """Break off what is under way, for all members: what has not arrived never will."""
+        self._room.is_broken = True
 
     @property
     def size(self) -> int:
@@ -247,17 +282,22 @@ class _InProcessWork:
     take: Callable[[Sequence[torch.Tensor]], None]
     is_taken: bool = False
 
+    @property
+    def is_complete(self) -> bool:
+        return self.meeting.is_complete or self.room.is_broken
+
+    def who_is_missing(self) -> str:
+        return self.meeting.who_is_missing()
+
     def is_completed(self) -> bool:
-        return self.meeting.is_complete
+        return self.is_complete
 
     def wait(self) -> None:
         if self.is_taken:
             return
+        wait_for(self)
         if not self.meeting.is_complete:
-            turn: _Turn[object] | None = getattr(_current, "turn", None)
-            if turn is None:
-                raise CommunicationError(f"{self.meeting.who_is_missing()}, inside run_members(size, body)")
-            turn.wait_for(self.meeting)
+            raise CommunicationError(f"{self.meeting.purpose}: another member has broken it off")
         self.is_taken = True
         self.take([self.meeting.brought[rank] for rank in range(self.room.size)])
         self.meeting.num_taken += 1

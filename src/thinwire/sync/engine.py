@@ -380,6 +380,44 @@ class Engine:
         self._lanes.local_is_mean = False
         self._lanes.memory[ERROR][name] = error
 
+    # Members that come and go.
+
+    def regroup(self, error_scale: float = 1.0) -> None:
+        """Go on with a group that has other members, or a model that was taken over. Between steps.
+
+        Args:
+            error_scale: What the residual is multiplied by: members now over members when it was made. What
+                each has not transmitted counts by the mean over the members of then, so that mean stays.
+
+        Raises:
+            StepError: A step is under way.
+        """
+        self._check_between_steps("regroup()")
+        self._lanes.regroup(error_scale)
+        self._kept_errors = None
+
+    def common_state(self) -> dict[str, Any]:
+        """Return what is remembered and is the same on all processes, for one that joins. Not collective.
+
+        As `state_dict`, without residuals and what else differs between processes.
+        """
+        lanes = self._lanes
+        common = {slot: tensors for slot, tensors in lanes.memory.slots.items() if not slot.is_local}
+        return packed_state(
+            lanes.algorithm,
+            Memory(lanes.memory.step, common),
+            lanes.specs,
+            lanes.shapes,
+            {},
+            skipped_steps=lanes.nonfinite_steps,
+            choices=lanes.choices,
+        )
+
+    def error_norm(self) -> float:
+        """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""
+        errors = [error.double().norm() for error in self._lanes.memory[ERROR].values()]
+        return float(torch.stack(errors).norm()) if errors else 0.0
+
     # Saved state.
 
     def state_dict(self) -> dict[str, Any]:

@@ -190,6 +190,15 @@ class Lanes:
         if self.plan != before:
             logger.info("step %d: a new plan\n%s", self.steps, self.plan)
 
+    def regroup(self, error_scale: float) -> None:
+        """As `Engine.regroup`."""
+        for slot, tensors in self.memory.slots.items():
+            for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
+                tensor.mul_(error_scale)
+        # Of those who were here only some have loaded, or averaged their errors: it must not differ.
+        self._loaded_checksum, self.local_is_mean = None, False
+        self._plan_anew()
+
     def _plan_anew(self) -> None:
         for lane in self._open.values():
             lane.is_current = False  # fronts keep their lanes from step to step, and look at this

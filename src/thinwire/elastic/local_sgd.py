@@ -1,0 +1,519 @@
+"""`elastic.LocalSGD`: what users enter around a training loop whose other members may come and go."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from thinwire.algorithms import Algorithm, AllReduce
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Description
+from thinwire.checks import checked_scaler, number, true_or_false, whole_count
+from thinwire.elastic.group import Group
+from thinwire.elastic.membership import Membership, MembershipStats
+from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
+from thinwire.fronts.local_sgd.flight import Flight
+from thinwire.fronts.local_sgd.fragment import Fragment, are_finite, averaged_tensors, buckets_of
+from thinwire.fronts.local_sgd.layers import fragments_of
+from thinwire.fronts.local_sgd.steps import calling_after_steps
+from thinwire.fronts.local_sgd.validation import (
+    OUTER_EXAMPLE,
+    Outer,
+    checked_device,
+    checked_optimizer,
+    described_outer,
+    identities,
+    new_outer,
+    unwrapped,
+)
+from thinwire.sync import Engine, GradientSync
+from thinwire.sync.checksum import check_undamaged, with_checksum
+from thinwire.sync.fingerprint import description_of
+from thinwire.sync.precision import full_precision
+from thinwire.sync.stats import Stats
+
+__all__ = ["LocalSGD"]
+
+EXACT = AllReduce()
+STATE_VERSION = 1
+KEYS = {
+    "version", "lineage", "step", "turns", "last_average", "not_averaged", "sync", "residual_of", "outer",
+    "checksum",
+}  # fmt: skip
+
+
+class LocalSGD:
+    """Train each process on its own for some steps, then average with whoever is there.
+
+    As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. A member that dies,
+    stands still for too long or leaves is missing at the next averaging, and one in which it was missed is
+    repeated by the others, at once and with all they have learnt since the last one. A member that joins, or
+    comes back, waits on entry for the next averaging of the others; with it, it takes their model, outer
+    optimizer and counters, and holds the same parameters to the bit. The optimizer inside starts anew there.
+
+    Each member's change weighs as much as it has worked: `weigh_by`. What it has not transmitted (the
+    residual) stays when others come or go. A member that leaves on purpose (SIGTERM, or `leave()`) hands it
+    over at its last averaging, after which the context ends: `LeftError` is raised in the loop, from
+    the optimizer's step, and swallowed at the end of the context. What a member that vanishes has not
+    transmitted is lost, and `membership()` and a warning say how much.
+
+    Write the loop by `local.steps`, which a member that joins takes over: `while local.steps < 1000: …`
+
+    Args:
+        model: A module; not a DDP model, whose group can't change.
+        optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
+        every_steps: Steps from one averaging of a parameter to the next.
+        group: Who is there; None for `TorchftGroup()`.
+        algorithm: How the changes become their mean over the group.
+        outer: As of `thinwire.LocalSGD`.
+        average_buffers: Whether to average floating buffers that the model saves.
+        grad_scaler: The `GradScaler`, if there is one.
+        fragments: Into how many parts the model is divided, averaged in turn.
+        outer_device: Where the last averages and the outer optimizer's state are kept.
+        weigh_by: What a member's change weighs: "steps" that it made, or "work", as told to `count_work`.
+        leave_on_sigterm: Whether SIGTERM lets this member leave, after its next averaging. Only on the main
+            thread.
+
+    Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
+    72 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
+    and a newcomer receives the model, the outer optimizer's state and what the algorithm remembers.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model, or the algorithm
+            chooses anew at run time (a budget of PowerSGD).
+        AttachError: A DDP or a sharded model.
+        GradientError: A parameter can't be averaged by the algorithm.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every_steps: int,
+        group: Group | None = None,
+        algorithm: Algorithm = EXACT,
+        outer: Outer | None = None,
+        average_buffers: bool = True,
+        grad_scaler: GradScaler | None = None,
+        fragments: int = 1,
+        outer_device: torch.device | str | None = None,
+        weigh_by: Literal["steps", "work"] = "steps",
+        leave_on_sigterm: bool = True,
+    ) -> None:
+        self._every_steps = whole_count("every_steps", every_steps, minimum=1)
+        self._num_fragments = whole_count("fragments", fragments, minimum=1)
+        if self._num_fragments > self._every_steps:
+            raise ConfigError(
+                f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after "
+                "a step of its own, so take at most as many"
+            )
+        if outer is not None and not callable(outer):
+            raise ConfigError(
+                f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}"
+            )
+        if weigh_by not in ("steps", "work"):
+            raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
+        self.module, ddp = unwrapped(model)
+        if ddp is not None:
+            raise AttachError(
+                "a DDP model's process group can't change; pass the plain module, and do not call "
+                "init_process_group: the members find each other through the lighthouse"
+            )
+        if any(algorithm.is_replan_due(step) for step in range(1, 1 << 12)):
+            raise ConfigError(
+                f"{algorithm} makes a new plan now and then, behind the averaging; members that come and go "
+                "need one plan: give a matrix rank instead of a budget"
+            )
+        self._average_buffers = true_or_false("average_buffers", average_buffers)
+        self._outer_device = checked_device("outer_device", outer_device)
+        self._grad_scaler = checked_scaler(grad_scaler)
+        averaged = self._averaged_now()
+        self._optimizer = checked_optimizer(optimizer, averaged, self.module)
+        self._leave_on_sigterm = true_or_false("leave_on_sigterm", leave_on_sigterm)
+        self._weigh_by = weigh_by
+        self._make_outer = outer
+        parts = fragments_of(averaged, self._num_fragments)
+        buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(part)] for part in parts]
+        self._group = _torchft_group() if group is None else group
+        specs = [each.spec for each in averaged]
+        self._engine = Engine(
+            algorithm, self._group.transport, specs, parts=buckets if self._num_fragments > 1 else ()
+        )
+        self._sync = GradientSync(self._engine)
+        self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
+        self._membership = Membership(self._group, self._engine, _Front(self))
+        self._fragments: tuple[Fragment, ...] = ()
+        self._outer: torch.optim.Optimizer | None = None
+        self._entered: Mapping[str, object] = {}
+        self._attached = ExitStack()
+        self._is_inside = self._shows_average = False
+        self._steps = self._steps_here = self._turns = self._pending_steps = 0
+        self._work: list[float] = []  # of this member since each fragment's last averaging
+        self.observers: list[Callable[[bool], None]] = []
+
+    @property
+    def sync(self) -> GradientSync:
+        """What averages the changes: its plan and its figures."""
+        return self._sync
+
+    @property
+    def outer(self) -> torch.optim.Optimizer | None:
+        """The outer optimizer, from entry on."""
+        return self._outer
+
+    @property
+    def steps(self) -> int:
+        """Steps so far; a member that joins takes over those of the others."""
+        return self._steps
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this member leaves after its next averaging."""
+        return self._membership.is_leaving
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this member has left."""
+        return self._membership.has_left
+
+    def membership(self) -> MembershipStats:
+        """Return who has come and gone so far, as this member has seen it."""
+        return replace(self._membership.stats)
+
+    def stats(self) -> Stats:
+        """Return what was sent, and how much less that is than data-parallel; as of `thinwire.LocalSGD`."""
+        return self._compared(self._sync.stats())
+
+    def counts(self) -> Stats:
+        """Return `stats()` without errors; see `Engine.counts`."""
+        return self._compared(self._engine.counts())
+
+    def _compared(self, stats: Stats) -> Stats:
+        return replace(stats, steps=self._steps, gradient_bytes=self._steps_here * self._gradient_bytes)
+
+    def __str__(self) -> str:
+        fragments = f", fragments={self._num_fragments}" if self._num_fragments > 1 else ""
+        settings = f"every_steps={self._every_steps}{fragments}"
+        return f"elastic.{type(self).__name__}({settings}), {self.sync.algorithm}"
+
+    def count_work(self, amount: float) -> None:
+        """Add to what this member's change weighs in the next averaging, with `weigh_by="work"`.
+
+        Args:
+            amount: Of what this member has learnt from: tokens, say.
+
+        Raises:
+            ConfigError: It is not a number, or negative, or steps are what counts.
+            StepError: Outside the context.
+        """
+        if self._weigh_by != "work":
+            raise ConfigError('count_work() is for weigh_by="work"; here each step counts the same')
+        self._check_inside("count_work()")
+        added = float(number("amount", amount, minimum=0))
+        self._work = [work + added for work in self._work]
+
+    def leave(self) -> None:
+        """Leave after the next averaging, handing over what this member has not transmitted."""
+        self._membership.is_leaving = True
+
+    # The context.
+
+    def __enter__(self) -> LocalSGD:
+        """Join: wait until the others, and enough of them, are there, and start from what they hold.
+
+        Raises:
+            StepError: It was entered before.
+            ConfigError: `outer` does not make an optimizer of the tensors it is given.
+            AgreementError: This member is configured otherwise than the others; they go on.
+            StateError: What the others have sent is damaged, or does not fit.
+            CommunicationError: Nobody, or too few, came in `wait_seconds`.
+        """
+        if self._fragments:
+            raise StepError("this context has been entered before; make a new one")
+        averaged = self._averaged_now()
+        self._fragments = tuple(
+            Fragment(part, self._outer_device) for part in fragments_of(averaged, self._num_fragments)
+        )
+        for fragment in self._fragments:
+            fragment.take()
+        self._work = [0.0] * len(self._fragments)
+        if self._make_outer is not None:
+            lasts = {each.name: last for fragment in self._fragments for each, last in fragment.lasts}
+            # In one order, however many fragments there are: so that its state fits any number.
+            ordered = [each for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
+            self._outer = new_outer(
+                self._make_outer, [lasts[each.name] for each in ordered], None, self._engine.algorithm
+            )
+        self._entered = identities(averaged)
+        with ExitStack() as attached:
+            attached.callback(self._membership.leave)
+            attached.callback(setattr, self, "_is_inside", False)
+            if self._leave_on_sigterm and threading.current_thread() is threading.main_thread():
+                attached.enter_context(_on_sigterm(self.leave))
+            with full_precision(self._device):
+                self._membership.average()
+            attached.enter_context(
+                calling_after_steps(self._optimizer, self._grad_scaler, self._after_own_step)
+            )
+            self._attached = attached.pop_all()
+        self._is_inside = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
+        with self._attached:
+            if kind is None and self._pending_steps and not self.has_left:
+                self.leave()
+                with suppress(LeftError), full_precision(self._device):
+                    self._membership.average()
+        return kind is not None and issubclass(kind, LeftError) and self.has_left
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model hold the last averages, the same on all members, while this is open: to evaluate.
+
+        Raises:
+            StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
+        """
+        self._check_inside("averaged()")
+        lasts = [pair for fragment in self._fragments for pair in fragment.lasts]
+        own = [each.value.clone() for each, _ in lasts]
+        self._shows_average = True
+        try:
+            for each, last in lasts:
+                each.value.copy_(last)
+            yield
+        finally:
+            for (each, _), value in zip(lasts, own, strict=True):
+                each.value.copy_(value)
+            self._shows_average = False
+
+    # What happens after a step.
+
+    def _after_own_step(self) -> None:
+        self._check_inside("a step")
+        self._steps += 1
+        self._steps_here += 1
+        self._pending_steps += 1
+        if self._weigh_by == "steps":
+            self._work = [work + 1 for work in self._work]
+        if self._pending_steps >= self._steps_to_turn():
+            with full_precision(self._device):  # the step may stand under autocast
+                self._membership.average()
+        for observer in tuple(self.observers):  # a copy: one may leave while it is called
+            observer(True)
+
+    def _steps_to_turn(self) -> int:
+        """Return how many steps lie between the last averaging and the next: fragments evenly spread."""
+        turn = self._turns % self._num_fragments
+        ends = [-(-place * self._every_steps // self._num_fragments) for place in (turn, turn + 1)]
+        return ends[1] - ends[0]
+
+    def _outer_lr_for(self, num_members: int) -> float | None:
+        """Return the outer learning rate for so many members; None to leave it alone."""
+        return None
+
+    @property
+    def _due(self) -> int:
+        return self._turns % self._num_fragments
+
+    @property
+    def _device(self) -> torch.device:
+        return self._fragments[0].averaged[0].tensor.device
+
+    def _check_inside(self, call: str) -> None:
+        if self.has_left:
+            raise LeftError(f"{call} came after this member has left its group; end the loop")
+        if not self._is_inside:
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        if self._shows_average:
+            raise StepError(
+                f"{call} came inside averaged(), where the model is the last average; leave that first"
+            )
+        now = identities(self._averaged_now())
+        differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
+        if differing:
+            raise StepError(
+                f"the model's trainable parameters or buffers are others than on entry: {differing[:4]}; "
+                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
+            )
+
+    def _averaged_now(self) -> Any:
+        return averaged_tensors(self.module, ignored=(), buffers=self._average_buffers)
+
+    def _not_averaged(self) -> dict[str, torch.Tensor]:
+        """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
+        names = {each.name for each in self._averaged_now()}
+        held = chain(self.module.named_parameters(), self.module.named_buffers())
+        return {name: tensor.detach() for name, tensor in held if name not in names}
+
+
+class _Flying:
+    """A flight whose messages have all come; its fragments move when it commits."""
+
+    def __init__(self, flight: Flight, outer: torch.optim.Optimizer | None, outer_lr: float | None) -> None:
+        self._flight, self._outer, self._outer_lr = flight, outer, outer_lr
+
+    def commit(self) -> None:
+        """As `Prepared.commit`."""
+        self._flight.land()
+        if self._outer is not None and self._outer_lr is not None:
+            for group in self._outer.param_groups:
+                group["lr"] = self._outer_lr
+        for fragment, means in self._flight.changes.items():
+            fragment.move(means, self._outer)
+
+    def abandon(self) -> None:
+        """As `Prepared.abandon`."""
+        self._flight.abandon()
+
+
+class _Front:
+    """What `Membership` sees of a `LocalSGD`."""
+
+    def __init__(self, local: LocalSGD) -> None:
+        self._local = local
+
+    @property
+    def step(self) -> int:
+        """As `Front.step`."""
+        return self._local._steps
+
+    @property
+    def weight(self) -> float:
+        """As `Front.weight`."""
+        return self._local._work[self._local._due]
+
+    def is_finite(self) -> bool:
+        """As `Front.is_finite`."""
+        return are_finite(self._local._fragments[self._local._due].changes())
+
+    def described(self) -> Description:
+        """As `Front.described`."""
+        local = self._local
+        progress = {
+            "torch": torch.__version__.partition("+")[0],
+            "kind": type(local).__name__,
+            "every_steps": str(local._every_steps),
+            "fragments": str(local._num_fragments),
+            "average_buffers": str(local._average_buffers),
+            "weigh_by": local._weigh_by,
+            "outer optimizer": described_outer(local._outer),
+        }
+        return description_of("an averaging", local._engine.algorithm, {}, local._engine.specs, progress)
+
+    def state(self) -> Mapping[str, Any]:
+        """As `Front.state`."""
+        local = self._local
+        lasts = [pair for fragment in local._fragments for pair in fragment.lasts]
+        outer = local._outer
+        return with_checksum(
+            {
+                "version": STATE_VERSION,
+                "lineage": local._membership.lineage,
+                "step": local._steps - local._pending_steps,
+                "turns": local._turns,
+                "last_average": {each.name: last for each, last in lasts},
+                "not_averaged": local._not_averaged(),
+                "sync": local._engine.common_state(),
+                "residual_of": tuple(sorted(local._engine.memory[ERROR])),
+                "outer": None if outer is None else outer.state_dict(),
+            }
+        )
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """As `Front.adopt`."""
+        local = self._local
+        if state.keys() != KEYS or state["version"] != STATE_VERSION:
+            raise StateError("what the group has sent to start from is of another version of Thinwire")
+        check_undamaged(state)
+        lasts = {each.name: last for fragment in local._fragments for each, last in fragment.lasts}
+        others = local._not_averaged()
+        _check_like("last_average", state["last_average"], lasts)
+        _check_like("not_averaged", state["not_averaged"], others)
+        loaded = local._engine.check_state_dict(state["sync"])
+        if local._outer is not None:
+            try:
+                local._outer.load_state_dict(dict(state["outer"]))
+            except (ValueError, TypeError) as error:
+                raise StateError(f"the group's state is of another outer optimizer: {error}") from error
+        local._engine.load(loaded)
+        for spec in local._engine.specs:
+            # A residual of zeros: on which parameters there is one decides what messages look like.
+            if spec.name in state["residual_of"]:
+                zeros = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=local._device)
+                local._engine.put_error(spec.name, zeros)
+        for fragment in local._fragments:
+            fragment.load(state["last_average"])
+            for each, last in fragment.lasts:
+                each.value.copy_(last)
+        for name, tensor in others.items():
+            tensor.copy_(state["not_averaged"][name])
+        local._steps, local._turns = int(state["step"]), int(state["turns"])
+        local._pending_steps = 0
+        local._work = [0.0] * len(local._fragments)
+
+    def prepare(self, scale: float) -> _Flying:
+        """As `Front.prepare`."""
+        local = self._local
+        fragment = local._fragments[local._due]
+        changes = fragment.changes()
+        for flat in changes:
+            flat.mul_(scale)
+        flight = Flight({fragment: changes}, local._engine)
+        flight.start()
+        with local._engine.clock.inside(local._engine.traffic):
+            while flight.advance():
+                pass
+        return _Flying(flight, local._outer, local._outer_lr_for(local._group.transport.size))
+
+    def committed(self, step: int, *, was_averaged: bool) -> None:
+        """As `Front.committed`."""
+        local = self._local
+        if not was_averaged:
+            return
+        local._work[local._due] = 0.0
+        local._steps, local._pending_steps = step, 0
+        local._turns += 1
+
+
+def _check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    if tensors.keys() != own.keys() or any(
+        tensors[name].shape != own[name].shape or tensors[name].dtype != own[name].dtype for name in own
+    ):
+        raise StateError(
+            f"the group's {key} is of other tensors than this member's model; start the same script as the "
+            "others"
+        )
+
+
+@contextmanager
+def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` on SIGTERM while this is open."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        leave()
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _torchft_group() -> Group:
+    # Imported here: torchft is an extra, and a group of another kind does without.
+    from thinwire.elastic.torchft_group import TorchftGroup  # noqa: PLC0415
+
+    return TorchftGroup()

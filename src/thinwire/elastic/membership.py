@@ -1,0 +1,460 @@
+"""Averagings as transactions among whoever is there: who takes part, all or nothing, who has gone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Description, gather_bytes, gather_numbers
+from thinwire.channel.agreement import check_same
+from thinwire.elastic.group import Group
+from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
+from thinwire.sync import Engine
+
+__all__ = ["Front", "Membership", "MembershipStats", "Prepared"]
+
+logger = logging.getLogger(__name__)
+
+NUMBER_BITS = 52  # a float64 holds every such number
+PAUSE_SECONDS = 0.5
+
+
+class Prepared(Protocol):
+    """An averaging whose messages have all come, and that has changed nothing yet."""
+
+    def commit(self) -> None:
+        """Let it change model and memory. Sends nothing."""
+
+    def abandon(self) -> None:
+        """Forget it; nothing has changed."""
+
+
+class Front(Protocol):
+    """What is averaged."""
+
+    @property
+    def step(self) -> int:
+        """Steps so far, of those who have been here longest."""
+
+    @property
+    def weight(self) -> float:
+        """How much this member's part weighs in the next averaging: 0 if it has done nothing."""
+
+    def is_finite(self) -> bool:
+        """Return whether what this member would put in is finite."""
+
+    def described(self) -> Description:
+        """Return what must be the same on all members, by subject."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a newcomer starts from: tensors and plain values."""
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """Start from such a state. All is checked before anything is changed."""
+
+    def prepare(self, scale: float) -> Prepared:
+        """Send all messages of an averaging. Collective.
+
+        Args:
+            scale: What this member's part is multiplied by.
+        """
+
+    def committed(self, step: int, *, was_averaged: bool) -> None:
+        """Go on from a committed averaging.
+
+        Args:
+            step: That the furthest member had made.
+            was_averaged: Whether anybody had anything to put in.
+        """
+
+
+class Presence(NamedTuple):
+    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds.
+
+    Attributes:
+        member: Drawn when it joined.
+        lineage: Of the committed averagings that its model comes from.
+        doubt: The lineage after an averaging that it could commit if others have; 0 if there is none.
+        step: Steps so far.
+        weight: What its part weighs.
+        error_norm: Norm of its residual.
+        is_finite: Whether what it would put in is.
+        is_leaving: Whether it leaves after this averaging.
+        is_new: Whether it starts from the others' state.
+    """
+
+    member: int
+    lineage: int
+    doubt: int
+    step: int
+    weight: float
+    error_norm: float
+    is_finite: bool
+    is_leaving: bool
+    is_new: bool
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> Presence:
+        """Return what a row of numbers says."""
+        member, lineage, doubt, step, weight, error_norm, *flags = row
+        is_finite, is_leaving, is_new = map(bool, flags)
+        return cls(
+            int(member),
+            int(lineage),
+            int(doubt),
+            int(step),
+            weight,
+            error_norm,
+            is_finite,
+            is_leaving,
+            is_new,
+        )
+
+
+@dataclass
+class MembershipStats:
+    """Who has come and gone, as this member has seen it.
+
+    Attributes:
+        members: In the last averaging.
+        averagings: Committed, since this member joined.
+        retries: Averagings that failed and were repeated.
+        joins: Members that joined after this one.
+        leaves: Members that left on purpose, and handed over their residual.
+        losses: Members that vanished.
+        lost_error: Sum of the norms of residuals that vanished with them, as last known.
+        quorum_seconds: Time spent waiting for it to be settled who takes part.
+    """
+
+    members: int = 0
+    averagings: int = 0
+    retries: int = 0
+    joins: int = 0
+    leaves: int = 0
+    losses: int = 0
+    lost_error: float = 0.0
+    quorum_seconds: float = 0.0
+
+
+@dataclass
+class _Doubt:
+    """An averaging that was prepared, when the last message, which says that all have prepared it, failed."""
+
+    prepared: Prepared | None
+    lineage: int
+    present: tuple[Presence, ...]
+
+
+class _TryAgainError(Exception):
+    """This averaging can't be, and no message has failed: all who are there know, and repeat it."""
+
+
+class Membership:
+    """Lets a front average with whoever is there, as often as it takes; keeps book of who they are.
+
+    An averaging is committed by all members or by none. The last of its messages says that everybody has
+    received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
+    and learns at its next meeting with the others whether they have committed.
+
+    What each member has not transmitted counts in the mean over the members of its averaging. When their
+    number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
+
+    Args:
+        group: Who is there.
+        engine: Sends over `group.transport`.
+        front: What is averaged.
+
+    Attributes:
+        stats: Who has come and gone.
+        is_leaving: Whether this member leaves after its next averaging, and hands over its residual. To be
+            set.
+        has_left: Whether it has left.
+        lineage: Of the committed averagings that the model comes from; part of what newcomers start from.
+    """
+
+    def __init__(self, group: Group, engine: Engine, front: Front) -> None:
+        self.stats = MembershipStats()
+        self.is_leaving = self.has_left = False
+        self.lineage = 0
+        self._group, self._engine, self._front = group, engine, front
+        self._member = _drawn()
+        self._present: tuple[Presence, ...] = ()  # at the last committed averaging
+        self._error_members = 1  # over whose mean this member's residual counts
+        self._agreed_changes = 0
+        self._doubt: _Doubt | None = None
+        group.provide = front.state
+
+    def average(self) -> None:
+        """Average once with whoever is there, however often that must be tried. Collective.
+
+        Raises:
+            AgreementError: This member is configured otherwise than those who were here before it.
+            StateError: What it was given to start from is damaged, or of another model.
+            StepError: What this member would put in is not finite.
+            CommunicationError: No averaging has succeeded in `wait_seconds`.
+            LeftError: This member has left, as `is_leaving` asked for.
+        """
+        if self.has_left:
+            raise LeftError("this member has left the group; start the process again to join anew")
+        give_up_at: float | None = None
+        while True:
+            try:
+                present = self._met()
+                self._averaged(present)
+            except (CommunicationError, _TryAgainError) as error:
+                # From the first failure on: the others may come late by as long as a quorum may take.
+                now = time.monotonic()
+                give_up_at = now + self._group.wait_seconds if give_up_at is None else give_up_at
+                self._group.settle(False)
+                self.stats.retries += 1
+                logger.warning("an averaging has failed and is repeated: %s", error)
+                if now >= give_up_at:
+                    raise CommunicationError(
+                        f"no averaging has succeeded in {self._group.wait_seconds:g} s, the last because: "
+                        f"{error}. Nothing was averaged; see whether the lighthouse and at least "
+                        f"min_members={self._group.min_members} members are there"
+                    ) from error
+            else:
+                break
+        if self.is_leaving:
+            self.leave()
+            raise LeftError("this member has left the group, and handed over what it had not transmitted")
+
+    def leave(self) -> None:
+        """Go at once. What has not been handed over is lost."""
+        if self.has_left:
+            return
+        if self._doubt is not None and self._doubt.prepared is not None:
+            self._doubt.prepared.abandon()
+        self.has_left = True
+        self._group.leave()
+
+    def _met(self) -> tuple[Presence, ...]:
+        """Return who takes part in the next averaging, all of one lineage and configured alike."""
+        group = self._group
+        start = time.perf_counter()
+        try:
+            group.meet()
+        finally:
+            self.stats.quorum_seconds += time.perf_counter() - start
+        self._note_received()
+        own = Presence(
+            self._member,
+            self.lineage if group.received is None else int(group.received["lineage"]),
+            0 if self._doubt is None else self._doubt.lineage,
+            self._front.step,
+            0.0 if group.received is not None else self._front.weight,
+            self._engine.error_norm(),
+            self._front.is_finite(),
+            self.is_leaving,
+            group.received is not None,
+        )
+        rows = gather_numbers(
+            [float(each) for each in own], group.transport, "who takes part in an averaging"
+        )
+        present = tuple(map(Presence.of, rows))
+        self._check_number(present)
+        present = self._of_one_lineage(present)
+        self._check_finite(present)
+        if self._agreed_changes != group.num_changes:
+            self._agree(present)
+            self._adopt()
+            scale = group.transport.size / self._error_members
+            self._engine.regroup(scale)
+            self._error_members = group.transport.size
+            self._agreed_changes = group.num_changes
+        return present
+
+    def _note_received(self) -> None:
+        """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
+        received = self._group.received
+        if received is None:
+            return
+        if not isinstance(received, Mapping) or type(received.get("lineage")) is not int:
+            raise StateError("what the group has sent this member to start from has no lineage")
+        if self._doubt is not None and received["lineage"] == self._doubt.lineage:
+            self._group.received = None
+            self._resolve_doubt(was_committed=True)
+            return
+        self._member = _drawn()  # to the others, it is a new one
+
+    def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
+        """Return the members with their true lineage; those of another one than most must start anew."""
+        counts = Counter(each.lineage for each in present)
+        # All see the same rows, and so all choose the same: the most frequent, of several the first.
+        longest = max(counts, key=lambda lineage: counts[lineage])
+        committed = {each.doubt for each in present if each.doubt} & counts.keys()
+        if committed:  # somebody has committed what others are in doubt of
+            longest = min(committed)
+        if self._doubt is not None:
+            self._resolve_doubt(was_committed=self._doubt.lineage == longest)
+        present = tuple(
+            each._replace(lineage=longest, doubt=0, weight=0.0) if each.doubt == longest else each
+            for each in present
+        )
+        if any(each.lineage != longest for each in present):
+            if self.lineage != longest and self._group.received is None:
+                self._group.start_over()
+            raise _TryAgainError(
+                "members come from different averagings, and some must start from the others"
+            )
+        return present
+
+    def _resolve_doubt(self, *, was_committed: bool) -> None:
+        assert self._doubt is not None
+        doubt, self._doubt = self._doubt, None
+        if was_committed:
+            self._commit(doubt.prepared, doubt.present, doubt.lineage)
+        elif doubt.prepared is not None:
+            doubt.prepared.abandon()
+
+    def _check_number(self, present: Sequence[Presence]) -> None:
+        if len(present) < self._group.min_members:
+            time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
+            raise _TryAgainError(
+                f"{len(present)} members are there, and min_members={self._group.min_members} are needed"
+            )
+
+    def _check_finite(self, present: Sequence[Presence]) -> None:
+        broken = [rank for rank, each in enumerate(present) if not each.is_finite]
+        if self._group.transport.rank in broken:
+            self.leave()
+            raise StepError(
+                "the parameters or buffers of this member are not finite (inf or NaN); nothing was averaged, "
+                "and it has left the group. Find what diverged (learning rate, loss, fp16 without a "
+                "GradScaler); started again, it takes the model of the others"
+            )
+        if broken:
+            raise _TryAgainError(f"what members {broken} hold is not finite, and they leave")
+
+    def _agree(self, present: Sequence[Presence]) -> None:
+        """Refuse a member that is configured otherwise than those who were here before."""
+        group = self._group
+        described = self._front.described()
+        purpose = "joining a group"
+        everyone: list[dict[str, str]] = [
+            json.loads(each)
+            for each in gather_bytes(json.dumps(described).encode(), group.transport, purpose)
+        ]
+        texts = [json.dumps(each, sort_keys=True) for each in everyone]
+        before = [text for text, each in zip(texts, present, strict=True) if not each.is_new] or texts
+        counts = Counter(before)
+        usual = max(counts, key=lambda text: counts[text])
+        others = [rank for rank, text in enumerate(texts) if text != usual]
+        if not others:
+            return
+        if group.transport.rank not in others:
+            raise _TryAgainError(f"members {others} are configured otherwise, and are refused")
+        self.leave()
+        try:
+            check_same(
+                [everyone[texts.index(usual)], described], f"{purpose}, of which process 0 is a member"
+            )
+        except AgreementError as error:
+            raise AgreementError(f"{error}, and this process, 1, was refused; the others go on") from None
+
+    def _adopt(self) -> None:
+        received = self._group.received
+        if received is None:
+            return
+        lost = self._engine.error_norm()
+        if self.lineage:
+            logger.warning(
+                "this member was away: it starts from the others, and its residual of %g is lost", lost
+            )
+            self.stats.lost_error += lost
+        self._front.adopt(received)
+        self.lineage = int(received["lineage"])
+        self._error_members = self._group.transport.size
+        self._present = ()
+        self._group.received = None
+
+    def _averaged(self, present: tuple[Presence, ...]) -> None:
+        """Send, and commit once everybody has received everything."""
+        group = self._group
+        lineage = _next(self.lineage, group.quorum_id)
+        total = sum(each.weight for each in present)
+        prepared: Prepared | None = None
+        if total:
+            own = present[group.transport.rank].weight
+            prepared = self._front.prepare(own * len(present) / total)
+        try:
+            gather_numbers([1.0], group.transport, "whether all have received everything")
+        except CommunicationError:
+            self._doubt = _Doubt(prepared, lineage, present)
+            raise
+        except BaseException:
+            if prepared is not None:
+                prepared.abandon()
+            raise
+        group.settle(True)
+        self._commit(prepared, present, lineage)
+        self._hand_over(present)
+
+    def _commit(self, prepared: Prepared | None, present: tuple[Presence, ...], lineage: int) -> None:
+        if prepared is not None:
+            prepared.commit()
+        self.lineage = lineage
+        self._front.committed(max(each.step for each in present), was_averaged=prepared is not None)
+        stats = self.stats
+        stats.averagings += prepared is not None
+        stats.members = len(present)
+        now = {each.member for each in present}
+        for gone in (each for each in self._present if each.member not in now):
+            if gone.is_leaving:
+                stats.leaves += 1
+                continue
+            stats.losses += 1
+            stats.lost_error += gone.error_norm
+            logger.warning(
+                "a member has vanished after step %d, and with it a residual of norm %g, as last known",
+                gone.step,
+                gone.error_norm,
+            )
+        if self._present:
+            before = {each.member for each in self._present}
+            stats.joins += len(now - before)
+        self._present = present
+
+    def _hand_over(self, present: Sequence[Presence]) -> None:
+        """Let those who stay take over, in equal parts, the residual of those who leave."""
+        stayers = [rank for rank, each in enumerate(present) if not each.is_leaving]
+        leavers = [rank for rank, each in enumerate(present) if each.is_leaving]
+        errors, transport = self._engine.memory[ERROR], self._group.transport
+        # On which parameters there is a residual is the same on all members.
+        names = sorted(errors)
+        if not stayers or not names:
+            return
+        for rank in leavers:
+            flat = torch.cat([errors[name].view(torch.uint8) for name in names])
+            try:
+                transport.broadcast(flat, rank, "what a member that leaves has not transmitted").wait()
+            except CommunicationError as error:
+                logger.warning("the residual of a member that leaves is lost: %s", error)
+                self.stats.lost_error += present[rank].error_norm
+                return
+            if transport.rank in stayers:
+                arrived = flat.split_with_sizes([errors[name].nbytes for name in names])
+                for name, part in zip(names, arrived, strict=True):
+                    # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
+                    errors[name].add_(part.clone().view(errors[name].dtype), alpha=1 / len(stayers))
+
+
+def _drawn() -> int:
+    """Return a number that no other member has; whatever seeds the user's script sets."""
+    return random.SystemRandom().getrandbits(NUMBER_BITS) | 1
+
+
+def _next(lineage: int, quorum_id: int) -> int:
+    digest = hashlib.sha256(f"{lineage} {quorum_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1

@@ -1,0 +1,243 @@
+"""Members that find each other through torchft: its lighthouse, its manager, its process group."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+
+from thinwire.channel.reconfigurable import ReconfigurableTransport
+from thinwire.checks import number
+from thinwire.elastic.group import Group
+from thinwire.elastic.handing import receive_state, send_state
+from thinwire.errors import CommunicationError, ConfigError, MissingExtraError
+
+__all__ = ["TorchftGroup"]
+
+logger = logging.getLogger(__name__)
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
+PAUSE_SECONDS = 1.0
+HEARTBEAT = timedelta(milliseconds=500)
+
+
+class TorchftGroup(Group):
+    """A member of a group that meets through a torchft lighthouse.
+
+    The lighthouse knows who is alive and who takes part in an averaging; it carries no tensors. Start it
+    with `torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000`. What its ports, and this member's,
+    accept, and from whom, stands in `docs/elastic.md`: all of it belongs into a private network.
+
+    Args:
+        lighthouse: Its address, such as "http://10.0.0.1:29510"; None for the environment's
+            `TORCHFT_LIGHTHOUSE`.
+        min_members: An averaging needs at least so many; None for the environment's `THINWIRE_MIN_MEMBERS`,
+            or else 1. The lighthouse has a number of its own, below which it forms no quorum.
+        timeout_seconds: How long a message may take, and with it the state that a newcomer is sent. A member
+            that stands still for longer is left behind.
+        wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
+            than the time from one averaging to the next.
+        hostname: Under which the other members reach this one; None for this machine's.
+        process_group: A reconfigurable process group of torchft's, None for Gloo's.
+        name: Of this member, for the lighthouse's page.
+
+    Raises:
+        ConfigError: An argument is wrong, or there is no address.
+        MissingExtraError: torchft is not installed, or is older than 0.2.
+    """
+
+    def __init__(
+        self,
+        lighthouse: str | None = None,
+        *,
+        min_members: int | None = None,
+        timeout_seconds: float = 60.0,
+        wait_seconds: float = 3600.0,
+        hostname: str | None = None,
+        process_group: Any = None,
+        name: str | None = None,
+    ) -> None:
+        if min_members is None:
+            told = os.environ.get(MIN_MEMBERS, "1")
+            if not told.isdecimal():
+                raise ConfigError(f"{MIN_MEMBERS} must be a whole number, got {told!r}")
+            min_members = int(told)
+        super().__init__(min_members, wait_seconds)
+        if lighthouse is None:
+            lighthouse = os.environ.get(LIGHTHOUSE)
+        if not isinstance(lighthouse, str) or not lighthouse.startswith(("http://", "https://")):
+            raise ConfigError(
+                f'expected the address of a torchft lighthouse, such as "http://10.0.0.1:29510", got '
+                f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
+            )
+        torchft = _torchft()
+        # torch's own check of it would be of the default group.
+        self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
+        self._lighthouse = lighthouse
+        inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
+        self._group = _Configured(inner)
+        host = socket.gethostname() if hostname is None else hostname
+        # Of this member alone: torchft announces itself in it, and joins a quorum's members through that of
+        # one of them.
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        try:
+            self._manager = torchft.Manager(
+                pg=self._group,
+                load_state_dict=self._receive,
+                state_dict=self._provided,
+                min_replica_size=1,
+                use_async_quorum=False,
+                timeout=self._timeout,
+                quorum_timeout=timedelta(seconds=self.wait_seconds),
+                connect_timeout=min(self._timeout, timedelta(seconds=10)),
+                rank=0,
+                world_size=1,
+                store_addr=host,
+                store_port=self._store.port,
+                lighthouse_addr=lighthouse,
+                replica_id=f"{host}-{os.getpid()}" if name is None else name,
+                hostname=host,
+                heartbeat_interval=HEARTBEAT,
+                checkpoint_transport=_StateTransport(self._group, self._timeout),
+            )
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"there is no lighthouse at {lighthouse}: {error}. Start torchft_lighthouse there, or see "
+                "whether this machine reaches it"
+            ) from error
+
+    def meet(self) -> None:
+        """As `Group.meet`."""
+        give_up_at = time.monotonic() + self.wait_seconds
+        while True:
+            try:
+                self._manager.start_quorum()
+                break
+            except (RuntimeError, TimeoutError) as error:
+                # It would raise the same error at the next call, too, before it asks.
+                self._manager._quorum_future = None
+                if time.monotonic() >= give_up_at:
+                    raise CommunicationError(
+                        f"no quorum of at least {self.min_members} members in {self.wait_seconds:g} s at the "
+                        f"lighthouse {self._lighthouse}: {error}. See on its page who is there"
+                    ) from error
+                logger.warning(
+                    "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
+                )
+                time.sleep(PAUSE_SECONDS)
+        failed = self._manager.errored()
+        if failed is not None or self._group.size == 0:
+            raise CommunicationError(
+                f"the members of quorum {self._group.quorum_id} could not be joined, or their state "
+                f"not be received: {failed.original_exception if failed is not None else 'no group'}"
+            )
+        self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
+        self.transport.transport = self._group.transport()
+
+    def settle(self, committed: bool) -> None:
+        """As `Group.settle`."""
+        if not committed:
+            # At once, so that the others' messages fail as well, and nobody waits until they time out.
+            self._group.abort()
+            self._manager.report_error(CommunicationError("the averaging failed"))
+        self._manager.should_commit()
+
+    def start_over(self) -> None:
+        """As `Group.start_over`."""
+        self._manager.load_state_dict({"step": 0, "batches_committed": 0})
+
+    def leave(self) -> None:
+        """As `Group.leave`."""
+        self._manager.shutdown(wait=False)
+        self._group.abort()
+
+    def _provided(self) -> Mapping[str, Any]:
+        return self.provide()  # which is set after the manager has been made
+
+    def _receive(self, state: Mapping[str, Any]) -> None:
+        # Only noted: it is looked at when all members have agreed, and by the caller's thread.
+        self.received = state
+
+
+class _Configured:
+    """torchft's process group as its manager configures it; remembers for whom."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.rank = self.size = 0
+        self.quorum_id = -1
+        self.num_configured = 0
+
+    def configure(
+        self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int, *others: Any
+    ) -> None:
+        """Join the members of a quorum; called by torchft's manager whenever they are others."""
+        self.size = 0  # until it is done
+        self.quorum_id = quorum_id
+        self.num_configured += 1
+        self.inner.configure(store_addr, replica_id, rank, world_size, quorum_id, *others)
+        self.rank, self.size = rank, world_size
+
+    def transport(self) -> ReconfigurableTransport:
+        """Return what carries tensors in this configuration."""
+        return ReconfigurableTransport(self.inner, self.rank, self.size)
+
+    def errored(self) -> Exception | None:
+        """Return what has broken it, as torchft's manager asks."""
+        error: Exception | None = self.inner.errored()
+        return error
+
+    def abort(self) -> None:
+        """Break off all messages."""
+        self.inner.abort()
+        self.size = 0
+
+
+class _StateTransport:
+    """What a newcomer starts from, over the members' own process group: no further port, nothing pickled.
+
+    It is what torchft calls a checkpoint transport.
+    """
+
+    def __init__(self, group: _Configured, timeout: timedelta) -> None:
+        self._group, self._timeout = group, timeout
+
+    def metadata(self) -> str:
+        """Return what a receiver must know beforehand: nothing."""
+        return "thinwire"
+
+    def send_checkpoint(
+        self, dst_ranks: Sequence[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
+    ) -> None:
+        """Send a state to newcomers, one after the other."""
+        send_state(state_dict, self._group.transport(), dst_ranks)
+
+    def disallow_checkpoint(self) -> None:
+        """Do nothing: everything was sent when `send_checkpoint` returned."""
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
+        """Receive a state."""
+        return receive_state(self._group.transport(), src_rank)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Do nothing: there is no server."""
+
+
+def _torchft() -> Any:
+    """Return torchft, or say what is missing."""
+    # It logs every quorum in a language of its own, on standard error, unless it is told otherwise.
+    os.environ.setdefault("RUST_LOG", "error")
+    try:
+        return import_module("torchft")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"members that come and go need torchft: pip install 'thinwire[elastic]' ({error})"
+        ) from error

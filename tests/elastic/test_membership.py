@@ -1,0 +1,349 @@
+"""Members of one process that come, go, vanish and are in doubt: what is averaged, kept, and lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Work, run_members
+from thinwire.channel.in_process import wait_for
+from thinwire.channel.wrapped import Wrapped
+from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD
+from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StepError
+
+EVERY = 2
+VOTE = "whether all have received everything"
+FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
+
+
+class Reached:
+    """Waits until a member has made so many steps."""
+
+    def __init__(self, run: Run, steps: int) -> None:
+        self._run, self._steps = run, steps
+
+    @property
+    def is_complete(self) -> bool:
+        return any(local.steps >= self._steps for local in self._run.locals.values())
+
+    def who_is_missing(self) -> str:
+        return f"step {self._steps} is waited for"
+
+
+class Turn:
+    """Lets all others run once."""
+
+    is_over = False
+
+    @property
+    def is_complete(self) -> bool:
+        was_over, self.is_over = self.is_over, True
+        return was_over
+
+    def who_is_missing(self) -> str:
+        return "nobody"
+
+
+class Faulty(Wrapped):
+    """Fails what a member waits for, once, the nth time that a message's purpose has some words in it."""
+
+    def __init__(self, inner: Wrapped, words: str, place: int) -> None:
+        super().__init__(inner.transport)
+        self.words, self.place = words, place
+
+    def send(self, collective: Any, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]) -> Work:
+        work = start()
+        self.place -= self.words in purpose
+        return Cut(work) if self.words in purpose and self.place == 0 else work
+
+
+class Cut:
+    """A message that has come for the others, and not for this member."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
+        raise CommunicationError("the link was cut")
+
+
+class Killed(Exception):  # noqa: N818
+    pass
+
+
+def parameters_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+class Run:
+    """Members that train in one process.
+
+    `joins_at`: at which step of the others each joins; those at 0 wait for each other. `ends`: what some do
+    at a step: "leave", "kill", "away" for some averagings, "diverge". `faults`: words of a message's purpose,
+    and the how manieth such fails. `options`: settings that some members have of their own.
+    """
+
+    def __init__(
+        self,
+        joins_at: list[int],
+        *,
+        steps: int = 8,
+        ends: dict[int, tuple[int, str]] | None = None,
+        faults: dict[int, tuple[str, int]] | None = None,
+        options: dict[int, dict[str, Any]] | None = None,
+        kind: Callable[..., LocalSGD] = LocalSGD,
+        min_members: int = 1,
+        **shared: Any,
+    ) -> None:
+        self.lighthouse = InProcessLighthouse(min_members, wait_seconds=0.5)
+        self.joins_at, self.steps, self.kind = joins_at, steps, kind
+        self.ends, self.faults, self.options = ends or {}, faults or {}, options or {}
+        self.shared = {"algorithm": FEW_BITS, "every_steps": EVERY, "leave_on_sigterm": False, **shared}
+        self.locals: dict[int, LocalSGD] = {}
+        self.models: dict[tuple[int, int], torch.Tensor] = {}  # by step and member, after averagings
+        # By turn and member, its steps and its change.
+        self.put_in: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.groups = {
+            member: InProcessGroup(self.lighthouse) for member, step in enumerate(joins_at) if not step
+        }
+        self.results = run_members(len(joins_at), self.body)
+
+    def body(self, member: int) -> str:
+        if self.joins_at[member]:
+            wait_for(Reached(self, self.joins_at[member]))
+            self.groups[member] = InProcessGroup(self.lighthouse)
+        if member in self.faults:
+            self.groups[member].transport = Faulty(self.groups[member].transport, *self.faults[member])
+        try:
+            return self.train(member)
+        except Killed:
+            return "killed"
+        except Exception as error:
+            self.errors[member] = error
+            return type(error).__name__
+
+    def train(self, member: int) -> str:
+        group = self.groups[member]
+        torch.manual_seed(member)
+        model = nn.Linear(32, 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(100 + member)
+        shared = self.shared | self.options.get(member, {})
+        local = self.locals[member] = self.kind(model, optimizer, group=group, **shared)
+        end_step, end = self.ends.get(member, (-1, ""))
+        with local:
+            self.models[local.steps, member] = parameters_of(model)
+            while local.steps < self.steps:
+                if local.steps == end_step:
+                    self.end(end, local, group, model)
+                for parameter in model.parameters():
+                    parameter.grad = torch.randn(parameter.shape, generator=generator)
+                if (local._pending_steps + 1) >= local._steps_to_turn():
+                    self.note_before(member, local, model, optimizer)
+                optimizer.step()
+                wait_for(Turn())
+                if not local._pending_steps:
+                    self.models[local.steps, member] = parameters_of(model)
+        return "left" if local.is_leaving else "done"
+
+    def end(self, how: str, local: LocalSGD, group: InProcessGroup, model: nn.Module) -> None:
+        if how == "leave":
+            local.leave()
+        elif how == "kill":
+            group.leave = lambda: None  # type: ignore[method-assign]
+            raise Killed
+        elif how == "away":
+            back_at = Reached(self, local.steps + 3 * EVERY)
+            while not back_at.is_complete:
+                with suppress(CommunicationError):  # the others wait for it, and then go on without it
+                    wait_for(back_at)
+        else:
+            next(model.parameters()).data.fill_(torch.inf)
+
+    def note_before(
+        self, member: int, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Note what the member is about to put in, of which the last step is still to be taken."""
+        grads = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
+        last = torch.cat([last.flatten() for fragment in local._fragments for _, last in fragment.lasts])
+        change = (parameters_of(model) - last).double() - optimizer.param_groups[0]["lr"] * grads.double()
+        self.put_in.setdefault(local._turns, {})[member] = (local._pending_steps + 1, change)
+
+    def check_equal(self) -> None:
+        for step in {step for step, _ in self.models}:
+            held = [model for (at, _), model in self.models.items() if at == step]
+            assert all(torch.equal(each, held[0]) for each in held), f"step {step}"
+
+    def owed(self, member: int) -> torch.Tensor:
+        errors = self.locals[member]._engine.memory[ERROR]
+        return torch.cat([errors[name].flatten() for name, _ in nn.Linear(1, 1).named_parameters()])
+
+    def lost(self) -> float:
+        """Return by how much movement and mean residual differ from the mean changes, relative to these."""
+        last = [member for member, result in enumerate(self.results) if result == "done"]
+        changes = [
+            sum(steps * change for steps, change in each.values()) / sum(steps for steps, _ in each.values())
+            for each in self.put_in.values()
+        ]
+        moved = self.models[self.steps, last[0]].double() - self.models[0, 0].double()
+        # What is owed counts by the number of members at the last averaging, those who left with it included.
+        num_members = self.locals[last[0]].membership().members
+        owed = torch.stack([self.owed(member).double() for member in last]).sum(0) / num_members
+        true = torch.stack([torch.as_tensor(change) for change in changes]).sum(0)
+        assert owed.norm() > 0.05 * true.norm()  # it was compressed
+        return float((moved + owed - true).norm() / true.norm())
+
+
+@pytest.mark.parametrize("kind", [LocalSGD, DiLoCo])
+def test_members_that_come_go_and_vanish_hold_one_model_after_every_averaging(kind: Any) -> None:
+    run = Run([0, 0, 0, 3, 5], steps=12, kind=kind, ends={1: (4, "leave"), 2: (7, "kill")})
+    assert run.results == ["done", "left", "killed", "done", "done"]
+    run.check_equal()
+    assert not torch.equal(run.models[12, 0], run.models[2, 0])
+    stats = run.locals[0].membership()
+    assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (3, 6, 2, 1, 1)
+    assert stats.lost_error > 0
+    assert run.locals[0].stats().compression_ratio > 2
+
+
+@st.composite
+def clean_runs(draw: st.DrawFn) -> dict[str, Any]:
+    joins_at = [0, *draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))]
+    leaving = draw(st.sets(st.integers(1, len(joins_at) - 1)))
+    ends = {
+        # Not before it has joined: at the end of the turn in which it asks.
+        member: (draw(st.integers(-(-(joins_at[member] + 1) // EVERY) * EVERY, 8)), "leave")
+        for member in leaving
+    }
+    return {
+        "joins_at": joins_at,
+        "ends": ends,
+        "algorithm": draw(st.sampled_from([FEW_BITS, TopK(density=1 / 8, error_decay=1.0, merge="members")])),
+    }
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(clean_runs())
+def test_movement_and_mean_residual_are_all_changes_whoever_joins_and_leaves(drawn: dict[str, Any]) -> None:
+    run = Run(**drawn)
+    assert run.results[0] == "done"
+    assert not run.errors
+    run.check_equal()
+    assert run.lost() < 3e-6
+
+
+@pytest.mark.parametrize("words", [VOTE, "round 1", "who takes part"])
+def test_an_averaging_that_fails_for_one_or_all_is_repeated_and_nothing_is_lost(words: str) -> None:
+    calm = Run([0, 0, 0])
+    for failing in ([1], [0, 1, 2]):
+        run = Run([0, 0, 0], faults=dict.fromkeys(failing, (words, 2)))
+        assert run.results == ["done"] * 3
+        run.check_equal()
+        if words == VOTE and failing == [1]:
+            continue  # the others have committed: told below
+        assert run.locals[0].membership().retries == 1
+        assert torch.equal(run.models[8, 0], calm.models[8, 0])
+        assert all(torch.equal(run.owed(member), calm.owed(member)) for member in range(3))
+
+
+def test_who_misses_the_last_message_alone_learns_that_it_was_committed() -> None:
+    calm, run = Run([0, 0, 0]), Run([0, 0, 0], faults={1: (VOTE, 2)})
+    run.check_equal()
+    assert torch.equal(run.models[2, 0], calm.models[2, 0])
+    assert (2, 1) not in run.models  # it learnt of it with the next one, of which it took part with nothing
+    assert run.locals[1].membership().averagings == 4
+    assert run.locals[0].membership().losses == run.locals[1].membership().losses == 0
+    assert run.locals[1].membership().lost_error == 0
+    assert len(run.put_in[1]) == 2  # its own steps of that turn were never made
+
+
+def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost() -> None:
+    run = Run([0, 0, 0], steps=16, ends={1: (4, "away")})
+    assert run.results == ["done"] * 3
+    run.check_equal()
+    assert run.locals[1].membership().lost_error > 0
+    stats = run.locals[0].membership()
+    assert (stats.losses, stats.joins) == (1, 1)
+
+
+def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:
+    run = Run([0, 0, 3], options={2: {"every_steps": 3}})
+    assert run.results == ["done", "done", "AgreementError"]
+    assert isinstance(run.errors[2], AgreementError)
+    assert "has every_steps 2" in str(run.errors[2])
+    assert "the others go on" in str(run.errors[2])
+    assert run.locals[0].membership().losses == 0
+    run.check_equal()
+
+
+def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
+    run = Run([0, 0, 0], ends={1: (4, "diverge")})
+    assert run.results == ["done", "StepError", "done"]
+    assert "not finite" in str(run.errors[1])
+    assert run.models[8, 0].isfinite().all()
+    run.check_equal()
+
+
+def test_too_few_members_wait_and_then_say_so() -> None:
+    run = Run([0, 0], min_members=2, ends={1: (4, "leave")})
+    assert run.results == ["CommunicationError", "left"]
+    assert "2 members" in str(run.errors[0])
+
+
+def test_work_weighs_changes() -> None:
+    class Weighed(LocalSGD):
+        def _after_own_step(self) -> None:
+            self.count_work(1 + 3 * self._group.transport.rank)
+            super()._after_own_step()
+
+    run = Run([0, 0], steps=2, kind=Weighed, algorithm=AllReduce(), weigh_by="work")
+    first, second = (run.put_in[0][member][1] for member in range(2))
+    moved = run.models[2, 0].double() - run.models[0, 0].double()
+    torch.testing.assert_close(moved, (first + 4 * second) / 5, rtol=1e-5, atol=1e-6)
+
+
+def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
+    run = Run([0, 0, 3], steps=8, fragments=2, algorithm=PowerSGD(matrix_rank=2))
+    assert run.results == ["done"] * 3
+    lasts = [
+        torch.cat([last.flatten() for each in run.locals[member]._fragments for _, last in each.lasts])
+        for member in range(3)
+    ]
+    assert torch.equal(lasts[0], lasts[1])
+    assert torch.equal(lasts[0], lasts[2])
+
+
+def test_who_has_left_takes_no_step() -> None:
+    run = Run([0, 0], ends={1: (4, "leave")})
+    assert run.locals[1].has_left
+    with pytest.raises(LeftError, match="has left"):
+        run.locals[1]._after_own_step()
+
+
+def test_what_does_not_go_is_refused_before_anything_changes() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = InProcessGroup(InProcessLighthouse())
+    with pytest.raises(ConfigError, match="give a matrix rank instead of a budget"):
+        LocalSGD(model, optimizer, every_steps=2, group=group, algorithm=PowerSGD(bytes_per_step=100))
+    with pytest.raises(ConfigError, match='"steps" or "work"'):
+        LocalSGD(model, optimizer, every_steps=2, group=group, weigh_by="tokens")  # type: ignore[arg-type]
+    local = LocalSGD(model, optimizer, every_steps=2, group=group)
+    with pytest.raises(ConfigError, match="weigh_by"):
+        local.count_work(3)
+    with pytest.raises(StepError, match="outside the context"), local.averaged():
+        pass
