@@ -1,0 +1,121 @@
+"""What a sharded run does when something goes wrong, and what a watch sees of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import crash
+from fronts.test_sharded import backward, flat, language, mesh_of, sharded
+from pool import Pool
+from thinwire import CommunicationError, PowerSGD, Watch, read_run
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.fronts.attach import attach
+from thinwire.sync import engine_of
+from thinwire.testing import fail_at, faults
+
+POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
+LOST, AT = 3, 2  # the second shard of the second replica, in the third step
+TIMEOUT_SECONDS = 2.0
+
+
+def remembered(sync: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine_of(sync).memory[ERROR].items()}
+
+
+def test_all_shards_and_replicas_are_told_of_a_lost_one() -> None:
+    """It dies between its messages. Who waits for it raises and ends, and so who waits for those."""
+    ended = crash.run(_until_lost, processes=4, timeout_seconds=TIMEOUT_SECONDS)
+    assert ended[LOST] == crash.Ended(None, -9)
+    for process, each in enumerate(ended[:LOST]):
+        world, kind, words, steps, is_as_before, owes = each.told
+        assert world == 4
+        assert kind == "CommunicationError", (process, kind, words)
+        assert words.startswith(f"step {AT}, ")
+        assert steps == AT
+        assert is_as_before
+        assert owes
+
+
+def _until_lost(setting: crash.Setting) -> tuple[int, str, str, int, bool, bool]:
+    setting.join_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(language(), mesh["shard"])
+    sync = attach(model, POWER, mesh=mesh["replicate"], whole_matrices=True)
+    schedule = [fail_at(1, AT, "kill", after_messages=2)] if setting.process_rank == LOST else []
+    error: BaseException | None = None
+    with faults(sync, schedule):
+        for step in range(AT + 1):
+            before = remembered(sync)
+            try:
+                backward(model, step)
+            except CommunicationError as raised:
+                error = raised
+                break
+    after = remembered(sync)
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    owes = any(bool(each.any()) for each in after.values())
+    world = dist.get_world_size()
+    return world, type(error).__name__, str(error), sync.steps, same, owes
+
+
+@pytest.mark.parametrize("on_nonfinite", ["nan", "zero"])
+def test_a_message_that_is_not_finite_is_one_step_lost_everywhere(pool4: Pool, on_nonfinite: str) -> None:
+    """It is of one shard of one replica, and of whole matrices, so other shards receive parts of it."""
+    for steps, nonfinite_steps, is_as_before, spoiled, is_on in pool4.run(_nonfinite, on_nonfinite):
+        assert (steps, nonfinite_steps) == (4, 1)
+        assert is_as_before
+        assert spoiled
+        assert is_on
+
+
+def _nonfinite(on_nonfinite: Any) -> tuple[int, int, bool, bool, bool]:
+    model = sharded(language(), mesh_of()["shard"])
+    sync = attach(model, POWER, mesh=mesh_of(), whole_matrices=True, on_nonfinite=on_nonfinite)
+    schedule = [fail_at(1, AT, "non-finite")] if dist.get_rank() == LOST else []
+    with faults(sync, schedule) as struck:
+        for step in range(4):
+            model.zero_grad()
+            before = remembered(sync)
+            backward(model, step)
+            gradients = torch.cat(
+                [p.grad.to_local().flatten() for p in model.parameters() if p.grad is not None]
+            )
+            if step == AT:
+                after = remembered(sync)
+                is_as_before = all(torch.equal(before[name], after[name]) for name in before)
+                spoiled = bool((gradients.isnan() if on_nonfinite == "nan" else gradients == 0).all())
+    assert len(struck) == len(schedule)
+    is_on = bool(gradients.isfinite().all()) and bool(gradients.any() or not gradients.numel())
+    return sync.steps, sync.stats().nonfinite_steps, is_as_before, spoiled, is_on
+
+
+@pytest.mark.parametrize("whole_matrices", [False, True])
+def test_a_watch_sees_what_its_process_sends(pool4: Pool, tmp_path: Path, whole_matrices: bool) -> None:
+    for sent, watched, routes, errors, is_agreed in pool4.run(_watched, tmp_path, whole_matrices):
+        assert sent == sum(watched)
+        assert len(watched) == 3
+        assert all("with 2 shards" in each for each in routes) == whole_matrices
+        assert errors
+        assert all(0 <= each <= 1 for each in errors)
+        assert is_agreed
+
+
+def _watched(folder: Path, whole_matrices: bool) -> tuple[Any, ...]:
+    model = sharded(language(), mesh_of()["shard"])
+    sync = attach(model, POWER, mesh=mesh_of(), whole_matrices=whole_matrices)
+    path = folder / f"{dist.get_rank()}.jsonl"
+    with Watch(sync, path, norms_every_steps=1) as watch:
+        for step in range(3):
+            backward(model, step)
+            watch.log(loss=float(step))
+    run = read_run(path)
+    routes = [route.detail for route in sync.plan.routes if route.is_compressed]
+    errors = list(run.norms[-1]["relative_error"].values())
+    sent = [record["message_bytes"] for record in run.steps]
+    return sync.stats().message_bytes, sent, routes, errors, len(flat(model)) > 0
