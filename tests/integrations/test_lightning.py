@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
@@ -420,6 +420,30 @@ def _averaged_models(folder: Path) -> tuple[Any, ...]:
         fit(ThinwireStrategy(averaging), folder, model=TwoOptimizers)
     whole = parameters_of(module), stats.steps, stats.compression_ratio
     return module.same, module.validated, whole, (parameters_of(resumed), steps), str(refused.value)
+
+
+def test_an_exception_saves_a_process_s_own_model(pool2: Pool, tmp_path: Path) -> None:
+    """Nothing is sent: the other processes might be anywhere."""
+    for message, averagings, saved in pool2.run(_ended, tmp_path):
+        assert message == "no more"
+        assert averagings == 0
+        assert saved
+
+
+class Ending(Regression):
+    def on_train_batch_start(self, batch: Tensor, index: int) -> None:
+        if index == 2:
+            raise RuntimeError("no more")
+
+
+def _ended(folder: Path) -> tuple[str, int, bool]:
+    strategy = ThinwireStrategy(partial(thinwire.LocalSGD, every_steps=4))
+    kept = OnExceptionCheckpoint(folder)
+    with pytest.raises(RuntimeError) as raised, patch.object(kept, "teardown"):  # which removes it
+        fit(strategy, folder, model=Ending, callbacks=[kept], enable_checkpointing=True)
+    dist.barrier()
+    local: Any = strategy.local
+    return str(raised.value), local.sync.steps, Path(kept.ckpt_path).exists()
 
 
 def test_positional_arguments_are_the_stock_strategys() -> None:

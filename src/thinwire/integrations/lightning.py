@@ -37,14 +37,14 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-    from lightning.pytorch.trainer.states import TrainerFn
+    from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 except ImportError as error:
     # The same package under its older name. With both installed, Trainers of the two don't mix.
     try:
         from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
         from pytorch_lightning.accelerators import Accelerator  # type: ignore[assignment]
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry  # type: ignore[assignment]
-        from pytorch_lightning.trainer.states import TrainerFn  # type: ignore[assignment]
+        from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus  # type: ignore[assignment]
     except ImportError:
         raise MissingExtraError(
             "thinwire.integrations.lightning needs lightning or pytorch_lightning, 2.6 or later: "
@@ -236,7 +236,10 @@ class ThinwireStrategy(DDPStrategy):
         self._average()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's state, of the averaged model. Collective in training, as checkpoints are."""
+        """Return the module's state, of the averaged model. Collective in training, as checkpoints are.
+
+        But what is saved when an exception has ended the training is this process's own model.
+        """
         # Lightning calls it on every process, and only then takes the callbacks' own states.
         self._average()
         return super().lightning_module_state_dict()
@@ -257,7 +260,11 @@ class ThinwireStrategy(DDPStrategy):
 
     def _average(self) -> None:
         # Before training, in its sanity check, and after it there is one model anyway.
-        if self.local is not None and self._is_training:
+        if self.local is None or not self._is_training:
+            return
+        assert self.lightning_module is not None
+        # Callbacks save on an exception before `on_exception` here: other processes may be anywhere.
+        if self.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED:
             self.local.average()
 
     def _leave(self, kind: type[BaseException] | None) -> None:
