@@ -33,7 +33,7 @@ from thinwire import CommunicationError, PowerSGD
 from thinwire.testing import Fault, InjectedError, Kind, fail_at, faults, random_faults
 from thinwire.testing.faults import RESTART_COUNT
 
-SAVE_EVERY, BATCH, CONTEXT = 20, 4, 16
+BATCH, CONTEXT = 4, 8
 TIMEOUT_SECONDS = 3.0
 LOSSES: tuple[Kind, ...] = ("kill", "raise", "stall")  # those that need a restart
 
@@ -96,7 +96,14 @@ def schedule(seed: int, *, processes: int, steps: int, num_faults: int, num_loss
 
 
 def soak(
-    seed: int, *, processes: int, steps: int, num_faults: int, num_losses: int, log: bool = False
+    seed: int,
+    *,
+    processes: int,
+    steps: int,
+    save_every: int,
+    num_faults: int,
+    num_losses: int,
+    log: bool = False,
 ) -> tuple[list[Told], Counter[str], int]:
     """Run the job to its end; the last words of all processes, the faults that struck, and the restarts."""
     given = schedule(seed, processes=processes, steps=steps, num_faults=num_faults, num_losses=num_losses)
@@ -108,6 +115,7 @@ def soak(
                 Path(folder, "checkpoint.pt"),
                 restart,
                 steps,
+                save_every,
                 given,
                 processes=processes,
                 timeout_seconds=TIMEOUT_SECONDS,
@@ -127,11 +135,16 @@ def soak(
 
 
 def incarnation(
-    setting: crash.Setting, checkpoint: Path, restart: int, steps: int, given: Sequence[Fault]
+    setting: crash.Setting,
+    checkpoint: Path,
+    restart: int,
+    steps: int,
+    save_every: int,
+    given: Sequence[Fault],
 ) -> Told:
     os.environ[RESTART_COUNT] = str(restart)
     setting.join_group()
-    job = Job(checkpoint)
+    job = Job(checkpoint, save_every)
     error = ""
     with faults(job.sync, given) as struck:
         try:
@@ -147,12 +160,12 @@ def incarnation(
 class Job:
     """What is trained, and the sums that the identity is about."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, save_every: int) -> None:
         torch.manual_seed(0)
         files = sorted(Path(os.__file__).parent.glob("*.py"))[:40]
         data = bytearray(b"".join(map(Path.read_bytes, files)))
         self.text = torch.frombuffer(data, dtype=torch.uint8).long()
-        self.checkpoint = checkpoint
+        self.checkpoint, self.save_every = checkpoint, save_every
         self.module = ByteModel()
         self.scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=30)
         self.ddp_model = DistributedDataParallel(self.module, bucket_cap_mb=0.05)
@@ -164,7 +177,7 @@ class Job:
             self.load()
 
     def step(self) -> None:
-        if self.sync.steps % SAVE_EVERY == 0:
+        if self.sync.steps % self.save_every == 0:
             self.save()
         own = torch.autograd.grad(self.loss(self.module), list(self.module.parameters()))
         means = [gradient.double() for gradient in own]
@@ -238,6 +251,7 @@ def main() -> None:
         options.seed,
         processes=options.processes,
         steps=options.steps,
+        save_every=20,
         num_faults=options.faults,
         num_losses=options.losses,
         log=True,

@@ -9,14 +9,15 @@ from soak import schedule, soak
 
 @pytest.mark.timeout(200)
 def test_after_faults_of_every_kind_all_processes_have_the_same_and_nothing_is_lost() -> None:
-    told, struck, restarts = soak(2601, processes=4, steps=40, num_faults=16, num_losses=3)
+    # Of a seed by which every process has faults, and each loss comes some steps after a save.
+    told, struck, restarts = soak(2947, processes=4, steps=20, save_every=5, num_faults=12, num_losses=3)
     assert len(told) == 4
     assert restarts == 3
     assert set(struck) == {"non-finite", "slow", "stall", "kill", "raise"}
     assert len({each.checksum for each in told}) == 1
     for each in told:
-        assert each.step == 40
-        assert each.skipped > 5
+        assert each.step == 20
+        assert each.skipped == 5  # lost and repeated ones once
         assert each.gap < 1e-5
         assert each.owed > 1e-3  # what was to be missed, had it been lost
         assert each.ratio > 5
