@@ -43,19 +43,19 @@ def main() -> None:
     model = GPT2LMHeadModel(config)
     arguments = TrainingArguments(
         output_dir=str(options.folder),
-        max_steps=30,
+        max_steps=18,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         learning_rate=1e-3,
-        logging_steps=10,
-        save_steps=10,
+        logging_steps=6,
+        save_steps=6,
         report_to="none",
         disable_tqdm=True,
         ddp_find_unused_parameters=False,
         use_cpu=not torch.cuda.is_available(),
     )
     trainer = Trainer(model, arguments, train_dataset=Windows())
-    thinwire_callback = attach(trainer, thinwire.PowerSGD(matrix_rank=4, warmup_steps=4))
+    thinwire_callback = attach(trainer, thinwire.PowerSGD(matrix_rank=4, warmup_steps=2))
     trainer.train(resume_from_checkpoint=str(options.resume) if options.resume else None)
 
     checksum = sum(p.detach().double().sum().item() for p in model.parameters())

@@ -22,7 +22,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport
 from thinwire.sync.engine import Engine
 
-WILDLY = [(0, 20), (7, 3), (0, 0), (4, 4)]
+WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
 POWER = PowerSGD(matrix_rank=2)
 
 Registration = Callable[[DistributedDataParallel], Any]
