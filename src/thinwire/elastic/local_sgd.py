@@ -22,23 +22,20 @@ from thinwire.checks import checked_scaler, number, true_or_false, whole_count
 from thinwire.elastic.group import Group
 from thinwire.elastic.membership import Membership, MembershipStats
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.local_sgd.flight import Flight
-from thinwire.fronts.local_sgd.fragment import Fragment, are_finite, averaged_tensors, buckets_of
-from thinwire.fronts.local_sgd.layers import fragments_of
-from thinwire.fronts.local_sgd.steps import calling_after_steps
+from thinwire.fronts.ddp_model import is_fsdp2
+from thinwire.fronts.local_sgd.averagings import Flight
+from thinwire.fronts.local_sgd.fragment import Fragment, averaged_tensors, buckets_of, fragments_of
+from thinwire.fronts.local_sgd.loop import after_each_step
 from thinwire.fronts.local_sgd.validation import (
     OUTER_EXAMPLE,
     Outer,
-    checked_device,
     checked_optimizer,
     described_outer,
-    identities,
     new_outer,
     unwrapped,
 )
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_undamaged, with_checksum
-from thinwire.sync.fingerprint import description_of
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
 
@@ -130,13 +127,23 @@ class LocalSGD:
                 "a DDP model's process group can't change; pass the plain module, and do not call "
                 "init_process_group: the members find each other through the lighthouse"
             )
+        if is_fsdp2(self.module):
+            raise AttachError(
+                f"{type(self.module).__name__} is sharded by fully_shard; a member that comes and goes is "
+                "one process with a whole model. thinwire.LocalSGD averages sharded ones"
+            )
         if any(algorithm.is_replan_due(step) for step in range(1, 1 << 12)):
             raise ConfigError(
                 f"{algorithm} makes a new plan now and then, behind the averaging; members that come and go "
                 "need one plan: give a matrix rank instead of a budget"
             )
         self._average_buffers = true_or_false("average_buffers", average_buffers)
-        self._outer_device = checked_device("outer_device", outer_device)
+        try:
+            self._outer_device = None if outer_device is None else torch.device(outer_device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f'outer_device must be a device such as "cpu", or None, got {outer_device!r}'
+            ) from error
         self._grad_scaler = checked_scaler(grad_scaler)
         averaged = self._averaged_now()
         self._optimizer = checked_optimizer(optimizer, averaged, self.module)
@@ -253,9 +260,9 @@ class LocalSGD:
             # In one order, however many fragments there are: so that its state fits any number.
             ordered = [each for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
             self._outer = new_outer(
-                self._make_outer, [lasts[each.name] for each in ordered], None, self._engine.algorithm
+                self._make_outer, [lasts[each.name] for each in ordered], self._engine.algorithm
             )
-        self._entered = identities(averaged)
+        self._entered = {each.name: each.identity for each in averaged}
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
             attached.callback(setattr, self, "_is_inside", False)
@@ -263,9 +270,7 @@ class LocalSGD:
                 attached.enter_context(_on_sigterm(self.leave))
             with full_precision(self._device):
                 self._membership.average()
-            attached.enter_context(
-                calling_after_steps(self._optimizer, self._grad_scaler, self._after_own_step)
-            )
+            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
             self._attached = attached.pop_all()
         self._is_inside = True
         return self
@@ -330,7 +335,7 @@ class LocalSGD:
 
     @property
     def _device(self) -> torch.device:
-        return self._fragments[0].averaged[0].tensor.device
+        return self._fragments[0].lasts[0][0].tensor.device
 
     def _check_inside(self, call: str) -> None:
         if self.has_left:
@@ -341,7 +346,7 @@ class LocalSGD:
             raise StepError(
                 f"{call} came inside averaged(), where the model is the last average; leave that first"
             )
-        now = identities(self._averaged_now())
+        now = {each.name: each.identity for each in self._averaged_now()}
         differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
         if differing:
             raise StepError(
@@ -397,12 +402,15 @@ class _Front:
 
     def is_finite(self) -> bool:
         """As `Front.is_finite`."""
-        return are_finite(self._local._fragments[self._local._due].changes())
+        changes = self._local._fragments[self._local._due].changes()
+        device = changes[0].device
+        return bool(torch.stack([flat.isfinite().all().to(device) for flat in changes]).all())
 
     def described(self) -> Description:
         """As `Front.described`."""
         local = self._local
-        progress = {
+        return {
+            **local._engine.described("an averaging"),
             "torch": torch.__version__.partition("+")[0],
             "kind": type(local).__name__,
             "every_steps": str(local._every_steps),
@@ -411,7 +419,6 @@ class _Front:
             "weigh_by": local._weigh_by,
             "outer optimizer": described_outer(local._outer),
         }
-        return description_of("an averaging", local._engine.algorithm, {}, local._engine.specs, progress)
 
     def state(self) -> Mapping[str, Any]:
         """As `Front.state`."""
@@ -455,7 +462,7 @@ class _Front:
                 zeros = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=local._device)
                 local._engine.put_error(spec.name, zeros)
         for fragment in local._fragments:
-            fragment.load(state["last_average"])
+            fragment.take(state["last_average"])
             for each, last in fragment.lasts:
                 each.value.copy_(last)
         for name, tensor in others.items():
@@ -472,7 +479,6 @@ class _Front:
         for flat in changes:
             flat.mul_(scale)
         flight = Flight({fragment: changes}, local._engine)
-        flight.start()
         with local._engine.clock.inside(local._engine.traffic):
             while flight.advance():
                 pass

@@ -11,7 +11,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, BucketPlan, Memory, accelerators
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Metered, Traffic, Transport, agree
+from thinwire.channel import Description, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.clock import StepClock
@@ -412,6 +412,10 @@ class Engine:
             skipped_steps=lanes.nonfinite_steps,
             choices=lanes.choices,
         )
+
+    def described(self, call: str) -> Description:
+        """Return how this process is configured, by subject, without how far it is."""
+        return self._lanes.described(call, has_progress=False)
 
     def error_norm(self) -> float:
         """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""

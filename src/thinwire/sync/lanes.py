@@ -288,8 +288,13 @@ class Lanes:
         agree(self._transport, {**self.described("a step"), "bucket": bucket}, f"step {self.steps}")
         self._traffic.waiting_seconds += time.perf_counter() - start
 
-    def described(self, call: str) -> Description:
-        """Return what must be the same on every process before a call, by subject."""
+    def described(self, call: str, *, has_progress: bool = True) -> Description:
+        """Return what must be the same on every process before a call, by subject.
+
+        Args:
+            call: What it is about to do.
+            has_progress: Whether to tell how far the process is, as well as how it is configured.
+        """
         # The plan is not among it: it follows from the algorithm, its choices and the shapes.
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
         if is_dataclass(self.algorithm):
@@ -299,13 +304,17 @@ class Lanes:
                 else:
                     described[name] = repr(value)
         described |= self.settings.described()
-        described |= {
-            "committed steps": str(self.memory.step),
-            "steps that were not finite": str(self.nonfinite_steps),
-            "loaded state": self._loaded_checksum or "none",
-            "averaged error": str(self.local_is_mean),
-        }
-        described |= {f"choice for {name}": str(choice) for name, choice in sorted(self.choices.items())}
+        described |= (
+            {}
+            if not has_progress
+            else {
+                "committed steps": str(self.memory.step),
+                "steps that were not finite": str(self.nonfinite_steps),
+                "loaded state": self._loaded_checksum or "none",
+                "averaged error": str(self.local_is_mean),
+                **{f"choice for {name}": str(choice) for name, choice in sorted(self.choices.items())},
+            }
+        )
         for spec in self.specs.values():
             shape = "×".join(map(str, spec.shape)) or "scalar"
             dtype = str(spec.dtype).removeprefix("torch.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,15 @@ from thinwire.fronts.local_sgd.fragment import (
 from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.fronts.local_sgd.validation import (
+    OUTER_EXAMPLE,
     STATE_VERSION,
+    Outer,
     checked_optimizer,
     checked_state,
     checked_streaming,
     checked_transports,
-    held_by,
+    described_outer,
+    new_outer,
     replica_of,
     unwrapped,
 )
@@ -54,10 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalSGD"]
 
-Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-
 EXACT = AllReduce()
-OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
 
 
 class LocalSGD(Joinable):
@@ -317,7 +316,7 @@ class LocalSGD(Joinable):
             "mix": self._averagings.mix,
             "average_buffers": self._average_buffers,
             "subgroup": schedule.has_subgroup,
-            "outer optimizer": _described(outer),
+            "outer optimizer": described_outer(outer),
             "loaded state": loaded is not None and loaded["checksum"],
         }
         # All know before the first message whether the others start anew, which is collective, or go on.
@@ -371,23 +370,7 @@ class LocalSGD(Joinable):
         parameters = [
             lasts[each.name] for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer
         ]
-        outer: object = self._make_outer(parameters)
-        if not isinstance(outer, torch.optim.Optimizer):
-            raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")
-        if held_by(outer) != set(map(id, parameters)):
-            raise ConfigError(
-                f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
-            )
-        has_momentum = any(
-            group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups
-        )
-        if has_momentum and self._engine.algorithm.sends_few_entries:
-            warnings.warn(
-                f"the outer optimizer has momentum, and {self._engine.algorithm} sends an entry only now and "
-                "then: momentum moves it on in all the steps in which nothing was sent of it; "
-                "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
-                stacklevel=3,
-            )
+        outer = new_outer(self._make_outer, parameters, self._engine.algorithm)
         if self._loaded is not None and self._loaded["outer"] is not None:
             names = self._outer_names(fragments)
             try:
@@ -665,12 +648,3 @@ class LocalSGD(Joinable):
         loaded["in_flight"] = tuple((place, self._own(means)) for place, means in loaded["in_flight"])
         # A copy: it is used on entry, and the caller's own may have changed by then.
         self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]
-
-
-def _described(outer: torch.optim.Optimizer | None) -> str:
-    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
-    if outer is None:
-        return "none"
-    # What else there is (functions, tensors) may print differently on every process.
-    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
-    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import number, whole_count, whole_number
 from thinwire.errors import AttachError, ConfigError, StateError
@@ -24,16 +26,23 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "OUTER_EXAMPLE",
     "STATE_VERSION",
+    "Outer",
     "checked_optimizer",
     "checked_state",
     "checked_streaming",
     "checked_transports",
+    "described_outer",
     "held_by",
+    "new_outer",
     "replica_of",
     "unwrapped",
 ]
 
+Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+
+OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
 STATE_VERSION = 3
 KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
 LATER_KEYS = {"sent_after", "in_flight"}  # that a state of version 2 lacks
@@ -209,6 +218,46 @@ def checked_optimizer(
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     """Return the identities of the parameters that an optimizer holds."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def new_outer(make: Outer, parameters: list[torch.Tensor], algorithm: Algorithm) -> torch.optim.Optimizer:
+    """Return the outer optimizer of `parameters`; warn of a momentum that does not go with `algorithm`.
+
+    Args:
+        make: What the user gave.
+        parameters: All that it must hold.
+        algorithm: How the changes that it is given are averaged.
+
+    Raises:
+        ConfigError: `make` does not make an optimizer of exactly these.
+    """
+    outer: object = make(parameters)
+    if not isinstance(outer, torch.optim.Optimizer):
+        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+    if held_by(outer) != set(map(id, parameters)):
+        raise ConfigError(
+            f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
+        )
+    has_momentum = any(
+        group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups
+    )
+    if has_momentum and algorithm.sends_few_entries:
+        warnings.warn(
+            f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
+            "moves it on in all the steps in which nothing was sent of it; "
+            "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
+            stacklevel=4,
+        )
+    return outer
+
+
+def described_outer(outer: torch.optim.Optimizer | None) -> str:
+    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
+    if outer is None:
+        return "none"
+    # What else there is (functions, tensors) may print differently on every process.
+    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
+    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
 
 
 def checked_state(
