@@ -47,6 +47,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     """
     if transport.size == 1:
         return
+    # A digest of all, for parameters may be thousands; their names travel only to say what differs.
     # In the order in which it was given, which `check_same` goes by; the digest does not.
     data = json.dumps(description).encode()
     fingerprint = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).digest()

@@ -105,6 +105,7 @@ class _Turn(Generic[Result]):
         self._awaited: Awaited | None = None
         # Handed to and fro: the thread runs between `_go` and `_stopped`, and `run_members` waits meanwhile.
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        # A daemon: where one member hangs for good in code of its own, the process can still end.
         self._thread = threading.Thread(target=self._run, args=(rank, body), daemon=True)
         # Of each thread its own, and on in a new one: a body must run as if it were called.
         self._grad_enabled = torch.is_grad_enabled()
@@ -293,6 +294,7 @@ class _InProcessWork:
         return self.is_complete
 
     def wait(self) -> None:
+        # Whoever waits twice gets the same: backends allow it, and the tensor may have changed since.
         if self.is_taken:
             return
         wait_for(self)

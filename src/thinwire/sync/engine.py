@@ -242,7 +242,7 @@ class Engine:
 
     def _ended(self, step: Step, committed: bool) -> None:
         self._gradient_bytes += step.gradient_bytes
-        self._kept_errors = None
+        self._kept_errors = None  # they were of the step before
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(committed)
 

@@ -39,7 +39,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
         )
 
     def scale_on(device: torch.device) -> torch.Tensor:
-        scale = grad_scaler()
+        scale = grad_scaler()  # in each step: it may follow a schedule of the user's
         words = f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"
         # Both would pass as numbers: float("2") is one, and so is True.
         if isinstance(scale, str | bool):

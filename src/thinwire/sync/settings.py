@@ -52,6 +52,7 @@ class Settings:
 
     def described(self) -> Mapping[str, str]:
         """Return what must be the same on all processes, by subject."""
+        # `together` joins others than those that are compared.
         return {
             "loss scale": "not known" if self.loss_scale is None else "known",
             "find_unused_parameters": str(self.may_be_unused),

@@ -23,11 +23,11 @@ __all__ = [
     "Terms",
     "add_errors",
     "add_scaled",
-    "families",
     "joined",
     "parted",
     "round_all_into",
     "round_into",
+    "shape_groups",
     "stacked",
     "widened",
 ]
@@ -100,7 +100,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
-def families(batches: Sequence[torch.Tensor]) -> list[list[int]]:
+def shape_groups(batches: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return which batches are to be treated as one, by index.
 
     On accelerators those of matrices of one shape, type and device; on the CPU each is one.
@@ -116,30 +116,30 @@ def families(batches: Sequence[torch.Tensor]) -> list[list[int]]:
     return list(found.values())
 
 
-def joined(batches: Sequence[torch.Tensor], family: Sequence[int]) -> torch.Tensor:
-    """Return the batches of a family as one.
+def joined(batches: Sequence[torch.Tensor], group: Sequence[int]) -> torch.Tensor:
+    """Return the batches of a shape group as one.
 
     Args:
         batches: All of them.
-        family: One of `families`.
+        group: One of `shape_groups`.
     """
-    return batches[family[0]] if len(family) == 1 else torch.cat([batches[index] for index in family])
+    return batches[group[0]] if len(group) == 1 else torch.cat([batches[index] for index in group])
 
 
 def parted(
-    wholes: Sequence[torch.Tensor], batches: Sequence[torch.Tensor], found: Sequence[Sequence[int]]
+    wholes: Sequence[torch.Tensor], batches: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Return what was made of the families, batch by batch: views.
+    """Return what was made of the shape groups, batch by batch: views.
 
     Args:
-        wholes: One for each family, with as many matrices.
-        batches: All of them, as given to `families`.
-        found: The families.
+        wholes: One for each group, with as many matrices.
+        batches: All of them, as given to `shape_groups`.
+        groups: The shape groups.
     """
     results: dict[int, torch.Tensor] = {}
-    for whole, family in zip(wholes, found, strict=True):
-        sizes = [len(batches[index]) for index in family]
-        results.update(zip(family, whole.split_with_sizes(sizes), strict=True))
+    for whole, group in zip(wholes, groups, strict=True):
+        sizes = [len(batches[index]) for index in group]
+        results.update(zip(group, whole.split_with_sizes(sizes), strict=True))
     return [results[index] for index in range(len(batches))]
 
 

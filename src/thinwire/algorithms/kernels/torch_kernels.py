@@ -25,9 +25,9 @@ from thinwire.algorithms.kernels.matrices import (
     Terms,
     add_errors,
     add_scaled,
-    families,
     joined,
     parted,
+    shape_groups,
     stacked,
 )
 
@@ -160,14 +160,14 @@ class TorchKernels(Kernels):
         bases: dict[int, torch.Tensor] = {}
         for indices in by_device.values():
             here = [batches[index] for index in indices]
-            found = families(here)
-            wholes = [joined(here, family) for family in found]
+            groups = shape_groups(here)
+            wholes = [joined(here, group) for group in groups]
             # Twice, in float64: a Gram matrix squares the condition of the rows, and what one pass leaves of
             # nearly dependent ones the second takes out.
             once = _orthonormal_pass([whole.double() for whole in wholes], are_scaled=False)
             twice = _orthonormal_pass(once, are_scaled=True)
             results = [basis.to(whole.dtype) for basis, whole in zip(twice, wholes, strict=True)]
-            bases.update(zip(indices, parted(results, here, found), strict=True))
+            bases.update(zip(indices, parted(results, here, groups), strict=True))
         return [bases[index] for index in range(len(batches))]
 
 

@@ -10,7 +10,7 @@ import torch
 from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows
-from thinwire.algorithms.kernels.matrices import MatrixGroup, families, joined, parted, stacked
+from thinwire.algorithms.kernels.matrices import MatrixGroup, joined, parted, shape_groups, stacked
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
 from thinwire.algorithms.requests import Jointly, Message, Request
 
@@ -107,19 +107,19 @@ def orthonormal_bases(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lis
         items: Of each batch the factors, (matrices, r, columns), and what replaces dead rows, (r, columns).
     """
     factors = [rows for rows, _ in items]
-    found = families(factors)
+    groups = shape_groups(factors)
     wholes = []
     # A row that is zero stays zero through every product, and its direction would be lost for good: it died
     # when a gradient had too low a matrix rank, or was never there.
-    for family in found:
-        rows, drawn = joined(factors, family), items[family[0]][1]
+    for group in groups:
+        rows, drawn = joined(factors, group), items[group[0]][1]
         if accelerators.pays_per_launch(rows.device):
             is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
             wholes.append(torch.where(is_dead, drawn, rows))
         else:
             is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
             wholes.append(rows.addcmul_(is_dead.to(rows.dtype), drawn))
-    return parted(orthonormal_rows(wholes), factors, found)
+    return parted(orthonormal_rows(wholes), factors, groups)
 
 
 def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

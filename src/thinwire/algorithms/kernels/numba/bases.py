@@ -31,6 +31,7 @@ def _orthonormal(batch: Matrix, bases: Matrix) -> None:
     count, columns = batch.shape[1:]
     gram, weights = np.empty((count, count)), np.empty((count, count))
     once, twice = np.empty((count, columns)), np.empty((count, columns))
+    # Twice: what one pass leaves of nearly dependent rows, the second takes out.
     for i in range(len(batch)):
         _write_gram(batch[i], gram)
         _write_inverse_cholesky(gram, weights)
@@ -47,6 +48,7 @@ def _write_gram(rows: Rows, gram: Coefficients) -> None:
         x = rows[k]
         for m in range(k + 1):
             y = rows[m]
+            # In float64, or nearly dependent rows would differ in digits that there are not.
             total = 0.0
             for j in range(len(x)):
                 total += np.float64(x[j]) * np.float64(y[j])
@@ -61,6 +63,7 @@ def _write_inverse_cholesky(gram: Coefficients, inverse: Coefficients) -> None:
     """
     count = len(gram)
     inverse[:] = 0
+    # Rows of length one first: whether one depends on others is a question of angles, not of lengths.
     for k in range(count):
         inverse[k, k] = 1 / math.sqrt(gram[k, k]) if gram[k, k] > 0 else 0.0
     for k in range(count):

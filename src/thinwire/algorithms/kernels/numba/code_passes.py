@@ -142,6 +142,7 @@ def average(
     factors = np.empty(members, np.float32)
     wide = block - block % WIDE
     for place in range(len(lengths)):
+        # Scales are divided by the members, and not sums: once for a block, and not for each number.
         for member in range(members):
             factors[member] = _number(received_scales[member * (row_bytes // 2) + place]) * part
         for first in range(0, wide, WIDE):
@@ -247,6 +248,8 @@ def _encode(
     wide = length - length % WIDE
     for first in range(0, wide, WIDE):
         _write_wide(bits, codes + first * bits // 8, numbers + FLOAT_BYTES * first, factor)
+    # To the block's end: the codes behind a short one travel too, and must not be what memory happened to
+    # hold.
     for first in range(wide, block, LANES):
         lanes = first_lanes(max(0, min(LANES, length - first)))
         units = splat(factor) * load(numbers + FLOAT_BYTES * first, lanes)
@@ -284,6 +287,7 @@ def _scale(numbers: int, length: int, bits: int, last: float) -> int:
     most = largest(most_of)
     if bits >= 4:
         return _rounded(most / np.float32(last), True)
+    # Else in a second pass, of shares of the largest.
     unit = one
     if not SAFE_FROM < most < SAFE_TO:
         unit = most
@@ -303,6 +307,7 @@ def _rounded(number: float, upwards: bool) -> int:
     bits = bits_of(number)
     if bits >= INFINITE << 16:
         return INFINITE if bits == INFINITE << 16 else NOT_A_NUMBER
+    # Half to even, as torch rounds; upwards where the largest of a block must not be cut off.
     rounded = (bits + 0xFFFF) >> 16 if upwards else (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return rounded if rounded >= SMALLEST else 0
 
@@ -310,8 +315,12 @@ def _rounded(number: float, upwards: bool) -> int:
 @inlined
 def _number(scale: int) -> float:
     """Return the scale of some bits in bf16; NaN if it is not finite."""
+    # Or what is infinite might end as the largest number of the gradient's type.
     number: float = float_of((NOT_A_NUMBER if scale >= INFINITE else np.int64(scale)) << 16)
     return number
+
+
+# Compiled code can't choose an operation from a dictionary, so it asks; 4 bits first, the usual ones.
 
 
 @inlined

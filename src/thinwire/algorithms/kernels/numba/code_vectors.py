@@ -111,9 +111,11 @@ def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
         so_far: Magnitudes.
         numbers: Of any sign.
     """
+    # As whole numbers: without its sign a larger number has larger bits, and NaN the largest of all, where a
+    # comparison of numbers would pass over it.
     bits = builder.bitcast(so_far, WORDS)
-    found = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
-    return builder.bitcast(found, NUMBERS)
+    largest_bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
+    return builder.bitcast(largest_bits, NUMBERS)
 
 
 @operation(types.float32(vector))
@@ -225,6 +227,8 @@ def _wide_reader(bits: int) -> Any:
 
     def emit(builder: Any, address: Any, factor: Any, target: Any) -> None:
         levels = _read(builder, bits, address, WIDE)
+        # One product, rounded once, and nothing that may be contracted with it: what is decoded must be the
+        # same to the bit with every backend.
         _store_wide(builder, builder.fmul(levels, _repeated(builder, factor, WIDE)), target)
 
     return operation(types.void(types.int64, types.float32, types.int64))(emit)
@@ -235,6 +239,7 @@ def _wide_adder(bits: int) -> Any:
 
     def emit(builder: Any, address: Any, factor: Any, target: Any) -> None:
         levels = _read(builder, bits, address, WIDE)
+        # A sum of members is coded again before anybody decodes it, so its last bits are free.
         added = builder.fmul(levels, _repeated(builder, factor, WIDE), flags=("contract",))
         _store_wide(builder, builder.fadd(_wide(builder, target), added, flags=("contract",)), target)
 
@@ -262,6 +267,8 @@ def _store_wide(builder: Any, numbers: Any, address: Any) -> None:
 
 def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
     """Emit the store of the codes of numbers, in units of their scale."""
+    # One bit is the comparison itself: a mask of lanes is stored as it is. Packed codes begin at any byte,
+    # hence the alignment.
     if bits == 1:
         is_positive = builder.fcmp_ordered(">", units, _all(units.type, 0.0))
         together = ir.IntType(units.type.count)
@@ -277,7 +284,11 @@ def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
         used = bits * width // 8
         shifted = builder.lshr(eights, _all(kind, width - used))
         eights = builder.and_(builder.or_(eights, shifted), _all(kind, _fields(2 * width, 2 * used)))
-    _store_eights(builder, address, eights, bits)
+    # Of each number of 64 bits the lowest bytes, as many as a code has bits, one behind the other.
+    count = kind.count
+    kept = [8 * place + byte for place in range(count) for byte in range(bits)]
+    packed = _shuffled(builder, builder.bitcast(eights, ir.VectorType(INT8, 8 * count)), kept)
+    builder.store(packed, _at(builder, address, packed.type), align=1)
 
 
 def _places(builder: Any, bits: int, units: Any) -> Any:
@@ -316,7 +327,15 @@ def _read(builder: Any, bits: int, address: Any, lanes: int) -> Any:
     if bits == 8:
         codes = builder.load(_at(builder, address, codes_type), align=1)
     else:
-        eights = _load_eights(builder, address, bits, lanes // 8)
+        count = lanes // 8
+        packed = builder.load(_at(builder, address, ir.VectorType(INT8, bits * count)), align=1)
+        # To each eight codes eight bytes; above those that they fill, the first of the zeros behind.
+        places = [
+            bits * place + byte if byte < bits else bits * count
+            for place in range(count)
+            for byte in range(8)
+        ]
+        eights = builder.bitcast(_shuffled(builder, packed, places), ir.VectorType(INT64, count))
         for width in (32, 16, 8):
             used = bits * width // 8
             shifted = builder.shl(eights, _all(eights.type, width - used))
@@ -337,11 +356,12 @@ def _levels(builder: Any, bits: int, places: Any) -> Any:
         # Whole numbers, all of them: nothing is rounded.
         square = builder.fmul(signed, signed)
         return builder.fmul(signed, builder.fadd(square, _all(numbers, codebook.cubic)))
-    found = _all(numbers, levels[0])
+    # At most eight levels: chosen one after the other, without a table in memory.
+    chosen = _all(numbers, levels[0])
     for place, level in enumerate(levels[1:], 1):
         is_there = builder.icmp_unsigned(">=", places, _all(places.type, place))
-        found = builder.select(is_there, _all(numbers, level), found)
-    return found
+        chosen = builder.select(is_there, _all(numbers, level), chosen)
+    return chosen
 
 
 def _fields(width: int, used: int) -> int:
@@ -349,22 +369,6 @@ def _fields(width: int, used: int) -> int:
     field = (1 << used) - 1
     mask = sum(field << start for start in range(0, 64, width))
     return mask - (1 << 64) if mask >> 63 else mask
-
-
-def _store_eights(builder: Any, address: Any, eights: Any, bits: int) -> None:
-    """Emit the store of the lowest bytes of some times eight codes."""
-    bytes_type = ir.VectorType(INT8, 8 * eights.type.count)
-    kept = [8 * place + byte for place in range(eights.type.count) for byte in range(bits)]
-    packed = _shuffled(builder, builder.bitcast(eights, bytes_type), kept)
-    builder.store(packed, _at(builder, address, packed.type), align=1)
-
-
-def _load_eights(builder: Any, address: Any, bits: int, count: int) -> Any:
-    """Emit the load of some times eight codes, with zeros above."""
-    packed = builder.load(_at(builder, address, ir.VectorType(INT8, bits * count)), align=1)
-    zero = bits * count  # the first of what stands behind
-    places = [bits * place + byte if byte < bits else zero for place in range(count) for byte in range(8)]
-    return builder.bitcast(_shuffled(builder, packed, places), ir.VectorType(INT64, count))
 
 
 def _shuffled(builder: Any, bytes_: Any, places: list[int]) -> Any:

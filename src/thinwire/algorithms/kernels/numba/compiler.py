@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from thinwire.algorithms.kernels.numba.vectors import pointer
 
-__all__ = ["Addresses", "Factors", "Matrix", "addresses", "compiled", "inlined", "matrix_at"]
+__all__ = ["Addresses", "FactorBatch", "Matrix", "addresses", "compiled", "inlined", "matrix_at"]
 
 Matrix: TypeAlias = NDArray[np.float32]
-Factors: TypeAlias = NDArray[np.float32]
+FactorBatch: TypeAlias = NDArray[np.float32]
 """Of several matrices, (matrices, r, rows or columns)."""
 Addresses: TypeAlias = NDArray[np.int64]
 

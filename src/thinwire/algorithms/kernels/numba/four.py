@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from thinwire.algorithms.kernels.numba.compiler import Addresses, Factors, Matrix, compiled, inlined
+from thinwire.algorithms.kernels.numba.compiler import Addresses, FactorBatch, Matrix, compiled, inlined
 from thinwire.algorithms.kernels.numba.rows import (
     FLOAT_BYTES,
     Four,
@@ -35,7 +35,7 @@ WIDE_BYTES = 4096
 
 @compiled
 def all_products(
-    matrices: Addresses, errors: Addresses, scale: float, rights: Factors, lefts: Factors
+    matrices: Addresses, errors: Addresses, scale: float, rights: FactorBatch, lefts: FactorBatch
 ) -> None:
     """Add `scale` times its error to every M and write (M Q)ᵀ to its `left`.
 
@@ -48,6 +48,7 @@ def all_products(
     """
     rows, line = lefts.shape[2], FLOAT_BYTES * rights.shape[2]
     scales, right = splat(np.float32(scale)), _room(line)
+    # An address keeps nothing alive: `right` must be used until the loop has ended, which copies into it.
     q, stride = right.ctypes.data, FLOAT_BYTES * right.shape[1]
     together = rows - rows % 4 if line >= WIDE_BYTES else 0
     for k in range(len(matrices)):
@@ -75,6 +76,7 @@ def _products(m: int, e: int, line: int, scale: Vector, q: int, stride: int, cou
         (none, none, none, none),
     )
     whole = line - line % VECTOR_BYTES
+    # Whole vectors first, then what is left of the row under a mask: memory behind it is not touched.
     for at in range(0, whole, VECTOR_BYTES):
         p = _add_products(m + at, e + at, line, scale, q + at, stride, p, count, LANES)
     if whole < line:
@@ -111,7 +113,7 @@ def _plus(sums: Four, x: Vector, q: Four) -> Four:
 
 
 @inlined
-def _write_totals(sums: Four, lefts: Factors, k: int, i: int) -> None:
+def _write_totals(sums: Four, lefts: FactorBatch, k: int, i: int) -> None:
     lefts[k, 0, i], lefts[k, 1, i], lefts[k, 2, i], lefts[k, 3, i] = (
         total(sums[0]),
         total(sums[1]),
@@ -121,7 +123,7 @@ def _write_totals(sums: Four, lefts: Factors, k: int, i: int) -> None:
 
 
 @compiled
-def all_projections(lefts: Factors, matrices: Addresses, owns: Factors) -> None:
+def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) -> None:
     """Write P̂ᵀ M of every M to its `own`.
 
     Args:
@@ -138,6 +140,7 @@ def all_projections(lefts: Factors, matrices: Addresses, owns: Factors) -> None:
         for i in range(0, together, 4):
             _project(matrices[k] + i * line, line, _columns(lefts, k, i), t, stride, 4)
         for i in range(together, rows):
+            # The other three rows are loaded as zeros, so it does not matter what they are multiplied with.
             p = _column(lefts, k, i)
             _project(matrices[k] + i * line, line, (p, p, p, p), t, stride, 1)
         _copy(own, owns[k])
@@ -172,10 +175,10 @@ def reconstruct_all(
     matrices: Addresses,
     errors: Addresses,
     inverse_scale: float,
-    sent_lefts: Factors,
-    sent_rights: Factors,
-    mean_lefts: Factors,
-    mean_rights: Factors,
+    sent_lefts: FactorBatch,
+    sent_rights: FactorBatch,
+    mean_lefts: FactorBatch,
+    mean_rights: FactorBatch,
 ) -> None:
     """Write what was not sent of every M, times `inverse_scale`, to its error, and turn M into the mean.
 
@@ -198,6 +201,8 @@ def reconstruct_all(
         for i in range(0, together, 4):
             m, e = matrices[k] + i * line, errors[k] + i * line
             p, q = _columns(sent_lefts, k, i), _columns(mean_lefts, k, i)
+            # Past the caches: what was there is not read first, and nobody reads it before the next step.
+            # Asked out here, where the answer is compiled in, and not for every sixteen numbers.
             if (errors[k] | line) % VECTOR_BYTES == 0:
                 _reconstruct(m, e, line, inverse, p, sent_at, q, mean_at, stride, 4, True)
             else:
@@ -272,12 +277,12 @@ def _combined(coefficients: Four, vectors: Four) -> Vector:
 
 
 @inlined
-def _column(factors: Factors, k: int, i: int) -> Four:
+def _column(factors: FactorBatch, k: int, i: int) -> Four:
     return splat(factors[k, 0, i]), splat(factors[k, 1, i]), splat(factors[k, 2, i]), splat(factors[k, 3, i])
 
 
 @inlined
-def _columns(factors: Factors, k: int, i: int) -> FourRows:
+def _columns(factors: FactorBatch, k: int, i: int) -> FourRows:
     return (
         _column(factors, k, i),
         _column(factors, k, i + 1),
@@ -288,7 +293,8 @@ def _columns(factors: Factors, k: int, i: int) -> FourRows:
 
 @compiled
 def _room(line: int) -> Matrix:
-    """Return room for a factor's copy: whole vectors and one more, so that no rows are 4 KiB apart."""
+    """Return room for a factor's copy: whole vectors, and one more."""
+    # One more, so that rows are never 4 KiB apart: of such, a first cache keeps but a few at a time.
     return np.zeros((4, (line // VECTOR_BYTES + 2) * LANES), np.float32)
 
 

@@ -51,6 +51,7 @@ class NumbaKernels(Kernels):
         add_error: bool,
     ) -> list[torch.Tensor]:
         """As `Kernels.projections`; residuals are added by a pass of their own."""
+        # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
         if add_error:
             for group in groups:
                 add_errors(group, loss_scale)

@@ -33,6 +33,7 @@ def products(
         right: Qᵀ, shape (matrices, r, columns).
         scale: What the loss was multiplied by.
     """
+    # Single rows and four are two kinds of code to compile; else it were one for each matrix rank.
     filled, kernels = _filled(right), _kernels(group)
     rows, columns = group.matrices[0].shape
     left = right.new_empty(*filled.shape[:2], rows)

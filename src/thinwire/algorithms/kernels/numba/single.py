@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from thinwire.algorithms.kernels.numba.compiler import Addresses, Factors, Matrix, compiled, matrix_at
+from thinwire.algorithms.kernels.numba.compiler import Addresses, FactorBatch, Matrix, compiled, matrix_at
 from thinwire.algorithms.kernels.numba.rows import FLOAT_BYTES
 from thinwire.algorithms.kernels.numba.vectors import (
     LANES,
@@ -25,7 +25,7 @@ WIDE_COLUMNS = 4096
 
 @compiled
 def all_products(
-    matrices: Addresses, errors: Addresses, scale: float, rights: Factors, lefts: Factors
+    matrices: Addresses, errors: Addresses, scale: float, rights: FactorBatch, lefts: FactorBatch
 ) -> None:
     """As `four.all_products`, for single rows: add `scale` times its error to every M, and write M q."""
     rows, columns = lefts.shape[2], rights.shape[2]
@@ -49,7 +49,7 @@ def _products(matrix: Matrix, error: Matrix, scale: np.float32, right: Matrix, l
 
 
 @compiled
-def all_projections(lefts: Factors, matrices: Addresses, owns: Factors) -> None:
+def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) -> None:
     """As `four.all_projections`, for single rows: write p̂ᵀ M of every M."""
     rows, columns = lefts.shape[2], owns.shape[2]
     for k in range(len(matrices)):
@@ -78,10 +78,10 @@ def reconstruct_all(
     matrices: Addresses,
     errors: Addresses,
     inverse_scale: float,
-    sent_lefts: Factors,
-    sent_rights: Factors,
-    mean_lefts: Factors,
-    mean_rights: Factors,
+    sent_lefts: FactorBatch,
+    sent_rights: FactorBatch,
+    mean_lefts: FactorBatch,
+    mean_rights: FactorBatch,
 ) -> None:
     """As `four.reconstruct_all`, for single rows."""
     rows, line = sent_lefts.shape[2], FLOAT_BYTES * sent_rights.shape[2]
@@ -90,6 +90,7 @@ def reconstruct_all(
     some = first_lanes((line - whole) // FLOAT_BYTES)
     for k in range(len(matrices)):
         p, q = sent_rights.ctypes.data + k * line, mean_rights.ctypes.data + k * line
+        # As in `four`: only whole lines can be written so.
         past_caches = (errors[k] | line) % VECTOR_BYTES == 0
         for i in range(rows):
             m, e = matrices[k] + i * line, errors[k] + i * line

@@ -41,7 +41,7 @@ VECTOR_BYTES = 4 * LANES
 
 FLOAT, INT32 = ir.FloatType(), ir.IntType(32)
 NUMBERS, INDICES, BITS = (ir.VectorType(element, LANES) for element in (FLOAT, INT32, ir.IntType(1)))
-ALIGNMENT = INT32(4)
+ALIGNMENT = INT32(4)  # of a single number: parameters begin anywhere in a bucket
 
 
 class VectorType(types.Type):
@@ -173,6 +173,7 @@ def total(builder: Any, numbers: Any) -> Any:
         builder: Of the code.
         numbers: The vector.
     """
+    # Without `reassoc` LLVM would add one lane after the other. And −0 is what changes no sum, not even −0.
     name = "vector.reduce.fadd.v16f32"
     return _call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
 
@@ -228,6 +229,7 @@ def _call(builder: Any, name: str, result: Any, *arguments: Any, **options: Any)
 
 
 def _repeated(builder: Any, number: Any) -> Any:
+    # As LLVM writes it itself: it takes this for one operation, and not for sixteen.
     kind = ir.VectorType(number.type, LANES)
     one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
     return builder.shuffle_vector(one, one, ir.Constant(INDICES, [0] * LANES))
