@@ -101,6 +101,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     safetensors = _safetensors() if path.suffix == SAFETENSORS else None
     try:
         if safetensors is None:
+            # Weights only: any other pickle may run what its writer likes.
             state = torch.load(path, weights_only=True, map_location="cpu")
         else:
             with safetensors.safe_open(path, framework="pt") as tensors:

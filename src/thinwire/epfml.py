@@ -270,6 +270,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
     front = aggregator.front_for(parameters)
     _check_same(front, parameters, aggregator)
     _check_scaled(optimizer, aggregator.grad_scaler)
+    # In the aggregator's order, by which its state knows them.
     parameters = parameters if isinstance(aggregator, AllReduce) else front.parameters
     means, committed = front.average([parameter.grad for parameter in parameters])
     for parameter, mean in zip(parameters, means, strict=True):

@@ -110,6 +110,7 @@ class LocalJob:
             stdin=subprocess.DEVNULL,
             stdout=self._out,
             stderr=None if self._out is None else subprocess.STDOUT,
+            # One thread each, unless the user says otherwise: they share the cores of one machine.
             env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
             # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
             # hears it, and ends the others in order.

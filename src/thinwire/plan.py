@@ -96,6 +96,7 @@ class ParameterSpec(NamedTuple):
     @property
     def memory_dtype(self) -> torch.dtype:
         """The type of its error and its factors: fp64 for fp64, fp32 for every other."""
+        # Never of 16 bits: a residual would round off what it is there to keep.
         return torch.promote_types(self.dtype, torch.float32)
 
     @property

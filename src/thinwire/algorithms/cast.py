@@ -31,6 +31,7 @@ def short_name_of(given: object) -> Literal["fp16", "bf16"]:
     Raises:
         ConfigError: It is none of the two.
     """
+    # The kind first: what has no hash can't be looked for.
     if not isinstance(given, str | torch.dtype) or given not in _SHORT_NAMES:
         raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {given!r}')
     return _SHORT_NAMES[given]

@@ -206,6 +206,7 @@ REGISTRY: tuple[Registered, ...] = (
 )
 
 SLOTS: Mapping[str, Slot] = MappingProxyType(
+    # Whichever algorithm saved it, a state's slots are known by name.
     {slot.name: slot for each in REGISTRY for slot in each.kind.slots}
 )
 """What they remember, by name."""

@@ -26,6 +26,9 @@ __all__ = [
 ]
 
 
+# Requests are equal only to themselves (`eq=False`): of two tensors nobody can say it in one bool.
+
+
 @dataclass(frozen=True, eq=False)
 class Mean:
     """Ask for the mean over the members.
@@ -122,6 +125,7 @@ class Commit:
             Behind its commit it may ask for `Jointly`.
     """
 
+    # A function: to look at what was received costs a pass, and where nothing is written nobody looks.
     is_healthy: Callable[[], torch.Tensor]
     writes: bool = True
     writes_where: bool = False

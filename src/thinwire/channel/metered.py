@@ -78,7 +78,7 @@ class CollectiveTraffic:
 
 @dataclass
 class Traffic:
-    """What went through a transport.
+    """What went through a transport, and perhaps through others that count in the same place.
 
     Attributes:
         waiting_seconds: Time the host was blocked until results had come back.

@@ -156,7 +156,7 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """As `Transport.broadcast`."""
-        global_source = dist.get_global_rank(self.group, source)
+        global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
         return self._started(
             f"{purpose}: the copy of {tensor.numel()} × {tensor.dtype} from process {source} of the group",
             lambda: dist.broadcast(_as_bytes(tensor), global_source, self.group, async_op=True),
@@ -191,6 +191,7 @@ class ProcessGroupTransport(Transport):
             return (time.perf_counter() - start) / 2
 
     def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
+        # Always asynchronous: the caller computes on, and waits where it needs the result.
         with named_failure(where):
             return ProcessGroupWork(cast(dist.Work, start()), where)
 

@@ -58,6 +58,7 @@ class Recording(Wrapped):
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
         """As `Wrapped.send`; note it, and when it is waited for."""
+        # Of the tensor its shape and type alone: kept whole, it would keep a gradient's memory.
         note = Note(collective, tuple(tensor.shape), tensor.dtype, purpose, time.perf_counter())
         self.notes.append(note)
         return _NotedWork(start(), note)

@@ -180,6 +180,7 @@ def handle_of(target: object) -> Handle | None:
     """
     if isinstance(target, GradientSync):
         return target._engine
+    # A local SGD counts optimizer steps, of which its engine averages but some.
     if isinstance(target, Handle) and isinstance(getattr(target, "sync", None), GradientSync):
         return target
     return None

@@ -25,6 +25,7 @@ def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> On
     """
     if not isinstance(on_nonfinite, str) or on_nonfinite not in get_args(OnNonfinite):
         raise ConfigError(f'on_nonfinite must be "nan", "zero" or "raise", got {on_nonfinite!r}')
+    # A scaler finds out by looking at the gradients, after all that is done here.
     if on_nonfinite != "nan" and isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled():
         raise ConfigError(
             f'got on_nonfinite="{on_nonfinite}" and a GradScaler, which must see gradients that are not '

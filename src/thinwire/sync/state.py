@@ -192,6 +192,7 @@ def check_model(
     """
     here = {name: spec.shape for name, spec in specs.items()}
     missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
+    # What was saved before any bucket had come lists none, and is of every model.
     if loaded.shapes and (missing or unknown) and strict:
         remedy = "" if by_position else ", or pass strict=False to load what is of both"
         raise StateError(
@@ -212,6 +213,7 @@ def _check_range(key: str, tensors: Mapping[str, torch.Tensor], specs: Mapping[s
     """Refuse what would become infinite in the type of a model's memory, and stop all its steps."""
     for label, tensor in tensors.items():
         first = label.split(BUCKET_SEPARATOR)[0]
+        # Only what is wider than this model's memory can be beyond its range.
         if first not in specs or specs[first].memory_dtype == tensor.dtype or tensor.dtype != torch.float64:
             continue
         largest = tensor.abs().max().item() if tensor.numel() else 0
@@ -363,6 +365,7 @@ def _slots(state: Mapping[str, Any], known: Mapping[str, Slot], version: int) ->
             or not all(type(each) is bool for each in kind)
         ):
             raise StateError(f"slots must pair names with two flags, got {name!r}: {_kind(kind)}")
+        # As it says of itself: it may be of an algorithm that is not in use here, and is carried along.
         slot = Slot(name, is_local=kind[0], is_elementwise=kind[1])
         if known.get(name, slot) != slot:
             raise StateError(

@@ -62,6 +62,7 @@ class Stats:
             f"{self.exposed_seconds:.2f} exposed",
         ]
         if self.relative_error:
+            # The extremes and one name: a model has hundreds of routes.
             worst = max(self.relative_error, key=lambda label: self.relative_error[label])
             smallest, largest = min(self.relative_error.values()), self.relative_error[worst]
             lines.append(

@@ -111,6 +111,9 @@ def _triton_codes() -> CodeKernels | None:
     return TritonCodes() if triton_limits.can_be_used() else None
 
 
+# One of each for the process: groups are put together by the kernels that serve them.
+
+
 @lru_cache(maxsize=1)
 def _torch_kernels() -> Kernels:
     return TorchKernels()
@@ -141,6 +144,7 @@ def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
     for backend in backends:
         if backend.serves(like, matrix_rank):
             kernels = backend.load()
+            # What can't be loaded has said so, once; the next one serves in its place.
             if kernels is not None:
                 return kernels
     names = ", ".join(backend.name for backend in backends)

@@ -197,6 +197,7 @@ def _reconstruct_each(
     for index, matrix in enumerate(group.matrices):
         sent_left, sent_right = (factor[index] for factor in sent)
         for block in _row_blocks(matrix):
+            # The residual first: then the mean takes the place of what it is made of.
             if errors is not None:
                 error = errors[index][block]
                 torch.addmm(matrix[block], sent_left[:, block].t(), sent_right, alpha=-1, out=error)
@@ -236,6 +237,8 @@ def _add_all_errors(groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | No
         if error is not None
     ]
     if loss_scale is not None:
+        # One by one: what an operation on many tensors scales by is a number, which the host would have to
+        # read.
         for matrix, error in known:
             matrix.addcmul_(error, loss_scale.to(error.dtype))
     elif known:

@@ -49,6 +49,7 @@ class Blocks:
     @cached_property
     def share(self) -> int:
         """Blocks that each member averages, those included that only fill up."""
+        # As many for each: the rows of an all-to-all have one length.
         return -(-self.total // self.num_members)
 
     @cached_property

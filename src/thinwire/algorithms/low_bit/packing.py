@@ -57,6 +57,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
         wide = torch.nn.functional.pad(wide, (0, groups * GROUP - count))
     if bits <= 4:
         # The eight bytes of a group are one whole number, in which its codes are pushed together.
+        # Codes below 16 leave the sign bit alone, so that shifts to the right bring in zeros.
         words = wide.contiguous().view(torch.int64)
         for width in (8, 16, 32):
             used = bits * width // 8

@@ -104,6 +104,7 @@ class BatchedPlan(LowRankPlan):
             received.append(mean)
             (left,) = yield Jointly(orthonormal_rows, unpacked(mean, like=[left]))
             lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
+            # P̂ᵀ M of both parts' rows adds up to that of the whole square.
             owns = projections(parts, lefts, scale, add_error=False)
             own = sum(owns[1:], start=owns[0])
             message = packed([own], dtype)

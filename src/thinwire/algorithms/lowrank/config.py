@@ -73,6 +73,7 @@ class LowRank(Algorithm):
         Raises:
             ConfigError: There are such.
         """
+        # Before `__init__`, which would say no more than that an argument is unexpected.
         try:
             signature(cls.__init__).bind_partial(None, *args, **settings)
         except TypeError as error:

@@ -57,6 +57,7 @@ class LowRankPlan(BucketPlan):
         yield from exchange_uncompressed(
             bucket, memory, None if wire_dtype is None else wire_dtype_of(wire_dtype), always_checks=True
         )
+        # All was sent: what a step before has sent of it no longer says how much was not.
         for label in self.labels:
             memory[SENT].pop(label, None)
 

@@ -228,6 +228,7 @@ class PowerSGD(LowRank):
         """Return the largest matrix rank at which a matrix is worth compressing."""
         shape = spec.matrix_shape or (1, 1)
         ranks = range(1, min(shape) + 1)
+        # By bisection, for bytes grow with the matrix rank: a model may have thousands of matrices.
         return bisect_left(ranks, True, key=lambda r: self.matrix_rank_of(shape, spec.dtype, r) is None) or 1
 
     def check_model(self, specs: Sequence[ParameterSpec]) -> None:
@@ -262,6 +263,7 @@ class PowerSGD(LowRank):
         plan = cast(LowRankPlan, self.prepare(specs))
         if _sent_bytes(plan) <= self.bytes_per_step:
             return NO_CHOICES
+        # Nothing is measured yet, so all are cut alike.
         ranks = {route.label: route.matrix_rank or 1 for route in plan.compressed}
 
         def cut(highest: int) -> Choices:
@@ -287,6 +289,7 @@ class PowerSGD(LowRank):
         if not saved:
             saved = {name: len(each) for name, each in memory[FACTOR].items() if BUCKET_SEPARATOR not in name}
         resumed = {**first, **saved}
+        # The state may be of a run that was allowed more.
         fits = self.bytes_per_step is None or _sent_bytes(self.prepare(specs, resumed)) <= self.bytes_per_step
         return resumed if fits else first
 
@@ -445,6 +448,7 @@ class PowerSGDPlan(LowRankPlan):
         if count:
             means = list(found.uncompressed[:count])
             torch._foreach_copy_([gradients[index] for index in self.uncompressed], means)
+        # With nothing of the bucket in front, since of nothing at all there is no `cat`.
         remaining = torch.cat([bucket.flat[:0], *found.uncompressed[count:]])
         sent_names = [names[index] for index in self.uncompressed]
         keep_remainder(memory, sent_names, sent, remaining)

@@ -173,6 +173,7 @@ class Message:
             words = (words << self.bits) + codes_of(values, chunk, scales, self.bits)
         if self.word_bits:
             streams.append(pack(words, self.word_bits))
+        # Words and marks first: what ends within a byte is filled up there, and scales are whole bytes.
         packed = torch.cat([*streams, scales.view(-1).view(torch.uint8)])
         return torch.nn.functional.pad(packed, (0, self.num_bytes - len(packed)))
 

@@ -46,6 +46,7 @@ Counts: TypeAlias = NDArray[np.int64]
 Scales: TypeAlias = NDArray[np.uint16]
 """The bits of bf16 numbers."""
 
+# Each by a name of its own: compiled code sees globals, but no entries of a dictionary.
 write_8, write_4, write_3, write_2, write_1 = (WRITE[bits] for bits in (8, 4, 3, 2, 1))
 read_8, read_4, read_3, read_2, read_1 = (READ[bits] for bits in (8, 4, 3, 2, 1))
 
@@ -62,6 +63,7 @@ subtract_wide_8, subtract_wide_4, subtract_wide_3, subtract_wide_2, subtract_wid
 
 FLOAT_BYTES = 4
 TINY = np.float32(2.0**-126)
+# Of numbers in between, squares and their sums stay within fp32.
 SAFE_FROM, SAFE_TO = np.float32(1e-15), np.float32(1e15)
 INFINITE, NOT_A_NUMBER = 0x7F80, 0x7FC0  # in bf16
 SMALLEST = 0x0080  # one over what is smaller is not finite
@@ -147,6 +149,7 @@ def average(
             factors[member] = _number(received_scales[member * (row_bytes // 2) + place]) * part
         for first in range(0, wide, WIDE):
             at, here = received + place * size + first * bits // 8, room + FLOAT_BYTES * first
+            # The first member's are written and the others' added: the room need not be cleared.
             _read_wide(bits, at, factors[0], here)
             for member in range(1, members):
                 _add_wide(bits, at + member * row_bytes, factors[member], here)
@@ -157,6 +160,7 @@ def average(
                 sums = sums + splat(factors[member]) * _read(bits, at + member * row_bytes)
             store(room + FLOAT_BYTES * first, sums, everywhere)
         _encode(room, lengths[place], block, bits, last, codes + place * size, scales, place)
+        # Without a step the room is one block's, used again and again, and nobody wants what is lost.
         if step:
             _subtract(room, codes + place * size, _number(scales[place]), block, bits, room)
             room += step

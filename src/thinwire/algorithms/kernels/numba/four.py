@@ -134,6 +134,7 @@ def all_projections(lefts: FactorBatch, matrices: Addresses, owns: FactorBatch) 
     rows, line = lefts.shape[2], FLOAT_BYTES * owns.shape[2]
     own = _room(line)
     t, stride = own.ctypes.data, FLOAT_BYTES * own.shape[1]
+    # Four rows at a time however short they are: here nothing is added up across lanes.
     together = rows - rows % 4
     for k in range(len(matrices)):
         own[:] = 0

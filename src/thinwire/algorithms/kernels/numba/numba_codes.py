@@ -58,6 +58,7 @@ class NumbaCodes(CodeKernels):
             return self._others.averaged(received, blocks, own, codebook, draws, lost, dtype)
         num_blocks, block = own.stop - own.start, blocks.block
         coded = Coded.empty(num_blocks, 1, blocks.share, packed_bytes(block, codebook.bits))
+        # Room for one block, used again and again, unless what is lost is wanted of all.
         room = torch.empty(1, block) if lost is None else lost
         code_passes.average(
             *_places(received)[:3],

@@ -76,6 +76,7 @@ def operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
         def emitted(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             value = emit(builder, *arguments)
+            # Numba takes a value even of what returns nothing.
             return context.get_dummy_value() if signature.return_type == types.void else value
 
         typed.__signature__ = signature_of(emit)  # type: ignore[attr-defined] # Numba takes no *arguments
