@@ -598,6 +598,12 @@ class LocalSGD(Joinable):
         if any(not flight.has_landed for flight in now.flights):
             with self._averaging("state_dict()"):
                 now.finish_all()
+        # In the order of the shapes: a state does not depend on how the model lies in memory.
+        lasts = {
+            each.name: last.clone(memory_format=torch.contiguous_format)
+            for fragment in now.fragments
+            for each, last in fragment.lasts
+        }
         in_flight = [item for flight in now.flights for item in flight.changes.items()]
         names = self._outer_names(now.fragments)
         state = {
@@ -608,7 +614,7 @@ class LocalSGD(Joinable):
             "in_flight": tuple(
                 (now.fragments.index(each), self._whole(each.named(means))) for each, means in in_flight
             ),
-            "last_average": self._whole(self._last_average()),
+            "last_average": self._whole(lasts),
             "sync": self.sync.state_dict(),
             "outer": None if now.outer is None else self._replica.whole_outer(now.outer, names),
         }
@@ -619,10 +625,6 @@ class LocalSGD(Joinable):
 
     def _own(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: self._replica.own(name, whole) for name, whole in named.items()}
-
-    def _last_average(self) -> dict[str, torch.Tensor]:
-        lasts = [pair for fragment in self._averagings.fragments for pair in fragment.lasts]
-        return {each.name: last.clone(memory_format=torch.contiguous_format) for each, last in lasts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.

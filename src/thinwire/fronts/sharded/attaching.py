@@ -57,6 +57,7 @@ def attach_sharded(
         GradientError: A parameter's gradient can't be averaged by the algorithm.
         CommunicationError: A collective failed.
     """
+    overlap = true_or_false("overlap", overlap)
     sharded = ShardedModel(model)
     replicas = replicas_of(sharded, process_group, mesh)
     pieces = pieces_of(model, sharded)
@@ -71,14 +72,17 @@ def attach_sharded(
             "gradients are on the CPU (CPUOffloadPolicy), which the replicas' group can't send from; "
             'call init_process_group("cpu:gloo,cuda:nccl")'
         )
+    # Where a replica is one shard there is nobody to ask, and no group of such a kind.
     shards: Transport = InProcessTransport.group(1)[0]
     if not sharded.is_replicated:
         shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
+    # A step is committed on all shards or on none, so they ask each other.
     together = shards if shards.size > 1 else None
     if true_or_false("whole_matrices", whole_matrices) and together is not None:
         pieces = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
     settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite, together=together)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
+    # Buffers as well: replicas that are copied start equal in all that the model holds.
     tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
     alike_on_all_shards(
         shards,
@@ -90,11 +94,12 @@ def attach_sharded(
         },
         lambda: agree(transport, _described(shards, tensors, pieces), "attach()"),
     )
+    # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
     if sharded.is_replicated:
         sharded.stop_averaging()
     for chunk in _chunks(tensors.values()):
         copy_from(transport.rank == 0, chunk, transport)
-    front = ShardedFront(engine, shards, sharded, pieces, overlap=true_or_false("overlap", overlap))
+    front = ShardedFront(engine, shards, sharded, pieces, overlap=overlap)
     front.register(model)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     return ShardedSync(engine, shards, own, front.forget_pass)
@@ -102,6 +107,7 @@ def attach_sharded(
 
 def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield what this process has of them in lists of some megabytes: each is copied as one."""
+    # All at once would need the memory of the model once more.
     chunk: list[torch.Tensor] = []
     for tensor in map(local_of, tensors):
         chunk.append(tensor)
@@ -112,6 +118,7 @@ def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _refuse_attached(pieces: list[Piece]) -> None:
+    # A front leaves no trace on the module; its hooks are bound methods of it.
     for piece in pieces:
         hooks = getattr(piece.parameter, "_post_accumulate_grad_hooks", None) or {}
         if any(isinstance(getattr(hook, "__self__", None), ShardedFront) for hook in hooks.values()):

@@ -76,7 +76,8 @@ class ShardedSync(GradientSync):
             for name, piece in self._pieces.items()
         }
         loaded = self._engine.check_state_dict(state, strict=strict, specs=specs)
-        if self._joins_shards:  # factors of single shards would differ between them
+        # Factors that were saved of single shards would differ between them.
+        if self._joins_shards:
             loaded = without_shards(loaded)
         self._engine.load(_cut(loaded, self._pieces, self._shards))
 
@@ -101,8 +102,10 @@ def _whole_state(
         if not is_elementwise[slot]:
             whole[slot][label if is_joined else _marked(label, shard, shards.size)] = tensor
             continue
+        # A shard of which nothing is remembered has zeros there.
         into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
-        if shard == 0 or pieces[label].dim is not None:  # of what all have, the first one's
+        # Of what all have whole, the first one's.
+        if shard == 0 or pieces[label].dim is not None:
             pieces[label].cut(shard, shards.size)(into).copy_(tensor)
     everyone = gather_bytes(json.dumps(own["choices"]).encode(), shards, "state_dict(), what was chosen")
     for shard, data in enumerate(everyone):
@@ -128,12 +131,14 @@ def _tensors_of_all(
     ]
     data = json.dumps(described).encode()
     device = shards.control_device
+    # What each has, and in which order, is known to all before: so all broadcast the same in one order.
     for shard, listed in enumerate(gather_bytes(data, shards, "state_dict(), what each shard has")):
         for number, (slot, label, shape, dtype) in enumerate(json.loads(listed)):
             if shard == shards.rank:
                 tensor = mine[number][2].to(device, copy=True)
             else:
                 tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            # The last shards of a parameter may be empty.
             if tensor.numel():
                 shards.broadcast(tensor, shard, f"state_dict(), {slot} of {label}").wait()
             yield shard, (slot, label, tensor.cpu())
@@ -159,10 +164,12 @@ def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) ->
     mark = _marked("", shards.rank, shards.size)
     slots: dict[Slot, dict[str, torch.Tensor]] = {}
     for slot, tensors in loaded.slots.items():
+        # Copies: views would keep the whole model's in memory.
         if slot.is_elementwise:
             slots[slot] = {name: cut[name](each).clone() for name, each in tensors.items() if name in cut}
             continue
         slots[slot] = _of_shard(tensors, mark)
+        # What is of no shard was checked with the state as a whole.
         if slot.check is not None:
             for label in [label for label in slots[slot] if label + mark in tensors]:
                 slot.check(label, slots[slot][label], shapes)
