@@ -52,9 +52,10 @@ def test_the_config_has_the_references_names_and_defaults() -> None:
     assert Config._fields[0] == "rank"
 
 
-@pytest.mark.parametrize("iterations", [1, 2, 3])
-@pytest.mark.parametrize("matrix_rank", [1, 3])
-@pytest.mark.parametrize("start_after", [0, 2])
+@pytest.mark.parametrize(
+    ("matrix_rank", "iterations", "start_after"),
+    [(1, 1, 0), (3, 1, 2), (1, 2, 2), (3, 2, 0), (1, 3, 0), (3, 3, 2)],
+)
 def test_the_same_as_a_plain_float64_reference(
     pool2: Pool, matrix_rank: int, iterations: int, start_after: int
 ) -> None:
@@ -100,19 +101,16 @@ def _against_reference(config: Config) -> tuple[list[float], float, int]:
     return gaps, powersgd.stats().compression_ratio, len(planned)
 
 
-@pytest.mark.parametrize("set_to_none", [None, True, False], ids=["no zero_grad", "to none", "to zeros"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-def test_every_type_with_and_without_zero_grad(
-    pool2: Pool, dtype: torch.dtype, set_to_none: bool | None
-) -> None:
-    results = pool2.run(_trained, dtype, set_to_none)
-    reference = pool2.run(_trained, dtype, None)
-    for parameters, ratio, steps, world_size in results:
-        assert (steps, world_size) == (6, 2)
-        assert ratio > 2
-        for mine, theirs in zip(parameters, reference[0][0], strict=True):
-            assert torch.equal(mine, theirs)
-            assert mine.isfinite().all()
+def test_every_type_with_and_without_zero_grad(pool2: Pool, dtype: torch.dtype) -> None:
+    without = pool2.run(_trained, dtype, None)
+    for results in (without, pool2.run(_trained, dtype, True), pool2.run(_trained, dtype, False)):
+        for parameters, ratio, steps, world_size in results:
+            assert (steps, world_size) == (6, 2)
+            assert ratio > 2
+            for mine, theirs in zip(parameters, without[0][0], strict=True):
+                assert torch.equal(mine, theirs)
+                assert mine.isfinite().all()
 
 
 def _trained(dtype: torch.dtype, set_to_none: bool | None) -> tuple[list[Tensor], float, int, int]:

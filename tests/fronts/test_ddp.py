@@ -652,9 +652,10 @@ def _compiled() -> tuple[float, float, list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("saved_after", "warmup_steps"), [(1, 0), (2, 0), (4, 0), (4, 4)], ids=["1", "2", "4", "as it begins"]
+    ("is_hook", "saved_after", "warmup_steps"),
+    [(False, 1, 0), (True, 2, 0), (True, 4, 0), (False, 4, 4)],
+    ids=["attach, 1", "hook, 2", "hook, 4", "attach, as it begins"],
 )
-@pytest.mark.parametrize("is_hook", [False, True], ids=["attach", "hook"])
 def test_the_batched_variant_resumes_to_the_bit_though_ddp_rebuilds_its_buckets(
     pool2: Pool, is_hook: bool, saved_after: int, warmup_steps: int
 ) -> None:

@@ -46,7 +46,7 @@ class Balance(HTMLParser):
         self.text.append(data)
 
 
-def watched(path: Path, algorithm: Algorithm, *, name: str | None = None, steps: int = 130) -> Path:
+def watched(path: Path, algorithm: Algorithm, *, name: str | None = None, steps: int = 40) -> Path:
     simulation = Simulation(algorithm, buckets(), num_workers=2)
     with Watch(simulation.syncs[0], path, name=name, norms_every_steps=10) as watch:
         for step in range(steps):
@@ -113,7 +113,7 @@ def test_names_are_text_and_not_code(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    paths = [watched(tmp_path / f"{n}.jsonl", Cast("fp16"), name="mine", steps=3) for n in range(10)]
+    paths = [watched(tmp_path / f"{n}.jsonl", Cast("fp16"), name="mine", steps=1) for n in range(10)]
     told = checked(report_page([read_run(path) for path in paths]))
     assert all(f"mine ({path})" in told for path in paths)
 

@@ -29,7 +29,7 @@ from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.sync.loss_scale import loss_scale_of
 
 POWER = PowerSGD(matrix_rank=2)
-STEPS = 14
+STEPS = 10
 Result = tuple[list[Tensor], dict[str, Tensor], int, list[float], float]
 
 
