@@ -93,6 +93,7 @@ class DDPCommHookType(Enum):
     NOOP = _Registration(hooks.noop_hook)
 
 
+# What DDP itself takes by `model._register_builtin_comm_hook(…)`.
 BUILT_IN = {
     BuiltinCommHookType.ALLREDUCE: DDPCommHookType.ALLREDUCE,
     BuiltinCommHookType.FP16_COMPRESS: DDPCommHookType.FP16_COMPRESS,

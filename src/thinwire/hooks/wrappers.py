@@ -78,6 +78,7 @@ def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
 
         _made_small.add(post_local_in_16_bits)
         return post_local_in_16_bits
+    # The hook and its wrapper are one cast: no closure is needed around it.
     if hook is allreduce_hook:
         return fp16_compress_hook if wire_dtype == "fp16" else bf16_compress_hook
     # By identity: a hook of the user's own may compare as it likes.

@@ -51,7 +51,8 @@ class Averagings:
         self.step = self.own_pending_steps = 0
         self.divides_by_contributors = False
         self._schedule, self._engine, self._exact = schedule, engine, exact
-        self._asked: list[Consensus] = []  # and not read yet
+        # And not read yet, in the order in which they were asked.
+        self._asked: list[Consensus] = []
 
     def go_on(self, due: Members | None) -> None:
         """Average within the subgroup, advance what is in flight, and start what is due. Collective.

@@ -230,8 +230,9 @@ class LocalSGD(Joinable):
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
-        self._entered: Mapping[str, object] = {}  # the identity of what is averaged
-        self._loaded: Mapping[str, Any] | None = None  # from loading to entry
+        # The identity of what is averaged, from entry on; what was loaded, until then.
+        self._entered: Mapping[str, object] = {}
+        self._loaded: Mapping[str, Any] | None = None
         self._attached = ExitStack()
         self._is_inside = self._shows_average = False
         self._steps_here = 0
@@ -325,6 +326,7 @@ class LocalSGD(Joinable):
             "entering LocalSGD", lambda: compared, lambda: agree(group, compared, "entering LocalSGD")
         )
         if loaded is None:
+            # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
             copy_from(group.rank == 0, map(held_of, tensors), group)
             for fragment in fragments:

@@ -69,7 +69,8 @@ class _GradientSwitch:
     """The hook's state. DDP takes one hook and never lets go of it, so what it does can be switched."""
 
     def __init__(self) -> None:
-        self.front_now: Callable[[], BucketFront | None]  # None to leave the gradients of this pass alone
+        # None to leave the gradients of this pass alone.
+        self.front_now: Callable[[], BucketFront | None]
 
     def __deepcopy__(self, memo: dict[int, object]) -> DetachedFront:
         return DetachedFront()

@@ -58,6 +58,7 @@ class ShardedReplica(Replica):
         self._pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
         self._fsdp = [each for each in module.modules() if isinstance(each, FSDPModule)]
         inside = ProcessGroupTransport(own.get_group(), torch.device(own.device_type))
+        # A replica of one shard has nobody to ask, and its steps are committed without.
         self._inside = inside if inside.size > 1 else InProcessTransport.group(1)[0]
         self.shards = inside if inside.size > 1 else None
 

@@ -45,8 +45,10 @@ Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
 STATE_VERSION = 3
 KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
-LATER_KEYS = {"sent_after", "in_flight"}  # that a state of version 2 lacks
-DEFAULT_MIX = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
+# A state of version 2 lacks them.
+LATER_KEYS = {"sent_after", "in_flight"}
+# Of Streaming DiLoCo (arXiv 2501.18512).
+DEFAULT_MIX = 0.5
 
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
@@ -62,6 +64,7 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
         return inner.module, inner
     if not isinstance(inner, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r}")
+    # Its shards are of parameters that were joined end to end, so that none has a name.
     if is_sharded(inner) and not is_fsdp2(inner):
         raise AttachError(
             f"{type(inner).__name__} is sharded by FullyShardedDataParallel (FSDP1); shard it with "
@@ -309,6 +312,7 @@ def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple
     num_saved = len(state["sent_after"])
     if not num_saved:
         raise StateError("sent_after must hold a number for each fragment, got none")
+    # What has landed is of one division of the model, and can't be applied to another's parts.
     if state["in_flight"] and num_saved != len(shapes):
         raise StateError(
             f"the state was saved while one of {num_saved} fragments was in flight, and here are "
