@@ -79,7 +79,7 @@ def attach(
             shard has some rows, and not each shard's rows by themselves. Then a replica sends r · (m + n)
             numbers over the slow links, whatever the number of shards, and not r · (m + shards · n), at a
             rougher approximation; to each process come r · (m + 3 n) from its replica's other shards.
-            Not with `alternating`, nor with ranks that follow from a budget.
+            Not with `alternating` or `factor_bits`, nor with ranks that follow from a budget.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.

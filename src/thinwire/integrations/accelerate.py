@@ -35,6 +35,7 @@ from thinwire.sync import GradientSync, attached, engine_of
 
 try:
     from accelerate import Accelerator
+    from accelerate.parallelism_config import ParallelismConfig as StockParallelismConfig
     from accelerate.utils import DDPCommunicationHookType
     from accelerate.utils import DistributedDataParallelKwargs as StockKwargs
 except ImportError as error:
@@ -43,7 +44,7 @@ except ImportError as error:
         "pip install '.[accelerate]' in a clone of Thinwire"
     ) from error
 
-__all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs"]
+__all__ = ["DDPCommunicationHookType", "DistributedDataParallelKwargs", "ParallelismConfig"]
 
 LOW_RANK: dict[object, type[PowerSGD] | type[BatchedPowerSGD]] = {
     DDPCommunicationHookType.POWER_SGD: PowerSGD,
@@ -53,6 +54,33 @@ CASTS: dict[object, WireDtype] = {
     DDPCommunicationHookType.FP16: "fp16",
     DDPCommunicationHookType.BF16: "bf16",
 }
+
+
+class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # accelerate is untyped
+    """Accelerate's own, whose replicas are left to Thinwire: FSDP2 shards over the dimension of the shards.
+
+    Accelerate gives FSDP2 both dimensions, so that PyTorch averages whole gradients between replicas. With
+    this one it does not; then attach what it has prepared:
+
+        accelerator = Accelerator(
+            parallelism_config=ParallelismConfig(dp_replicate_size=4, dp_shard_size=8), fsdp_plugin=...
+        )
+        model, optimizer = accelerator.prepare(model, optimizer)
+        mesh = accelerator.torch_device_mesh["dp_replicate"]
+        sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), mesh=mesh)
+        accelerator.register_for_checkpointing(sync)
+
+    Without `attach` nobody averages between replicas. Takes what Accelerate's own takes.
+
+    Examples:
+        >>> ParallelismConfig(dp_replicate_size=4, dp_shard_size=8).fsdp_dim_names
+        ['dp_shard_cp']
+    """
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The dimension over which FSDP2 shards."""
+        return ["dp_shard_cp"]
 
 
 @dataclass
