@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from thinwire import Watch, read_run
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Work, run_members
@@ -347,3 +349,18 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
         local.count_work(3)
     with pytest.raises(StepError, match="outside the context"), local.averaged():
         pass
+
+
+def test_a_watch_logs_who_has_come_and_gone(tmp_path: Path) -> None:
+    model = nn.Linear(32, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = InProcessGroup(InProcessLighthouse())
+    local = LocalSGD(model, optimizer, every_steps=EVERY, group=group, leave_on_sigterm=False)
+    with local, Watch(local, tmp_path / "run.jsonl"):
+        for _ in range(2 * EVERY):
+            model(torch.ones(1, 32)).sum().backward()
+            optimizer.step()
+    run = read_run(tmp_path / "run.jsonl")
+    assert [point.value for point in run.points("members")] == [1.0] * 4
+    assert [point.value for point in run.points("averagings")] == [0, 1, 1, 2]
+    assert set(run.logged) == set(vars(local.membership()))

@@ -2,78 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from importlib import import_module
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import forked
-from elastic import worker
+from elastic.job import PATIENCE_SECONDS, Job
+from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes
 
 pytest.importorskip("torchft")
-
-PATIENCE_SECONDS = 60.0
-
-
-class Job:
-    """Members that meet at one lighthouse, and what they have told so far."""
-
-    def __init__(self, folder: Path) -> None:
-        self._lighthouse = import_module("torchft.coordination").LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1500
-        )
-        self.address = f"http://127.0.0.1:{self._lighthouse.address().rpartition(':')[2]}"
-        self._path = folder / "told"
-        self._path.touch()
-        self.processes: list[forked.Process] = []
-
-    def start(self, member: int, **options: Any) -> forked.Process:
-        process = forked.process(_member, str(self._path), self.address, member, options)
-        process.start()
-        self.processes.append(process)
-        return process
-
-    def told(self, **wanted: Any) -> list[dict[str, Any]]:
-        """Return what was told so far, of that kind."""
-        complete = self._path.read_text().rpartition("\n")[0]
-        lines = [json.loads(line) for line in complete.splitlines()]
-        return [line for line in lines if wanted.items() <= line.items()]
-
-    def wait(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, "\n".join(map(str, self.told()[-30:]))
-            time.sleep(0.02)
-
-    def wait_for_averagings(self, member: int, number: int = 2) -> None:
-        """Wait until a member has told of so many more."""
-        before = len(self.told(event="averaged", member=member))
-        self.wait(lambda: len(self.told(event="averaged", member=member)) >= before + number)
-
-    def check_equal(self) -> int:
-        """Check that the models after each averaging are one; return how many several members told of."""
-        by_step: dict[int, list[str]] = {}
-        for line in self.told():
-            if line["event"] in ("joined", "averaged"):
-                by_step.setdefault(line["step"], []).append(line["checksum"])
-        assert all(len(set(each)) == 1 for each in by_step.values()), by_step
-        return sum(len(each) > 1 for each in by_step.values())
-
-    def close(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
-        self._lighthouse.shutdown()
-
-
-def _member(path: str, lighthouse: str, member: int, options: dict[str, Any]) -> None:
-    worker.train(path, lighthouse, member, **{"steps": 100_000, "timeout_seconds": 2.0, **options})
 
 
 @pytest.fixture
@@ -124,3 +63,10 @@ def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) 
     job.wait_for_averagings(0)
     assert job.told(event="averaged", member=0)[-1]["losses"] == 0
     assert job.check_equal() > 2
+
+
+def test_the_example_runs(job: Job) -> None:
+    told = {"TORCHFT_LIGHTHOUSE": job.address, "MEMBER_HOST": "127.0.0.1"}
+    output = run_processes(EXAMPLES / "elastic_diloco.py", environment=told)
+    assert_compressed_and_agreed(output)
+    assert "2 members" in output

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,29 @@ import torch
 from torch import nn
 
 from thinwire.algorithms import Quantize
-from thinwire.elastic import DiLoCo, TorchftGroup
+from thinwire.channel import Work
+from thinwire.channel.wrapped import Wrapped
+from thinwire.elastic import DiLoCo, TorchftGroup, torchft_group
 
 
 def new_model(seed: int, width: int = 16) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(32, width), nn.Tanh(), nn.BatchNorm1d(width), nn.Linear(width, 4))
+
+
+class Deadly(Wrapped):
+    """Kills this process when it sends a message whose purpose has some words in it, the nth time."""
+
+    def __init__(self, inner: Wrapped, words: str, place: int) -> None:
+        super().__init__(inner.transport)
+        self.words, self.place = words, place
+
+    def send(self, collective: Any, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]) -> Work:
+        self.place -= self.words in purpose
+        if self.place == 0 and self.words in purpose:
+            start()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return start()
 
 
 def train(
@@ -30,9 +49,13 @@ def train(
     every_steps: int = 4,
     step_seconds: float = 0.01,
     width: int = 16,
+    dies_at: tuple[str, int] | None = None,
     **options: Any,
 ) -> None:
-    """Train up to so many steps of the group, and append to a file what happens."""
+    """Train up to so many steps of the group, and append to a file what happens.
+
+    `dies_at`: words of a message's purpose, and the how manieth such kills the process as it is sent.
+    """
     torch.set_num_threads(1)
     out = Path(path).open("a", buffering=1)  # noqa: SIM115 - until the process ends, however it does
 
@@ -45,11 +68,16 @@ def train(
     target = torch.linspace(-1, 1, 32 * 4).view(32, 4)
     settings = {"timeout_seconds": 5.0, "wait_seconds": 60.0, "hostname": "127.0.0.1", **options}
     try:
+        group = TorchftGroup(lighthouse, name=f"member{member}", **settings)
+        if dies_at is not None and dies_at[0] == "handing":
+            setattr(torchft_group, "send_state", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+        elif dies_at is not None:
+            group.transport = Deadly(group.transport, *dies_at)
         local = DiLoCo(
             model,
             optimizer,
             every_steps=every_steps,
-            group=TorchftGroup(lighthouse, name=f"member{member}", **settings),
+            group=group,
             algorithm=Quantize(bits=4, block=16, error_feedback=True),
         )
         with local:

@@ -31,11 +31,14 @@ class Group(ABC):
             an averaging has failed.
         received: What the others have sent this member to start from, until it is taken; None if it is
             where they are.
+        kind: What finds the members, the same on all of them.
         provide: Returns what a newcomer starts from. It is called inside `meet`, on any thread.
 
     Raises:
         ConfigError: An argument is wrong.
     """
+
+    kind: str
 
     def __init__(self, min_members: int, wait_seconds: float) -> None:
         self.min_members = whole_count("min_members", min_members, minimum=1)

@@ -198,6 +198,10 @@ class LocalSGD:
         """Return who has come and gone so far, as this member has seen it."""
         return replace(self._membership.stats)
 
+    def numbers(self) -> dict[str, float]:
+        """Return `membership()` by name, as a `thinwire.Watch` logs it."""
+        return {name: float(value) for name, value in vars(self._membership.stats).items()}
+
     def stats(self) -> Stats:
         """Return what was sent, and how much less that is than data-parallel; as of `thinwire.LocalSGD`."""
         return self._compared(self._sync.stats())
@@ -412,6 +416,7 @@ class _Front:
         return {
             **local._engine.described("an averaging"),
             "torch": torch.__version__.partition("+")[0],
+            "group": local._group.kind,
             "kind": type(local).__name__,
             "every_steps": str(local._every_steps),
             "fragments": str(local._num_fragments),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 PAUSE_SECONDS = 1.0
+PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
 
 
@@ -79,7 +82,7 @@ class TorchftGroup(Group):
                 f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
             )
         torchft = _torchft()
-        # torch's own check of it would be of the default group.
+        self.kind = f"torchft {version('torchft')}"
         self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
         self._lighthouse = lighthouse
         inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
@@ -117,10 +120,36 @@ class TorchftGroup(Group):
     def meet(self) -> None:
         """As `Group.meet`."""
         give_up_at = time.monotonic() + self.wait_seconds
+        said = threading.Timer(
+            PATIENCE_SECONDS,
+            logger.warning,
+            [
+                "has waited %g s for the other members at the lighthouse %s, whose page says who is there",
+                PATIENCE_SECONDS,
+                self._lighthouse,
+            ],
+        )
+        said.daemon = True
+        said.start()
+        try:
+            self._ask(give_up_at)
+        finally:
+            said.cancel()
+        failed = self._manager.errored()
+        if failed is not None or self._group.size == 0:
+            raise CommunicationError(
+                f"the members of quorum {self._group.quorum_id} could not be joined, or their state "
+                f"not be received: {failed.original_exception if failed is not None else 'no group'}"
+            )
+        self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
+        self.transport.transport = self._group.transport()
+
+    def _ask(self, give_up_at: float) -> None:
+        """Ask the lighthouse who takes part, until it answers; torchft's manager joins them."""
         while True:
             try:
                 self._manager.start_quorum()
-                break
+                return
             except (RuntimeError, TimeoutError) as error:
                 # It would raise the same error at the next call, too, before it asks.
                 self._manager._quorum_future = None
@@ -133,14 +162,6 @@ class TorchftGroup(Group):
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
                 )
                 time.sleep(PAUSE_SECONDS)
-        failed = self._manager.errored()
-        if failed is not None or self._group.size == 0:
-            raise CommunicationError(
-                f"the members of quorum {self._group.quorum_id} could not be joined, or their state "
-                f"not be received: {failed.original_exception if failed is not None else 'no group'}"
-            )
-        self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
-        self.transport.transport = self._group.transport()
 
     def settle(self, committed: bool) -> None:
         """As `Group.settle`."""

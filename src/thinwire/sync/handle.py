@@ -11,7 +11,7 @@ from thinwire.plan import Plan
 from thinwire.sync.engine import Engine
 from thinwire.sync.stats import Stats
 
-__all__ = ["GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of"]
+__all__ = ["Counting", "GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of"]
 
 
 class GradientSync:
@@ -160,6 +160,14 @@ def attached(sync: GradientSync | None, otherwise: str) -> GradientSync:
     if sync is None:
         raise AttachError(otherwise)
     return sync
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A handle that counts more than steps and messages, such as members that come and go."""
+
+    def numbers(self) -> Mapping[str, float]:
+        """Return what else it has counted so far, by name. Cost: none."""
 
 
 def engine_of(target: GradientSync | Synced) -> Engine:

@@ -14,6 +14,7 @@ from thinwire.checks import whole_count
 from thinwire.errors import ConfigError
 from thinwire.plan import Route
 from thinwire.sync import GradientSync, Synced, engine_of, handle_of
+from thinwire.sync.handle import Counting
 from thinwire.sync.stats import Stats
 from thinwire.version import __version__
 from thinwire.watch.growth import GrowthAlarm
@@ -174,6 +175,8 @@ class Watch:
                 "compression_ratio": counts.compression_ratio,
             },
         )
+        if isinstance(self._watched, Counting):
+            self.log(**self._watched.numbers())
         self._last, self._last_end = counts, now
         self._steps = self._nonfinite_steps = 0
 
