@@ -89,6 +89,7 @@ def algorithms(steps: int) -> dict[str, Algorithm]:
         "bf16": Cast("bf16"),
         **{f"powersgd-{matrix_rank}": PowerSGD(matrix_rank=matrix_rank) for matrix_rank in (1, 2, 4, 16)},
         "powersgd-4-late": late,
+        "powersgd-4-in-8-bits": PowerSGD(matrix_rank=4, factor_bits=8),
         # Of the bytes of powersgd-4.
         "powersgd-8-alternating": PowerSGD(matrix_rank=8, alternating=True),
         # Of the bytes of powersgd-2 and powersgd-4, with matrix ranks chosen on the way.

@@ -86,6 +86,7 @@ class _Synchronised(Aggregator):
         means, committed = front.average(gradients)
         if not committed:
             front.engine.warn_of_nonfinite()
+        # Of a step that was not committed nothing was sent, so all of the input is still to be.
         for index, gradient in enumerate(gradients if committed else ()):
             if gradient is not None:
                 self._leave_error(front, index, gradient)
@@ -316,6 +317,7 @@ def _check_same(front: StepFront, parameters: list[torch.Tensor], aggregator: _S
 def _check_scaled(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None) -> None:
     if grad_scaler is None or not grad_scaler.is_enabled():
         return
+    # The scaler has no public word for it.
     if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
         raise StepError(
             "grad_scaler.unscale_(optimizer) was called before optimizer_step, where the gradients are not "

@@ -73,6 +73,7 @@ class LocalJob:
             opened.callback(self._end)
             for process_rank in range(self._size):
                 self._processes.append(self._started(process_rank))
+            # Only now: where one can't be started, those before it are ended on the way out.
             self._open = opened.pop_all()
         return self
 

@@ -116,6 +116,8 @@ class ParameterSpec(NamedTuple):
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Return whether memory is filled without gaps or overlaps, in any order of dimensions."""
+    # From the innermost dimension outwards each must begin where the ones before it end; what has one element
+    # may have any stride.
     expected = 1
     for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size != 1):
         if step != expected:

@@ -100,6 +100,7 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
         Traceback (most recent call last):
         thinwire.errors.AgreementError: step 0: process 0 has matrix_rank 2, process 1 has matrix_rank 4. ...
     """
+    # In the order in which members name them, what matters most first: only the first few are said.
     subjects = list(dict.fromkeys(subject for description in everyone for subject in description))
     differing = [s for s in subjects if len({description.get(s) for description in everyone}) > 1]
     if not differing:

@@ -40,6 +40,7 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
         source = int(offered)
         if source < 0:
             raise CommunicationError("no process of the group offers its tensors to the others")
+        # All of a device in one message: a model has hundreds of tensors, and each would cost a latency.
         flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in copied])
         transport.broadcast(flat, source, "copying tensors").wait()
         parts = flat.split_with_sizes([tensor.nbytes for tensor in copied])

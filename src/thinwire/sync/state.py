@@ -317,6 +317,7 @@ def _pairs(state: Mapping[str, Any], key: str) -> Sequence[tuple[str, Any]]:
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise StateError(f"{key} must hold pairs of a name and a value, got {_kind(pair)}")
+    # A mapping could not have a name twice; pairs can, and the last would win unseen.
     if len({name for name, _ in pairs}) < len(pairs):
         raise StateError(f"{key} has a name twice; the state is damaged, load an earlier one")
     return [(name, value) for name, value in pairs]
@@ -342,6 +343,7 @@ def _buckets(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) ->
     if not isinstance(listed, list | tuple) or not all(isinstance(bucket, list | tuple) for bucket in listed):
         raise StateError(f"buckets must be a tuple of tuples of names, got {_kind(listed)}")
     names = [name for bucket in listed for name in bucket]
+    # The next step is made with these: of a parameter twice, or of one that there is not, it could not be.
     if not all(isinstance(name, str) and name in shapes for name in names) or len(set(names)) < len(names):
         raise StateError(
             "buckets must hold names from the state's list of parameters, each once; the state is damaged, "
@@ -392,6 +394,7 @@ def _copied(key: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
+    # Copies, for the user may go on with what was passed; at least of 32 bits, as memory is.
     return {
         name: tensor.detach().to("cpu", torch.promote_types(tensor.dtype, torch.float32), copy=True)
         for name, tensor in tensors.items()

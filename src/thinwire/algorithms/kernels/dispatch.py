@@ -250,6 +250,7 @@ def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _shares(groups: Sequence[MatrixGroup]) -> dict[Kernels, list[int]]:
     """Return which kernels compute which groups, by index."""
+    # All groups of a backend in one call, so that one launch may serve many shapes.
     shares: dict[Kernels, list[int]] = {}
     for index, group in enumerate(groups):
         shares.setdefault(kernels_for(group.matrices[0], group.matrix_rank), []).append(index)

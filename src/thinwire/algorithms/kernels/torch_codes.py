@@ -103,7 +103,13 @@ def _encoded(
         if draws is None:
             places = _nearest(units, levels, codebook)
         else:
-            places = _drawn(units, levels, draws.of(some).uniform(block, rows.dtype))
+            # Without the end levels: beyond those a number is rounded to one of the last two, as well as it
+            # goes.
+            lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
+            upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
+            # By chance the one or the other of the two levels around each number, so that their mean is it.
+            uniform = draws.of(some).uniform(block, rows.dtype)
+            places = (lower + (uniform < upper_share)).to(torch.uint8)
         codes[some] = pack(places, codebook.bits)
     return codes, scales
 
@@ -142,14 +148,6 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
     for middle in middles.tolist():
         places += units > middle
     return places
-
-
-def _drawn(units: torch.Tensor, levels: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the place of one of the two levels around each number, so that their mean is it, uint8."""
-    # Without the end levels: beyond those a number is rounded to one of the last two, as well as it goes.
-    lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
-    share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
-    return (lower + (uniform < share)).to(torch.uint8)
 
 
 def _decoded(

@@ -72,7 +72,12 @@ def approximate_whole(
         of_shards = yield ShardGather(torch.cat([each.reshape(-1) for each in padded]))
         # Of whole factors, on every shard: so the bases are those of the whole matrices, dead rows included.
         lefts = yield Jointly(orthonormal_rows, _whole_lefts(of_shards, padded, cuts))
-        lefts = [_own_rows(left, cut, of.shape[2]) for left, cut, of in zip(lefts, cuts, rows, strict=True)]
+        # Of the bases again this shard's rows; the last shards may have fewer, or none.
+        first_rows = [min(cut.shard * cut.height, cut.shape[0]) for cut in cuts]
+        lefts = [
+            left[:, :, first : first + of.shape[2]].contiguous()
+            for left, first, of in zip(lefts, first_rows, rows, strict=True)
+        ]
 
         parts = projections(groups, lefts, bucket.loss_scale, add_error=False)
         total = yield ShardSum(torch.cat([part.reshape(-1) for part in parts]))
@@ -104,11 +109,6 @@ def _whole_lefts(
         # What is padded stands behind the last row of all: only the last shards lack rows.
         wholes.append(side_by_side.reshape(count, matrix_rank, -1)[:, :, : cut.shape[0]].contiguous())
     return wholes
-
-
-def _own_rows(left: torch.Tensor, cut: Cut, num_rows: int) -> torch.Tensor:
-    start = min(cut.shard * cut.height, cut.shape[0])
-    return left[:, :, start : start + num_rows].contiguous()
 
 
 def norm_of_rows(term: Factors) -> torch.Tensor:

@@ -56,7 +56,7 @@ class LowRank(Algorithm):
     """The settings; `PowerSGD` says what each means."""
 
     slots = (ERROR, FACTOR, BASIS, SENT)
-    always_shown = ("matrix_rank",)
+    always_shown = ("matrix_rank",)  # it says most of the bytes
 
     matrix_rank: int
     min_compression_ratio: float = 2

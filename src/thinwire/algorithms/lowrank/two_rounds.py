@@ -81,5 +81,6 @@ def approximate(
         own, means = arrived.own, arrived.means
         if not is_last:
             rights = yield Jointly(orthonormal_rows, means)
+    # The last iteration alone: each approximates all of M again, and better than those before it.
     terms = [[Factors(*each)] for each in zip(lefts, own, means, strict=True)]
     return Approximation(terms, uncompressed_mean, received, starts)

@@ -121,6 +121,7 @@ class Message:
 
         int64, (4, chunks).
         """
+        # In Python, once for a plan, which serves all steps.
         columns, marks, entries = [], 0, 0
         for chunks in self.parts:
             for run in chunks.runs:

@@ -31,6 +31,7 @@ def load_rows(address: int, stride: int, count: int, lanes: int) -> Four:
         count: 4 for four rows, 1 for one.
         lanes: How many of the sixteen columns count.
     """
+    # Of a single row the others are masked out: their addresses are not its, and are never touched.
     mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
     return (
         load(address, mask),
