@@ -10,6 +10,7 @@ import torch
 import catalog
 from pool import Pool, Pools
 from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.matrices import replaced
 from thinwire.algorithms.lowrank import alternating, bases, batched, two_rounds
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
@@ -37,7 +38,11 @@ def pool4(pools: Pools) -> Pool:
 def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """What all workers orthonormalize is the same, and half of the time: the first one's result serves."""
 
-    def remembered(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def remembered(
+        batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        if drawn is not None:
+            batches = [replaced(*each) for each in zip(batches, drawn, strict=True)]
         bases = catalog.bases_of(catalog.Bits(batches), dispatch.backends)
         return [basis.clone() for basis in bases]
 

@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import (
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.kernels.dispatch import Backend
 from thinwire.algorithms.kernels.triton import launcher
+from thinwire.algorithms.kernels.triton.limits import FACTOR_ROWS
 from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
+from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
 from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.plan import ParameterSpec
 
@@ -240,12 +242,13 @@ def _count_launch(
 
 def by_triton() -> AbstractContextManager[object]:
     """Return a context in which Triton's kernels serve tensors without values."""
+    kernels, codes = TritonKernels(), TritonCodes()
     triton = Backend(
         "Triton",
-        lambda like, matrix_rank: False,
-        lambda: None,
+        lambda like, matrix_rank: like.dtype in TritonKernels.gradient_types and matrix_rank <= FACTOR_ROWS,
+        lambda: kernels,
         lambda like: like.dtype == torch.float32,
-        TritonCodes,
+        lambda: codes,
     )
     return patch.object(dispatch, "backends", (triton, dispatch.TORCH))
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from thinwire.algorithms import accelerators
+from thinwire.algorithms.kernels.dispatch import kernels_for
 
 __all__ = [
     "AllFinite",
@@ -171,10 +172,10 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
         return torch.tensor(True)
     answers = []
     for (device, _), alike in kinds.items():
-        # NaN wins every minimum, maximum and norm, so extremes are enough.
         if accelerators.pays_per_launch(device):
-            answers.append(torch.stack(list(torch._foreach_norm(alike, torch.inf))).amax() < torch.inf)
+            answers.append(kernels_for(alike[0], 1).all_finite(alike))
         else:
+            # NaN wins every minimum and maximum, so extremes are enough.
             extremes = torch.stack([each for tensor in alike for each in torch.aminmax(tensor)])
             answers.append(extremes.isfinite().all())
     if len(answers) == 1:

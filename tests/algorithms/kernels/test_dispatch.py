@@ -101,9 +101,9 @@ class Counting(TorchKernels):
         self.given.append(("subtract_own", len(groups)))
         super().subtract_own(groups, factors)
 
-    def orthonormal_rows(self, batches):  # type: ignore[no-untyped-def]
+    def orthonormal_rows(self, batches, drawn=None):  # type: ignore[no-untyped-def]
         self.given.append(("orthonormal_rows", len(batches)))
-        return super().orthonormal_rows(batches)
+        return super().orthonormal_rows(batches, drawn)
 
 
 def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_order(

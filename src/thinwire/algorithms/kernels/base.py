@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -19,7 +19,16 @@ class Kernels(Protocol):
     many shapes with one. Inside a group, all matrices have one shape, type and device; groups may differ in
     all three. A backend does all of the protocol for what it serves, and hands on itself what it has no code
     for. The loss scale stays a tensor down to the backend: to read it on the host waits for an accelerator.
+
+    M is a gradient plus its residual. A backend may add them in place when it is first asked for anything of
+    a step's matrices, or whenever it reads them; so residuals are the same until `reconstruct`, and are given
+    every time.
+
+    Attributes:
+        gradient_types: Types of gradients that may be a group's matrices. Others are copied to fp32 first.
     """
+
+    gradient_types: ClassVar[Collection[torch.dtype]]
 
     def products(
         self,
@@ -32,10 +41,10 @@ class Kernels(Protocol):
         """Return (M Q)ᵀ of every matrix, for each group (matrices, r, rows).
 
         Args:
-            groups: The matrices; with `add_error`, its residual is added to each of them first, in place.
+            groups: The matrices and their residuals.
             rights: Of each group Qᵀ, (matrices, r, columns).
             loss_scale: What the loss was multiplied by, None for 1.
-            add_error: Whether that has not been done yet.
+            add_error: Whether these matrices are asked for the first time in this step.
         """
 
     def projections(
@@ -49,10 +58,10 @@ class Kernels(Protocol):
         """Return P̂ᵀ M of every matrix, for each group (matrices, r, columns).
 
         Args:
-            groups: The matrices; with `add_error`, its residual is added to each of them first, in place.
+            groups: The matrices and their residuals.
             lefts: Of each group P̂ᵀ, (matrices, r, rows).
             loss_scale: What the loss was multiplied by, None for 1.
-            add_error: Whether that has not been done yet.
+            add_error: Whether these matrices are asked for the first time in this step.
         """
 
     def reconstruct(
@@ -63,7 +72,9 @@ class Kernels(Protocol):
         loss_scale: torch.Tensor | None,
         is_healthy: torch.Tensor | None = None,
     ) -> None:
-        """Turn every M into the mean gradient, in place, and write to its error what was not sent.
+        """Turn every gradient into the mean one, in place, and write to its error what was not sent.
+
+        Of gradients in 16 bits also what their type can't hold of the mean.
 
         What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
         then leave the residual, which so stays bounded; the mean of the residuals is the same.
@@ -85,7 +96,9 @@ class Kernels(Protocol):
             factors: Of each group those of the iteration.
         """
 
-    def orthonormal_rows(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def orthonormal_rows(
+        self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
         """Return an orthonormal basis of the rows of every matrix.
 
         A row that depends on those before it becomes zero: the basis has as many rows that are not zero
@@ -95,7 +108,16 @@ class Kernels(Protocol):
         Args:
             batches: fp32 or fp64 tensors of shape (matrices, rows, columns), few rows and many columns; they
                 may differ in all three, in type and in device.
+            drawn: Of each batch what replaces rows of zeros, (rows, columns), the same for batches of one
+                shape; None to leave them. With it the batches are given away.
 
         Returns:
             A new tensor of the same shape and type for each batch.
+        """
+
+    def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return whether every element is finite, as a tensor of one bool; not read back.
+
+        Args:
+            tensors: Of one type and device, none of them empty.
         """

@@ -23,6 +23,7 @@ from thinwire.algorithms.kernels.torch_codes import TorchCodes
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 from thinwire.algorithms.kernels.triton import limits as triton_limits
 from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
+from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
 
 __all__ = [
     "NUMBA",
@@ -102,6 +103,19 @@ def _numba_codes() -> CodeKernels | None:
     return cast("CodeKernels", module.NumbaCodes())
 
 
+def _triton_serves(like: torch.Tensor, matrix_rank: int) -> bool:
+    return (
+        like.dtype in TritonKernels.gradient_types
+        and matrix_rank <= triton_limits.FACTOR_ROWS
+        and triton_limits.reaches(like.device)
+    )
+
+
+@lru_cache(maxsize=1)
+def _triton_kernels() -> Kernels | None:
+    return TritonKernels() if triton_limits.can_be_used() else None
+
+
 def _triton_serves_codes(like: torch.Tensor) -> bool:
     return like.dtype == torch.float32 and triton_limits.reaches(like.device)
 
@@ -125,7 +139,7 @@ def _torch_codes() -> CodeKernels:
 
 
 NUMBA = Backend("Numba", _numba_serves, _numba_kernels, _numba_serves_codes, _numba_codes)
-TRITON = Backend("Triton", lambda like, matrix_rank: False, lambda: None, _triton_serves_codes, _triton_codes)
+TRITON = Backend("Triton", _triton_serves, _triton_kernels, _triton_serves_codes, _triton_codes)
 TORCH = Backend("PyTorch", lambda like, matrix_rank: True, _torch_kernels, lambda like: True, _torch_codes)
 
 backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
@@ -230,20 +244,24 @@ def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> N
         kernels.subtract_own([groups[index] for index in share], [factors[index] for index in share])
 
 
-def orthonormal_rows(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def orthonormal_rows(
+    batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
     """Return an orthonormal basis of the rows of every matrix, as `Kernels.orthonormal_rows`.
 
     One function for all: buckets whose `Jointly` names it are served by one call.
 
     Args:
         batches: Shape (matrices, rows, columns) each; they may differ in shape, type and device.
+        drawn: As of `Kernels.orthonormal_rows`.
     """
     shares: dict[Kernels, list[int]] = {}
     for index, batch in enumerate(batches):
         shares.setdefault(kernels_for(batch, batch.shape[1]), []).append(index)
     results: dict[int, torch.Tensor] = {}
     for kernels, share in shares.items():
-        bases = kernels.orthonormal_rows([batches[index] for index in share])
+        instead = None if drawn is None else [drawn[index] for index in share]
+        bases = kernels.orthonormal_rows([batches[index] for index in share], instead)
         results.update(zip(share, bases, strict=True))
     return [results[index] for index in range(len(batches))]
 

@@ -25,6 +25,7 @@ __all__ = [
     "add_scaled",
     "joined",
     "parted",
+    "replaced",
     "round_all_into",
     "round_into",
     "shape_groups",
@@ -47,7 +48,8 @@ class MatrixGroup:
 
     Attributes:
         labels: One for each matrix, the key of its factor in memory.
-        matrices: M, fp32 or fp64, each (rows, columns); on entry the gradients alone.
+        matrices: M, each (rows, columns), in fp32 or fp64, or of the backend's types of gradients; on entry
+            the gradients alone.
         errors: The residual of each, (rows, columns); None if there is none.
         matrix_rank: r.
     """
@@ -143,6 +145,20 @@ def parted(
     return [results[index] for index in range(len(batches))]
 
 
+def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Return factors with other rows in place of those that are all zeros; on the CPU the same tensor.
+
+    Args:
+        rows: Shape (matrices, r, columns), given away.
+        drawn: Shape (r, columns).
+    """
+    if accelerators.pays_per_launch(rows.device):
+        is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
+        return torch.where(is_dead, drawn, rows)
+    is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
+    return rows.addcmul_(is_dead.to(rows.dtype), drawn)
+
+
 def add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
     """Add a residual, in units of the unscaled loss, to a gradient in units of the scaled one.
 
@@ -206,9 +222,10 @@ def round_all_into(
     # Cut off at the range: what is beyond stays in the residual, where an infinite gradient would be lost.
     limit = min(torch.finfo(gradients[0].dtype).max, torch.finfo(means[0].dtype).max)
     rounded, kept = list(gradients), list(means)
-    torch._foreach_clamp_max_(kept, limit)
-    torch._foreach_clamp_min_(kept, -limit)
     torch._foreach_copy_(rounded, kept)
+    # What the range can't hold stays in the means, whose rest goes to the residual.
+    torch._foreach_clamp_max_(rounded, limit)
+    torch._foreach_clamp_min_(rounded, -limit)
     known = [error for error in errors if error is not None]
     if known:
         torch._foreach_sub_(kept, widened(rounded, kept[0].dtype))

@@ -27,6 +27,7 @@ from thinwire.algorithms.kernels.matrices import (
     add_scaled,
     joined,
     parted,
+    replaced,
     shape_groups,
     stacked,
 )
@@ -39,6 +40,8 @@ BLOCK_BYTES = 512 * 1024
 
 class TorchKernels(Kernels):
     """PyTorch's products, a group after the other; see `Kernels` for what each method does."""
+
+    gradient_types = (torch.float32, torch.float64)
 
     def products(
         self,
@@ -146,8 +149,10 @@ class TorchKernels(Kernels):
                 for block in _row_blocks(matrix):
                     matrix[block].addmm_(left[:, block].t(), right, alpha=-1)
 
-    def orthonormal_rows(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return orthonormal bases by Gram–Schmidt in coefficients, twice.
+    def orthonormal_rows(
+        self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """As `Kernels.orthonormal_rows`, by Gram–Schmidt in coefficients, twice.
 
         The Gram matrices of all batches of a device, in float64, are factorised together by one Cholesky
         recursion over the few rows, none over matrices, and without reading anything back from the device.
@@ -162,6 +167,9 @@ class TorchKernels(Kernels):
             here = [batches[index] for index in indices]
             groups = shape_groups(here)
             wholes = [joined(here, group) for group in groups]
+            if drawn is not None:
+                instead = [drawn[indices[group[0]]] for group in groups]
+                wholes = [replaced(whole, rows) for whole, rows in zip(wholes, instead, strict=True)]
             # Twice, in float64: a Gram matrix squares the condition of the rows, and what one pass leaves of
             # nearly dependent ones the second takes out.
             once = _orthonormal_pass([whole.double() for whole in wholes], are_scaled=False)
@@ -169,6 +177,10 @@ class TorchKernels(Kernels):
             results = [basis.to(whole.dtype) for basis, whole in zip(twice, wholes, strict=True)]
             bases.update(zip(indices, parted(results, here, groups), strict=True))
         return [bases[index] for index in range(len(batches))]
+
+    def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As `Kernels.all_finite`; NaN wins every maximum."""
+        return torch.stack(list(torch._foreach_norm(list(tensors), torch.inf))).amax() < torch.inf
 
 
 def _products(

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from thinwire.algorithms.base import Bucket, Memory
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, subtract_own
+from thinwire.algorithms.kernels.dispatch import orthonormal_rows, subtract_own
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
 from thinwire.algorithms.lowrank.bases import StartingBases
 from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.joint import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.two_rounds import Approximation
 from thinwire.algorithms.lowrank.wire import FactorWire
 from thinwire.algorithms.requests import Jointly, Message, Request
@@ -51,14 +52,15 @@ def alternate(
     # of the side whose turn it is.
     turn = (memory.step - config.warmup_steps) * config.power_iterations
     starts = fixed = bases.of(memory, groups, left=turn % 2 == 0)
-    dtype = config.message_dtype(bucket.flat.dtype)
+    dtype, scale = config.message_dtype(bucket.flat.dtype), bucket.loss_scale
     terms: list[list[Factors]] = [[] for _ in groups]
     received: list[torch.Tensor] = []
     uncompressed_mean: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         is_first, is_left = iteration == 0, (turn + iteration) % 2 == 0
-        project = projections if is_left else products
-        own = project(groups, fixed, bucket.loss_scale, add_error=is_first)
+        project = all_projections if is_left else all_products
+        asked = [Asked(*each, scale, is_first) for each in zip(groups, fixed, strict=True)]
+        own = yield Jointly(project, asked)
         beside = uncompressed if is_first else ()
         arrived = yield from wire.averaged(own, beside, dtype, bucket.rank, wants_own=True)
         received += arrived.received

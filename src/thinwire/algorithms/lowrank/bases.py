@@ -10,7 +10,7 @@ import torch
 from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows
-from thinwire.algorithms.kernels.matrices import MatrixGroup, joined, parted, shape_groups, stacked
+from thinwire.algorithms.kernels.matrices import MatrixGroup, stacked
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
 from thinwire.algorithms.requests import Jointly, Message, Request
 
@@ -77,14 +77,15 @@ class StartingBases:
     def _rows(
         self, memory: Memory, shapes: Sequence[tuple[int, int]], like: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return random rows of some shapes, on the device and in the type of `like`."""
+        """Return random rows of some shapes, on the device of `like`."""
         # Without a warm start other ones in each step: the same would never see what lies across them.
         seed = self._seed if self._warm_start else self._seed + SEED_STRIDE * memory.step
         known = self._first_rows if self._warm_start else {}
         for shape in shapes:
             if (shape, like.device) not in known:
                 known[shape, like.device] = random_rows(seed, shape, like.device)
-        return [known[shape, like.device].to(like.dtype) for shape in shapes]
+        dtype = torch.promote_types(like.dtype, torch.float32)  # of 16-bit gradients too factors are in fp32
+        return [known[shape, like.device].to(dtype) for shape in shapes]
 
 
 def _kept(memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tensor | None:
@@ -106,20 +107,9 @@ def orthonormal_bases(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lis
     Args:
         items: Of each batch the factors, (matrices, r, columns), and what replaces dead rows, (r, columns).
     """
-    factors = [rows for rows, _ in items]
-    groups = shape_groups(factors)
-    wholes = []
     # A row that is zero stays zero through every product, and its direction would be lost for good: it died
     # when a gradient had too low a matrix rank, or was never there.
-    for group in groups:
-        rows, drawn = joined(factors, group), items[group[0]][1]
-        if accelerators.pays_per_launch(rows.device):
-            is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
-            wholes.append(torch.where(is_dead, drawn, rows))
-        else:
-            is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
-            wholes.append(rows.addcmul_(is_dead.to(rows.dtype), drawn))
-    return parted(orthonormal_rows(wholes), factors, groups)
+    return orthonormal_rows([rows for rows, _ in items], [drawn for _, drawn in items])
 
 
 def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

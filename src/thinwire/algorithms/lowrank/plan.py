@@ -17,8 +17,9 @@ from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.kernels.matrices import Factors, Terms
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
+from thinwire.algorithms.lowrank.joint import all_divided
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
-from thinwire.algorithms.requests import Message, Request, Requests
+from thinwire.algorithms.requests import Jointly, Message, Request, Requests
 
 __all__ = ["LowRankPlan", "by_label"]
 
@@ -87,8 +88,9 @@ class LowRankPlan(BucketPlan):
         owns = [[self.sent_of(term) for term in of_group] for of_group in terms]
         sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
         if bucket.loss_scale is not None:
-            factors = list(torch._foreach_div(factors, bucket.loss_scale))
-            sent = list(torch._foreach_div(sent, bucket.loss_scale))
+            scaled = [(each, bucket.loss_scale) for each in [*factors, *sent]]
+            divided = yield Jointly(all_divided, scaled)
+            factors, sent = divided[: len(factors)], divided[len(factors) :]
         kept: dict[Slot, Sequence[torch.Tensor]] = {}
         if self.config.warm_start:
             bases = yield from self.bases.ahead(memory, factors)

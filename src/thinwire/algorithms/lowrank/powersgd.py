@@ -13,12 +13,13 @@ import torch
 
 from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning, Slot
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
-from thinwire.algorithms.kernels.dispatch import reconstruct
+from thinwire.algorithms.kernels.dispatch import kernels_for
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_all_into, widened
 from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of_rows
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.budget import measured, within_bytes, within_error
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
+from thinwire.algorithms.lowrank.joint import Settled, all_copied, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
@@ -321,6 +322,11 @@ class PowerSGD(LowRank):
         return within_bytes(spectra, self.bytes_per_step - others)
 
 
+def _are_held(gradient: torch.Tensor, matrix_rank: int) -> bool:
+    """Return whether kernels take a gradient in its own type."""
+    return gradient.dtype in kernels_for(gradient, matrix_rank).gradient_types
+
+
 def _sent_bytes(plan: BucketPlan) -> int:
     return sum(route.message_bytes for route in plan.routes)
 
@@ -435,19 +441,28 @@ class PowerSGDPlan(LowRankPlan):
             [errors[name].view(shape_group.shape) for name in group.labels] if errors else None
             for shape_group, group in zip(self.shape_groups, groups, strict=True)
         ]
-        reconstruct(groups, written, found.terms, bucket.loss_scale, is_healthy)
-        # Of 16-bit gradients the matrices are wide copies, and what rounding loses goes to the residual too.
-        if bucket.flat.dtype != bucket.specs[0].memory_dtype:
-            means = [matrix.view(-1) for group in groups for matrix in group.matrices]
-            of_names = [errors.get(name) for group in groups for name in group.labels]
-            rounded = [gradients[index] for index in self.grouped]
-            round_all_into(rounded, means, of_names, bucket.loss_scale, is_healthy)
+        settled = [
+            Settled(*each, bucket.loss_scale, is_healthy)
+            for each in zip(groups, written, found.terms, strict=True)
+        ]
+        yield Jointly(all_reconstructed, settled)
+        # What rounding loses of wide copies goes to the residual too.
+        copied = [
+            (index, matrix.view(-1))
+            for shape_group, group in zip(self.shape_groups, groups, strict=True)
+            for index, matrix in zip(shape_group.indices, group.matrices, strict=True)
+            if matrix.dtype != bucket.flat.dtype
+        ]
+        rounded, of_names = (
+            [gradients[index] for index, _ in copied],
+            [errors.get(names[index]) for index, _ in copied],
+        )
+        round_all_into(rounded, [wide for _, wide in copied], of_names, bucket.loss_scale, is_healthy)
         for slot, tensors in {ERROR: errors, **remembered}.items():
             memory[slot].update(tensors)
         count = len(self.uncompressed)
-        if count:
-            means = list(found.uncompressed[:count])
-            torch._foreach_copy_([gradients[index] for index in self.uncompressed], means)
+        targets = [gradients[index] for index in self.uncompressed]
+        yield Jointly(all_copied, list(zip(targets, found.uncompressed[:count], strict=True)))
         # With nothing of the bucket in front, since of nothing at all there is no `cat`.
         remaining = torch.cat([bucket.flat[:0], *found.uncompressed[count:]])
         sent_names = [names[index] for index in self.uncompressed]
@@ -471,9 +486,18 @@ class PowerSGDPlan(LowRankPlan):
         return chosen
 
     def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
-        """Return gradients and residuals as matrices: views unless the gradient is of 16 bits."""
-        gradients = [bucket.gradients[index] for index in self.grouped]
-        wide = dict(zip(self.grouped, widened(gradients, bucket.specs[0].memory_dtype), strict=True))
+        """Return gradients and residuals as matrices: views, or copies in fp32 where kernels need them."""
+        gradients = bucket.gradients
+        # Between iterations what was sent is taken from the matrices, which 16 bits would round.
+        subtracts = self.config.alternating and self.config.power_iterations > 1
+        copied = [
+            index
+            for shape_group in self.shape_groups
+            for index in shape_group.indices
+            if subtracts or not _are_held(gradients[index], shape_group.matrix_rank)
+        ]
+        copies = widened([gradients[index] for index in copied], bucket.specs[0].memory_dtype)
+        wide = {**dict(enumerate(gradients)), **dict(zip(copied, copies, strict=True))}
         groups = []
         for shape_group in self.shape_groups:
             names = [bucket.specs[index].name for index in shape_group.indices]

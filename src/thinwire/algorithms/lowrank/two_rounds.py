@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from thinwire.algorithms.base import Bucket, Memory
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections
+from thinwire.algorithms.kernels.dispatch import orthonormal_rows
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
 from thinwire.algorithms.lowrank.bases import StartingBases
 from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.joint import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.wire import FactorWire
 from thinwire.algorithms.requests import Jointly, Message, Request
 
@@ -60,13 +61,14 @@ def approximate(
     twice (and once written).
     """
     starts = rights = bases.of(memory, groups, left=False)
-    dtype = config.message_dtype(bucket.flat.dtype)
+    dtype, scale = config.message_dtype(bucket.flat.dtype), bucket.loss_scale
     received: list[torch.Tensor] = []
     uncompressed_mean: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         is_first, is_last = iteration == 0, iteration + 1 == config.power_iterations
         # The residual only once: later iterations find it in the matrices already.
-        lefts = products(groups, rights, bucket.loss_scale, add_error=is_first)
+        asked = [Asked(*each, scale, is_first) for each in zip(groups, rights, strict=True)]
+        lefts = yield Jointly(all_products, asked)
         beside = uncompressed if is_first else ()
         # Nobody need know how left factors were rounded: any basis will do that all members have.
         arrived = yield from wire.averaged(lefts, beside, dtype, bucket.rank, wants_own=False)
@@ -75,7 +77,8 @@ def approximate(
             uncompressed_mean = arrived.uncompressed
         lefts = yield Jointly(orthonormal_rows, arrived.means)
 
-        own = projections(groups, lefts, bucket.loss_scale, add_error=False)
+        asked = [Asked(*each, scale, add_error=False) for each in zip(groups, lefts, strict=True)]
+        own = yield Jointly(all_projections, asked)
         arrived = yield from wire.averaged(own, (), dtype, bucket.rank, wants_own=True)
         received += arrived.received
         own, means = arrived.own, arrived.means

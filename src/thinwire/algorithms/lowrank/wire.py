@@ -12,8 +12,9 @@ from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
 from thinwire.algorithms.low_bit.coded import block_bytes
 from thinwire.algorithms.low_bit.mean import LowBitMean, low_bit_mean
+from thinwire.algorithms.lowrank.joint import all_packed
 from thinwire.algorithms.lowrank.packing import as_sent, packed, uncompressed_means, unpacked
-from thinwire.algorithms.requests import Mean, Message, Request
+from thinwire.algorithms.requests import Jointly, Mean, Message, Request
 
 __all__ = ["BLOCK", "FactorMeans", "FactorWire", "coded_bytes", "num_blocks"]
 
@@ -97,7 +98,10 @@ class FactorWire:
         """
         if self.bits is not None:
             return (yield from self._coded(factors, uncompressed, dtype, rank, wants_own=wants_own))
-        message = packed(factors, dtype, uncompressed)
+        if uncompressed:
+            message = packed(factors, dtype, uncompressed)
+        else:
+            (message,) = yield Jointly(all_packed, [(factors, dtype)])
         # Before the message is handed over, which is given away: the mean may come to lie in it.
         own = as_sent(self.wire_dtype, message, factors) if wants_own else factors
         mean = yield Mean(message)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.algorithms.kernels.base import Kernels
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, add_errors
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, add_errors, replaced
 from thinwire.algorithms.kernels.numba import bases, passes
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 
@@ -20,6 +20,8 @@ __all__ = ["NumbaKernels"]
 
 class NumbaKernels(Kernels):
     """Compiled passes, a group after the other; see `Kernels` for what each method does."""
+
+    gradient_types = (torch.float32,)
 
     def __init__(self) -> None:
         self._others = TorchKernels()
@@ -78,9 +80,17 @@ class NumbaKernels(Kernels):
         """As `Kernels.subtract_own`, by PyTorch's products."""
         self._others.subtract_own(groups, factors)
 
-    def orthonormal_rows(self, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return orthonormal bases, of one matrix after the other."""
+    def orthonormal_rows(
+        self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """As `Kernels.orthonormal_rows`, of one matrix after the other."""
+        if drawn is not None:
+            batches = [replaced(batch, rows) for batch, rows in zip(batches, drawn, strict=True)]
         return [bases.orthonormal_rows(batch) for batch in batches]
+
+    def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As `Kernels.all_finite`, by PyTorch's."""
+        return self._others.all_finite(tensors)
 
 
 def _number(loss_scale: torch.Tensor | None) -> float:

@@ -10,7 +10,10 @@ import torch
 
 from thinwire.algorithms.accelerators import note_shortfall
 
-__all__ = ["can_be_used", "reaches"]
+__all__ = ["FACTOR_ROWS", "can_be_used", "reaches"]
+
+# The largest matrix rank that is served.
+FACTOR_ROWS = 32
 
 # That of torch 2.6. Older ones lack what the kernels are written with.
 OLDEST = (3, 2)

@@ -1,0 +1,65 @@
+"""Tables that kernels look up: addresses and sizes of many tensors, and which tile of which a program has.
+
+A table is copied to the device when something in it is new, which in most steps nothing is: DDP's buckets and
+the residuals stay where they are, and the allocator gives a step the memory that the one before had.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+import torch
+
+__all__ = ["table_of", "tiles_of"]
+
+MAX_TABLES = 1024
+
+_kept: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
+
+
+def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
+    """Return rows of numbers on a device, int64, shape (rows, numbers).
+
+    Args:
+        rows: At least one, all of one length.
+        device: Where.
+    """
+    return _on_device(("table", *rows), lambda: torch.tensor(rows, dtype=torch.int64), device)
+
+
+def tiles_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Return for each program its row of a table and its tile of that, int32, shape (programs, 2).
+
+    Args:
+        counts: Tiles of each row of the table.
+        device: Where.
+    """
+
+    def made() -> torch.Tensor:
+        sizes = torch.tensor(counts)
+        owners = torch.arange(len(sizes)).repeat_interleave(sizes)
+        tiles = torch.arange(len(owners)) - (sizes.cumsum(0) - sizes)[owners]
+        return torch.stack([owners, tiles], dim=1).int()
+
+    return _on_device(("tiles", *counts), made, device)
+
+
+def _on_device(
+    what: tuple[object, ...], made: Callable[[], torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    # One for each stream: on another one the copy need not have arrived.
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    key = (device, stream, *what)
+    found = _kept.get(key)
+    if found is None:
+        table = made()
+        if device.type == "cuda":
+            # From pageable memory the host would wait for the copy.
+            table = table.pin_memory()
+        found = _kept[key] = table.to(device, non_blocking=True)
+        if len(_kept) > MAX_TABLES:
+            _kept.popitem(last=False)
+    else:
+        _kept.move_to_end(key)
+    return found

@@ -1,0 +1,358 @@
+"""Low-rank steps by Triton: gradients in fp32, fp16 and bf16, matrix ranks up to 32, all matrices at once.
+
+Nothing is written to a gradient or a residual before `reconstruct`: every kernel adds both as it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from thinwire.algorithms.kernels.base import Kernels
+from thinwire.algorithms.kernels.matrices import DEPENDENT_BELOW, Factors, MatrixGroup, Terms
+from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+from thinwire.algorithms.kernels.triton import launcher
+from thinwire.algorithms.kernels.triton.tables import table_of, tiles_of
+
+__all__ = ["TritonKernels"]
+
+LETTERS = {torch.float32: "f", torch.float16: "h", torch.bfloat16: "b"}
+
+# From so many rows of a factor on, products are the tensor cores'.
+DOT_ROWS = 16
+
+# Rows of a matrix that one program of a projection adds up: a fixed number, whatever the GPU.
+SPLIT_ROWS = 512
+
+# Columns of a factor that one program of an orthonormalisation has, and how many numbers it holds at a time.
+CHUNK, HELD = 1024, 4096
+
+ELEMENTS = 4096  # of a program that only looks at each
+
+
+class TritonKernels(Kernels):
+    """A few kernels over tables of addresses; see `Kernels` for what each method does."""
+
+    gradient_types = frozenset(LETTERS)
+
+    def __init__(self) -> None:
+        self._others = TorchKernels()
+
+    def products(
+        self,
+        groups: Sequence[MatrixGroup],
+        rights: Sequence[torch.Tensor],
+        loss_scale: torch.Tensor | None,
+        *,
+        add_error: bool,
+    ) -> list[torch.Tensor]:
+        """As `Kernels.products`; residuals are added as they are read, every time."""
+        scale, results = _scale(loss_scale), _room(groups, [group.matrices[0].shape[0] for group in groups])
+        for some in _of_one_type(groups):
+            shape = _Shape([groups[index] for index in some])
+            rows = _rows([groups[index] for index in some], scale)
+            factors = _each([rights[index] for index in some])
+            outs = _each([results[index] for index in some])
+            launcher.launch(
+                "compiled_matrices.products",
+                sum(counts := [-(-row[3] // shape.rows) for row in rows]),
+                [
+                    table_of(
+                        [
+                            (*row, q.data_ptr(), p.data_ptr())
+                            for row, q, p in zip(rows, factors, outs, strict=True)
+                        ],
+                        factors[0].device,
+                    ),
+                    tiles_of(counts, factors[0].device),
+                ],
+                shape.constants(),
+                factors[0].device,
+                reads=[*_read([groups[index] for index in some]), *factors],
+                writes=outs,
+            )
+        return results
+
+    def projections(
+        self,
+        groups: Sequence[MatrixGroup],
+        lefts: Sequence[torch.Tensor],
+        loss_scale: torch.Tensor | None,
+        *,
+        add_error: bool,
+    ) -> list[torch.Tensor]:
+        """As `Kernels.projections`; residuals are added as they are read, every time."""
+        scale, results = _scale(loss_scale), _room(groups, [group.matrices[0].shape[1] for group in groups])
+        for some in _of_one_type(groups):
+            shape = _Shape([groups[index] for index in some])
+            rows = _rows([groups[index] for index in some], scale)
+            factors = _each([lefts[index] for index in some])
+            outs = _each([results[index] for index in some])
+            device = factors[0].device
+            splits = [-(-row[3] // SPLIT_ROWS) for row in rows]
+            sizes = [count * out.numel() for count, out in zip(splits, outs, strict=True)]
+            parts = outs[0].new_empty(sum(sizes)).split_with_sizes(sizes)
+            counts = [count * -(-row[4] // shape.columns) for count, row in zip(splits, rows, strict=True)]
+            table = [
+                (*row, p.data_ptr(), part.data_ptr())
+                for row, p, part in zip(rows, factors, parts, strict=True)
+            ]
+            launcher.launch(
+                "compiled_matrices.projections",
+                sum(counts),
+                [table_of(table, device), tiles_of(counts, device)],
+                {**shape.constants(), "SPLIT": SPLIT_ROWS},
+                device,
+                reads=[*_read([groups[index] for index in some]), *factors],
+                writes=parts,
+            )
+            table = [
+                (part.data_ptr(), count, out.numel(), out.data_ptr())
+                for part, count, out in zip(parts, splits, outs, strict=True)
+            ]
+            counts = [-(-out.numel() // CHUNK) for out in outs]
+            launcher.launch(
+                "compiled_matrices.add_splits",
+                sum(counts),
+                [table_of(table, device), tiles_of(counts, device)],
+                {"COLUMNS": CHUNK, **_OPTIONS},
+                device,
+                reads=parts,
+                writes=outs,
+            )
+        return results
+
+    def reconstruct(
+        self,
+        groups: Sequence[MatrixGroup],
+        errors: Sequence[Sequence[torch.Tensor] | None],
+        terms: Sequence[Terms],
+        loss_scale: torch.Tensor | None,
+        is_healthy: torch.Tensor | None = None,
+    ) -> None:
+        """As `Kernels.reconstruct`; what a 16-bit gradient can't hold of a mean goes to its residual."""
+        scale = _scale(loss_scale)
+        for some in _of_one_type(groups, [len(found) for found in terms]):
+            given, found = [groups[index] for index in some], [terms[index] for index in some]
+            shape, rows = _Shape(given, settles=True), _rows(given, scale)
+            nothing: list[torch.Tensor | None] = [None]
+            new = [
+                error
+                for index, group in zip(some, given, strict=True)
+                for error in (errors[index] or nothing * len(group.matrices))
+            ]
+            last = [each[-1] for each in found]
+            # Of each matrix: the left and right factor that was sent, and those of the means.
+            factors = [
+                _each([pair[side] for pair in [each.pair(each.own) for each in last]]) for side in (0, 1)
+            ]
+            for term in range(len(found[0])):
+                pairs = [each[term].pair(each[term].mean) for each in found]
+                factors += [_each([pair[side] for pair in pairs]) for side in (0, 1)]
+            device = given[0].matrices[0].device
+            table = [
+                (
+                    *row,
+                    0 if error is None else error.data_ptr(),
+                    *(factor.data_ptr() for factor in of_matrix),
+                )
+                for row, error, of_matrix in zip(rows, new, zip(*factors, strict=True), strict=True)
+            ]
+            counts = [-(-row[3] // shape.rows) * -(-row[4] // shape.columns) for row in rows]
+            dtype = given[0].matrices[0].dtype
+            limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
+            launcher.launch(
+                "compiled_matrices.settle",
+                sum(counts),
+                [
+                    table_of(table, device),
+                    tiles_of(counts, device),
+                    None if is_healthy is None else is_healthy.view(torch.int8),
+                ],
+                {**shape.constants(new), "TERMS": len(found[0]), "LIMIT": limit},
+                device,
+                reads=[*_read(given), *(each for side in factors for each in side)],
+                writes=[*_matrices(given), *(error for error in new if error is not None)],
+            )
+
+    def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
+        """As `Kernels.subtract_own`, by PyTorch's products: of M it is the gradient that becomes less."""
+        self._others.subtract_own(groups, factors)
+
+    def orthonormal_rows(
+        self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """As `Kernels.orthonormal_rows`: by PyTorch's arithmetic, in three launches.
+
+        Gram matrices are added up chunk by chunk, in order, so that many programs share a long factor.
+        """
+        if not batches:
+            return []
+        device = batches[0].device
+        results = list(
+            torch.empty(sum(each.numel() for each in batches), device=device).split_with_sizes(
+                [each.numel() for each in batches]
+            )
+        )
+        results = [flat.view_as(batch) for flat, batch in zip(results, batches, strict=True)]
+        rows = _padded(max(batch.shape[1] for batch in batches))
+        factors, outs = _each(batches), _each(results)
+        instead: list[torch.Tensor | None] = [None] * len(factors)
+        if drawn is not None:
+            instead = [each for batch, each in zip(batches, drawn, strict=True) for _ in batch]
+        counts = [-(-factor.shape[1] // CHUNK) for factor in factors]
+        # Of each chunk two Gram matrices, and of each matrix a transform.
+        sizes = [(2 * count + 1) * rows * rows for count in counts]
+        room = torch.empty(sum(sizes), dtype=torch.float64, device=device).split_with_sizes(sizes)
+        table = table_of(
+            [
+                (
+                    factor.data_ptr(),
+                    0 if other is None else other.data_ptr(),
+                    out.data_ptr(),
+                    parts.data_ptr(),
+                    factor.shape[1],
+                    factor.shape[0],
+                    count,
+                )
+                for factor, other, out, parts, count in zip(factors, instead, outs, room, counts, strict=True)
+            ],
+            device,
+        )
+        tiles = tiles_of(counts, device)
+        sizes_of_tiles = {"R": rows, "COLUMNS": min(256, HELD // rows), "CHUNK": CHUNK, **_OPTIONS}
+        sizes_of_tiles["num_warps"] = 8 if rows > DOT_ROWS else 4
+        for kernel, writes in (("gram", room), ("gram_again", room), ("orthonormal", outs)):
+            launcher.launch(
+                f"compiled_matrices.{kernel}",
+                sum(counts),
+                [table, tiles],
+                sizes_of_tiles if kernel == "gram" else {**sizes_of_tiles, "DEPENDENT": DEPENDENT_BELOW},
+                device,
+                reads=factors,
+                writes=writes,
+            )
+        return results
+
+    def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As `Kernels.all_finite`, in two launches."""
+        device = tensors[0].device
+        counts = [-(-tensor.numel() // ELEMENTS) for tensor in tensors]
+        flags = torch.empty(sum(counts), dtype=torch.int8, device=device)
+        launcher.launch(
+            "compiled_matrices.finite",
+            sum(counts),
+            [
+                table_of([(tensor.data_ptr(), tensor.numel()) for tensor in tensors], device),
+                tiles_of(counts, device),
+                flags,
+            ],
+            {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **_OPTIONS},
+            device,
+            reads=tensors,
+            writes=[flags],
+        )
+        return flags.view(torch.bool).all()
+
+
+# Given, and not left to Triton: its versions differ in it, and with it the last bits.
+_OPTIONS = {"enable_fp_fusion": True, "num_warps": 4}
+
+
+class _Shape:
+    """The tiles of a launch."""
+
+    def __init__(self, groups: Sequence[MatrixGroup], *, settles: bool = False) -> None:
+        self._groups = groups
+        self.factor_rows = _padded(max(group.matrix_rank for group in groups))
+        self._warps = 4
+        if self.factor_rows >= DOT_ROWS:
+            self.rows, self.columns = 32, 64
+        else:
+            # What a program adds up, factor rows · rows · columns, stays in its registers.
+            # A loop over its rows unrolled, a factor of eight would not leave settle enough of them.
+            self.rows = (8 if self.factor_rows > 4 else 16) if settles else max(16, 64 // self.factor_rows)
+            self.columns = 128
+            self._warps = 8 if self.factor_rows > 4 and not settles else 4
+
+    def constants(self, written: Sequence[torch.Tensor | None] = ()) -> dict[str, object]:
+        """Return the compile-time arguments, and options."""
+        dot = "ieee" if torch.version.hip else "tf32x3"
+        errors = [error for group in self._groups for error in group.errors]
+        touched = [each for each in [*_matrices(self._groups), *errors, *written] if each is not None]
+        is_aligned = all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in touched)
+        return {
+            "G": LETTERS[self._groups[0].matrices[0].dtype],
+            "R": self.factor_rows,
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "ALIGNED": is_aligned,
+            "DOT": dot if self.factor_rows >= DOT_ROWS else "",
+            **_OPTIONS,
+            "num_warps": self._warps,
+        }
+
+
+def _padded(matrix_rank: int) -> int:
+    """Return the next power of two: tiles have no other sizes."""
+    return 1 << (matrix_rank - 1).bit_length()
+
+
+def _of_one_type(groups: Sequence[MatrixGroup], also: Sequence[int] | None = None) -> Iterator[list[int]]:
+    """Yield the groups, by index, that one launch may serve: of one type of gradients."""
+    found: dict[object, list[int]] = {}
+    for index, group in enumerate(groups):
+        key = (group.matrices[0].device, group.matrices[0].dtype, also[index] if also else 0)
+        found.setdefault(key, []).append(index)
+    yield from found.values()
+
+
+def _scale(loss_scale: torch.Tensor | None) -> torch.Tensor | None:
+    return None if loss_scale is None else loss_scale.float()
+
+
+def _rows(groups: Sequence[MatrixGroup], scale: torch.Tensor | None) -> list[tuple[int, ...]]:
+    """Return what `compiled_matrices._matrix` reads of each matrix."""
+    return [
+        (
+            matrix.data_ptr(),
+            0 if error is None else error.data_ptr(),
+            0 if scale is None else scale.data_ptr(),
+            *matrix.shape,
+            group.matrix_rank,
+        )
+        for group in groups
+        for matrix, error in zip(group.matrices, group.errors, strict=True)
+    ]
+
+
+def _room(groups: Sequence[MatrixGroup], lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Return a factor for each matrix of each group, (matrices, r, length), one behind the other."""
+    shapes = [
+        (len(group.matrices), group.matrix_rank, length)
+        for group, length in zip(groups, lengths, strict=True)
+    ]
+    sizes = [count * rows * length for count, rows, length in shapes]
+    if not sizes:
+        return []
+    flat = torch.empty(sum(sizes), device=groups[0].matrices[0].device)
+    return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
+
+
+def _each(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the matrices of all batches, contiguous ones."""
+    return [each for batch in batches for each in _whole(batch).unbind()]
+
+
+def _whole(batch: torch.Tensor) -> torch.Tensor:
+    return batch if len(batch) == 0 or batch[0].is_contiguous() else batch.contiguous()
+
+
+def _matrices(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
+    return [matrix for group in groups for matrix in group.matrices]
+
+
+def _read(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
+    errors = [error for group in groups for error in group.errors if error is not None]
+    return [*_matrices(groups), *errors]

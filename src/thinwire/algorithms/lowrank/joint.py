@@ -1,0 +1,141 @@
+"""The arithmetic of all buckets of a step at once, for `Jointly`: on accelerators a launch serves all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.matrices import MatrixGroup, Terms
+from thinwire.algorithms.lowrank.packing import packed
+
+__all__ = [
+    "Asked",
+    "Settled",
+    "all_copied",
+    "all_divided",
+    "all_packed",
+    "all_products",
+    "all_projections",
+    "all_reconstructed",
+]
+
+
+class Asked(NamedTuple):
+    """A group that is to be multiplied by a factor.
+
+    Attributes:
+        group: The matrices and their residuals.
+        factor: As of `Kernels.products` or `Kernels.projections`.
+        loss_scale: What the loss was multiplied by, None for 1.
+        add_error: Whether these matrices are asked for the first time in this step.
+    """
+
+    group: MatrixGroup
+    factor: torch.Tensor
+    loss_scale: torch.Tensor | None
+    add_error: bool
+
+
+class Settled(NamedTuple):
+    """A group that is to become the mean: as of `Kernels.reconstruct`."""
+
+    group: MatrixGroup
+    errors: Sequence[torch.Tensor] | None
+    terms: Terms
+    loss_scale: torch.Tensor | None
+    is_healthy: torch.Tensor | None
+
+
+def all_products(items: Sequence[Asked]) -> list[torch.Tensor]:
+    """As `Kernels.products`, of the groups of all buckets."""
+    return _multiplied(items, dispatch.products)
+
+
+def all_projections(items: Sequence[Asked]) -> list[torch.Tensor]:
+    """As `Kernels.projections`, of the groups of all buckets."""
+    return _multiplied(items, dispatch.projections)
+
+
+def _multiplied(items: Sequence[Asked], multiply: Callable[..., list[torch.Tensor]]) -> list[torch.Tensor]:
+    results: dict[int, torch.Tensor] = {}
+    for some in _of_one_scale(item.loss_scale for item in items):
+        given = [items[index] for index in some]
+        found = multiply(
+            [item.group for item in given],
+            [item.factor for item in given],
+            given[0].loss_scale,
+            add_error=given[0].add_error,
+        )
+        results.update(zip(some, found, strict=True))
+    return [results[index] for index in range(len(items))]
+
+
+def all_reconstructed(items: Sequence[Settled]) -> Sequence[Settled]:
+    """As `Kernels.reconstruct`, of the groups of all buckets; return the items."""
+    for some in _of_one_scale(item.loss_scale for item in items):
+        given = [items[index] for index in some]
+        dispatch.reconstruct(
+            [item.group for item in given],
+            [item.errors for item in given],
+            [item.terms for item in given],
+            given[0].loss_scale,
+            given[0].is_healthy,
+        )
+    return items
+
+
+def all_packed(items: Sequence[tuple[Sequence[torch.Tensor], torch.dtype]]) -> list[torch.Tensor]:
+    """Return the messages of factors of all buckets, `packed` as one: so they are sent without another copy.
+
+    Args:
+        items: Of each bucket its factors, at least one, and the type of its message.
+    """
+    kinds: dict[object, list[int]] = {}
+    for index, (factors, dtype) in enumerate(items):
+        kinds.setdefault((factors[0].device, factors[0].dtype, dtype), []).append(index)
+    messages: dict[int, torch.Tensor] = {}
+    for some in kinds.values():
+        whole = packed([factor for index in some for factor in items[index][0]], items[some[0]][1])
+        sizes = [sum(factor.numel() for factor in items[index][0]) for index in some]
+        messages.update(zip(some, whole.split_with_sizes(sizes), strict=True))
+    return [messages[index] for index in range(len(items))]
+
+
+def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return tensors over their loss scales.
+
+    Args:
+        items: Of each the tensor and the scale.
+    """
+    results: dict[int, torch.Tensor] = {}
+    for some in _of_one_scale(scale for _, scale in items):
+        results.update(
+            zip(some, torch._foreach_div([items[index][0] for index in some], items[some[0]][1]), strict=True)
+        )
+    return [results[index] for index in range(len(items))]
+
+
+def all_copied(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Copy tensors to others, and return those.
+
+    Args:
+        items: Where to and what, of one number of elements.
+    """
+    kinds: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for target, source in items:
+        kinds.setdefault((target.device, target.dtype, source.dtype), []).append((target, source))
+    for alike in kinds.values():
+        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
+    return [target for target, _ in items]
+
+
+def _of_one_scale(scales: Iterable[torch.Tensor | None]) -> list[list[int]]:
+    """Return which items have one loss scale: a tensor of each bucket, but mostly of the same memory."""
+    found: dict[object, list[int]] = {}
+    for index, scale in enumerate(scales):
+        key = None if scale is None else (scale.device, scale.data_ptr(), scale.dtype)
+        found.setdefault(key, []).append(index)
+    return list(found.values())

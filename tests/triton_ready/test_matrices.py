@@ -1,0 +1,219 @@
+"""Low-rank steps by Triton's kernels, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire import PowerSGD
+from thinwire.algorithms import Algorithm, accelerators
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
+from thinwire.algorithms.kernels.triton.triton_kernels import SPLIT_ROWS, TritonKernels
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
+from triton_ready.interpreting import quiet
+
+pytestmark = quiet
+
+TRITON, PYTORCH = TritonKernels(), TorchKernels()
+
+
+class Drawing:
+    """Normal numbers from one seed."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator)
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+def groups_of(draw: Drawing, matrix_rank: int, dtype: torch.dtype) -> list[MatrixGroup]:
+    """Of several shapes and matrix ranks; one has no residual."""
+    found = []
+    for rows, columns, count in ((20, 24, 2), (17, 32, 1)):
+        matrices = [draw(rows, columns).to(dtype) for _ in range(count)]
+        errors: list[torch.Tensor | None] = [draw(rows, columns) for _ in matrices]
+        found.append(MatrixGroup([str(rows)] * count, matrices, errors, min(matrix_rank, rows)))
+    found[0].errors[1] = None  # type: ignore[index]
+    return found
+
+
+def exact_of(groups: Sequence[MatrixGroup], scale: float) -> list[list[torch.Tensor]]:
+    return [
+        [
+            matrix.double() if error is None else matrix.double() + scale * error.double()
+            for matrix, error in zip(group.matrices, group.errors, strict=True)
+        ]
+        for group in groups
+    ]
+
+
+CASES = {
+    "rank 1": (1, torch.float32, None, True),
+    "rank 3, scaled": (3, torch.bfloat16, 8.0, None),
+    "rank 8, unhealthy": (8, torch.float16, None, False),
+    "rank 18": (18, torch.float32, 8.0, True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_is_that_of_float64(case: str) -> None:
+    """Products, projections and what is written to gradients and residuals, of all groups at once."""
+    matrix_rank, dtype, scale, healthy = CASES[case]
+    draw = Drawing()
+    groups = groups_of(draw, matrix_rank, dtype)
+    loss_scale, factor = (None, 1.0) if scale is None else (torch.tensor(scale), scale)
+    wholes = exact_of(groups, factor)
+    before = [[None if each is None else each.clone() for each in group.errors] for group in groups]
+    rights, lefts = (
+        [draw(len(group.matrices), group.matrix_rank, group.matrices[0].shape[side]) / 4 for group in groups]
+        for side in (1, 0)
+    )
+    found = TRITON.products(groups, rights, loss_scale, add_error=True)
+    owns = TRITON.projections(groups, lefts, loss_scale, add_error=False)
+    for of_group, right, left, product, own in zip(wholes, rights, lefts, found, owns, strict=True):
+        for index, whole in enumerate(of_group):
+            assert relative(product[index], right[index].double() @ whole.T) < 1e-6
+            assert relative(own[index], left[index].double() @ whole) < 1e-6
+
+    means = [draw(*own.shape) / 4 for own in owns]
+    written: list[list[torch.Tensor]] = [
+        [torch.zeros(matrix.shape) for matrix in group.matrices] for group in groups
+    ]
+    terms = [[Factors(*each)] for each in zip(lefts, owns, means, strict=True)]
+    flag = None if healthy is None else torch.tensor(healthy)
+    TRITON.reconstruct(groups, written, terms, loss_scale, flag)
+    for group, of_group, errors, left, own, mean in zip(
+        groups, wholes, written, lefts, owns, means, strict=True
+    ):
+        for index, matrix in enumerate(group.matrices):
+            basis, exact = left[index].double().T, left[index].double().T @ mean[index].double()
+            # The interpreter does not round to bf16 as GPUs do.
+            assert relative(matrix, exact) < (8e-3 if dtype == torch.bfloat16 else 5e-4)
+            rest = of_group[index] - basis @ own[index].double() + exact - matrix.double()
+            expected = rest / factor if healthy is not False else torch.zeros(())
+            assert (errors[index].double() - expected).norm() < 1e-5
+    assert before[0][0] is not None
+    assert torch.equal(groups[0].errors[0], before[0][0])  # type: ignore[arg-type]
+
+
+def test_a_matrix_longer_than_a_program_adds_up_is_added_up_in_parts() -> None:
+    draw = Drawing()
+    group = MatrixGroup(["long"], [draw(SPLIT_ROWS + 3, 16)], [None], 2)
+    left = draw(1, 2, SPLIT_ROWS + 3)
+    (own,) = TRITON.projections([group], [left], None, add_error=True)
+    assert relative(own[0], left[0].double() @ group.matrices[0].double()) < 1e-6
+
+
+def test_forgotten_residuals_and_several_terms() -> None:
+    draw = Drawing()
+    group = MatrixGroup(["matrix"], [draw(18, 20)], [None], 2)
+    terms = [
+        Factors(draw(1, 2, 18), draw(1, 2, 20), draw(1, 2, 20)),
+        Factors(draw(1, 2, 20), draw(1, 2, 18), draw(1, 2, 18), basis_is_left=False),
+    ]
+    TRITON.reconstruct([group], [None], [terms], None)
+    exact = terms[0].basis[0].double().T @ terms[0].mean[0].double()
+    exact += terms[1].mean[0].double().T @ terms[1].basis[0].double()
+    assert relative(group.matrices[0], exact) < 1e-6
+
+
+@pytest.mark.parametrize(("matrix_rank", "length"), [(3, 1030), (17, 20)])
+def test_bases_are_those_of_pytorch(matrix_rank: int, length: int) -> None:
+    """Of several lengths, with a dependent row, a dead one that is replaced, and one that is not."""
+    draw = Drawing()
+    batches = [draw(2, matrix_rank, 40), draw(1, 2, length)]
+    batches[0][0, 2] = 2 * batches[0][0, 0] - batches[0][0, 1]
+    batches[0][1, 1] = 0
+    drawn = [draw(*batch.shape[1:]) for batch in batches]
+    for instead in (None, drawn):
+        given = [[batch.clone() for batch in batches] for _ in range(2)]
+        found, expected = (
+            kernels.orthonormal_rows(each, instead)
+            for kernels, each in zip((TRITON, PYTORCH), given, strict=True)
+        )
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+        assert not found[0][0, 2].any()
+        assert found[0][1, 1].any() == (instead is not None)
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
+def test_whether_all_is_finite(value: float) -> None:
+    tensors = [torch.ones(5000), torch.ones(3)]
+    tensors[0][4999] = value
+    assert TRITON.all_finite(tensors) == (value == 1.0)
+
+
+@pytest.fixture
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = replace(
+        dispatch.TRITON,
+        serves=lambda like, matrix_rank: like.dtype in TRITON.gradient_types,
+        load=lambda: TRITON,
+        serves_codes=lambda like: True,
+        load_codes=TritonCodes,
+    )
+    monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+
+
+def simulated(
+    algorithm: Algorithm, dtype: torch.dtype, **settings: Any
+) -> tuple[list[torch.Tensor], Simulation]:
+    """The means of four steps, of which the second is not finite."""
+    shapes = {"first": (20, 24), "bias": (7,), "second": (17, 32)}
+    specs = [ParameterSpec.of(name, torch.empty(shape, dtype=dtype)) for name, shape in shapes.items()]
+    simulation = Simulation(algorithm, [tuple(specs)], num_workers=2, **settings)
+    draw, means = Drawing(), []
+    for step in range(4):
+        given = [[draw(sum(spec.numel for spec in specs)).to(dtype)] for _ in range(2)]
+        if step == 1:
+            given[1][0][3] = torch.inf
+        simulation.step(given)
+        means.append(given[0][0].float())
+    return means, simulation
+
+
+RUNS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any]]] = {
+    "fp32": (PowerSGD(matrix_rank=2), torch.float32, {"host_check": False}),
+    "fp16, scaled": (
+        PowerSGD(matrix_rank=2),
+        torch.float16,
+        {"loss_scale": lambda device: torch.tensor(8.0)},
+    ),
+    "alternating": (
+        PowerSGD(matrix_rank=2, alternating=True, power_iterations=2, min_compression_ratio=1),
+        torch.float32,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.usefixtures("by_triton")
+def test_runs_are_those_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm, dtype, settings = RUNS[name]
+    got, after = simulated(algorithm, dtype, **settings)
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    expected, before = simulated(algorithm, dtype, **settings)
+    for step, (one, other) in enumerate(zip(got, expected, strict=True)):
+        assert one.isnan().all() == other.isnan().all() == (step == 1)
+        assert step == 1 or (one - other).norm() < (2e-3 if dtype == torch.float16 else 1e-4) * other.norm()
+    errors = [dict(simulation.state_dicts()[0]["error"]) for simulation in (before, after)]
+    assert errors[0].keys() == errors[1].keys() >= {"first", "second"}
+    for label, error in errors[0].items():
+        assert (error - errors[1][label]).norm() <= 2e-3 * error.norm() + 1e-6
+    assert after.syncs[0].stats().compression_ratio > 1.5
