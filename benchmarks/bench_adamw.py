@@ -214,6 +214,7 @@ METHODS: dict[str, Method] = {
         for rate, momentum in ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (0.7, 0.6))
     },
     **{f"LocalSGD every {steps}, TopK": local(steps, TopK()) for steps in (1, 2, 5, 15)},
+    **{f"LocalSGD every 5, TopK 1/{share}": local(5, TopK(density=1 / share)) for share in (2, 4, 16)},
     "LocalSGD every 2, 2 bits": local(2, Quantize(bits=2)),
     "LocalSGD every 6, 2 bits": local(6, Quantize(bits=2)),
     "LocalSGD every 30, 4 bits, 2 fragments": local(30, Quantize(bits=4), fragments=2),
