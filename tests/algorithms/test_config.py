@@ -101,6 +101,10 @@ def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: 
         (lambda: PowerSGD(relative_error=0.5), r"write PowerSGD\(max_relative_error=0.5\)"),  # type: ignore[call-arg]
         (lambda: PowerSGD(matrx_rank=4), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (lambda: BatchedPowerSGD(quux=True), "'quux'; it has matrix_rank, .*wire_dtype"),  # type: ignore[call-arg]
+        (
+            lambda: BatchedPowerSGD(relative_error=0.5),  # type: ignore[call-arg]
+            "'relative_error'; it has matrix_rank",
+        ),
     ],
 )
 def test_settings_that_are_spelt_otherwise_are_told_how(call: Callable[[], object], spelling: str) -> None:

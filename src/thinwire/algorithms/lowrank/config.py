@@ -33,7 +33,6 @@ ELSEWHERE = {
     "use_error_feedback": "error_feedback",
     "random_seed": "seed",
     "num_iters_per_step": "power_iterations",
-    "wire": "wire_dtype",
     "wire_bits": "factor_bits",
 }
 
@@ -190,7 +189,9 @@ def _respelt(kind: type[LowRank], args: Sequence[object], settings: Mapping[str,
         )
     names = [name for name in signature(kind.__init__).parameters if name != "self"]
     unknown = next(name for name in settings if name not in names)
-    meant = [ELSEWHERE[unknown]] if unknown in ELSEWHERE else get_close_matches(unknown, names, n=1)
+    elsewhere = ELSEWHERE.get(unknown)
+    # Only what this algorithm has: `BatchedPowerSGD` lacks some of `PowerSGD`'s.
+    meant = [elsewhere] if elsewhere in names else get_close_matches(unknown, names, n=1)
     if not meant:
         return f"{kind.__name__} has no setting {unknown!r}; it has {', '.join(names)}"
     return (
