@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import thinwire
+from accelerated import several_processes
 from catalog import buckets, random_gradients, spec
 from pool import Pool
 from thinwire import (
@@ -763,20 +764,21 @@ def _logged(folder: str) -> int:
     from accelerate import Accelerator  # noqa: PLC0415 - an optional package
     from lightning.pytorch.loggers import CSVLogger  # noqa: PLC0415 - an optional package
 
-    accelerator = Accelerator(
-        cpu=True, log_with="tensorboard", project_dir=os.path.join(folder, "accelerate")
-    )
-    accelerator.init_trackers("run")
-    logger = CSVLogger(os.path.join(folder, "lightning"), version=dist.get_rank())
-    model = DistributedDataParallel(torch.nn.Linear(96, 64))
-    sync = thinwire.attach(model, PowerSGD(matrix_rank=2))
-    with (
-        Watch(sync, MetricsWriter(accelerator.log)),
-        Watch(sync, MetricsWriter(logger.log_metrics), norms_every_steps=2),
-    ):
-        for _ in range(STEPS):
-            torch.autograd.backward(model(torch.ones(8, 96)).square().sum())
-    logger.save()
-    for tracker in accelerator.trackers:
-        tracker.finish()
+    with several_processes():  # what it keeps of this process is no other test's
+        accelerator = Accelerator(
+            cpu=True, log_with="tensorboard", project_dir=os.path.join(folder, "accelerate")
+        )
+        accelerator.init_trackers("run")
+        logger = CSVLogger(os.path.join(folder, "lightning"), version=dist.get_rank())
+        model = DistributedDataParallel(torch.nn.Linear(96, 64))
+        sync = thinwire.attach(model, PowerSGD(matrix_rank=2))
+        with (
+            Watch(sync, MetricsWriter(accelerator.log)),
+            Watch(sync, MetricsWriter(logger.log_metrics), norms_every_steps=2),
+        ):
+            for _ in range(STEPS):
+                torch.autograd.backward(model(torch.ones(8, 96)).square().sum())
+        logger.save()
+        for tracker in accelerator.trackers:
+            tracker.finish()
     return dist.get_world_size()
