@@ -295,11 +295,12 @@ def _after() -> tuple[int, float]:
 
 
 def test_accumulation_inside(pool2: Pool) -> None:
-    for steps in pool2.run(_accumulating):
+    for steps, ratio in pool2.run(_accumulating):
         assert steps == 3
+        assert ratio > 1.4
 
 
-def _accumulating() -> int:
+def _accumulating() -> tuple[int, float]:
     model = new_model()
     sync = thinwire.attach(model, POWER)
     with thinwire.join(model, divide_by_initial_world_size=False):
@@ -307,7 +308,7 @@ def _accumulating() -> int:
             with model.no_sync():
                 gradients_of(model, 2 * step, dist.get_rank())
             torch.autograd.backward(model(batch_of(2 * step + 1, dist.get_rank())).square().mean())
-    return sync.stats().steps
+    return sync.stats().steps, sync.stats().compression_ratio
 
 
 def test_early_termination_raises_on_all(pool2: Pool) -> None:

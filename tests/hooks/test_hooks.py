@@ -202,11 +202,12 @@ def _settings() -> Algorithm:
 def test_a_process_group_of_some(pool4: Pool, name: str) -> None:
     results = pool4.run(_group_of_two, name)
     for a, b in ((0, 1), (2, 3)):
-        assert torch.equal(results[a], results[b])
-    assert not torch.equal(results[0], results[2])
+        assert torch.equal(results[a][0], results[b][0])
+    assert not torch.equal(results[0][0], results[2][0])
+    assert all((ratio > 8) == (name == "powerSGD_hook") for _, ratio in results)
 
 
-def _group_of_two(name: str) -> Tensor:
+def _group_of_two(name: str) -> tuple[Tensor, float]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = groups[dist.get_rank() // 2]
     module = nn.Linear(64, 64)
@@ -214,21 +215,24 @@ def _group_of_two(name: str) -> Tensor:
     ddp_model = DistributedDataParallel(module, process_group=group)
     state = hooks.PowerSGDState(group, start_powerSGD_iter=0) if name == "powerSGD_hook" else group
     ddp_model.register_comm_hook(state, hook_named(name))
-    return gradients_of(ddp_model, range(2))[0]
+    gradient = gradients_of(ddp_model, range(2))[0]
+    return gradient, state.stats().compression_ratio if isinstance(state, hooks.PowerSGDState) else 1.0
 
 
 def test_hook_and_attach_do_the_same(pool2: Pool) -> None:
-    for by_hook, by_attach in pool2.run(_both_ways):
+    for by_hook, by_attach, ratios in pool2.run(_both_ways):
+        assert min(ratios) > 3
         for mine, theirs in zip(by_hook, by_attach, strict=True):
             assert torch.equal(mine, theirs)
 
 
-def _both_ways() -> tuple[list[Tensor], list[Tensor]]:
+def _both_ways() -> tuple[list[Tensor], list[Tensor], list[float]]:
     hooked, attached = new_model(), new_model()
     state = hooks.PowerSGDState(None, 2, start_powerSGD_iter=1)
     hooked.register_comm_hook(state, hooks.powerSGD_hook)
-    thinwire.attach(attached, thinwire.PowerSGD(matrix_rank=2, warmup_steps=1))
-    return gradients_of(hooked, range(4)), gradients_of(attached, range(4))
+    sync = thinwire.attach(attached, thinwire.PowerSGD(matrix_rank=2, warmup_steps=1))
+    gradients = gradients_of(hooked, range(4)), gradients_of(attached, range(4))
+    return *gradients, [each.stats().compression_ratio for each in (state, sync)]
 
 
 def test_saved_with_torch_and_resumed_with_other_buckets(pool2: Pool) -> None:
@@ -361,6 +365,7 @@ def _registered_late() -> tuple[set[str], list[Tensor], list[Tensor]]:
 def test_inside_a_hook_of_ones_own_names_are_positions(pool2: Pool) -> None:
     for saved, refused, resumed, straight in pool2.run(_hidden):
         assert set(dict(saved["parameters"])) == {f"parameter[-{n}]" for n in range(1, 5)}
+        assert set(dict(saved["error"])) == {"parameter[-4]", "parameter[-2]"}  # the matrices
         assert refused[0] == "StateError"
         assert "parameter[-4]" in refused[1]
         for mine, theirs in zip(straight, resumed, strict=True):
