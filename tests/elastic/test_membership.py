@@ -94,8 +94,9 @@ class Run:
     """Members that train in one process.
 
     `joins_at`: at which step of the others each joins; those at 0 wait for each other. `ends`: what some do
-    at a step: "leave", "kill", "away" for some averagings, "diverge". `faults`: words of a message's purpose,
-    and the how manieth such fails. `options`: settings that some members have of their own.
+    at a step: "leave", "leave late" (in the averaging), "kill", "away" for some averagings, "diverge".
+    `faults`: words of a message's purpose, and the how manieth such fails. `options`: settings that some
+    members have of their own.
     """
 
     def __init__(
@@ -165,6 +166,14 @@ class Run:
     def end(self, how: str, local: LocalSGD, group: InProcessGroup, model: nn.Module) -> None:
         if how == "leave":
             local.leave()
+        elif how == "leave late":
+            settle = group.settle
+
+            def told_meanwhile(committed: bool) -> None:
+                settle(committed)
+                local.leave()
+
+            group.settle = told_meanwhile  # type: ignore[method-assign]
         elif how == "kill":
             group.leave = lambda: None  # type: ignore[method-assign]
             raise Killed
@@ -220,6 +229,16 @@ def test_members_that_come_go_and_vanish_hold_one_model_after_every_averaging(ki
     assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (3, 6, 2, 1, 1)
     assert stats.lost_error > 0
     assert run.locals[0].stats().compression_ratio > 2
+
+
+def test_who_is_told_to_leave_in_an_averaging_hands_over_at_the_next_one() -> None:
+    run = Run([0, 0, 0], steps=10, ends={1: (4, "leave late")})
+    assert run.results == ["done", "left", "done"]
+    assert [len(run.put_in[turn]) for turn in range(5)] == [3, 3, 3, 3, 2]
+    stats = run.locals[0].membership()
+    assert (stats.leaves, stats.losses, stats.lost_error) == (1, 0, 0)
+    run.check_equal()
+    assert run.lost() < 3e-6
 
 
 @st.composite

@@ -226,7 +226,8 @@ class Membership:
                     ) from error
             else:
                 break
-        if self.is_leaving:
+        # As the others were told: asked to leave since then, a member has handed over nothing yet.
+        if present[self._group.transport.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
 
