@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -14,11 +14,14 @@ __all__ = ["copy_from", "gather_bytes", "gather_numbers", "gather_stacked"]
 
 MAX_DIMENSIONS = 16
 
+# Copied in one message, unless a single tensor is larger: of it a member holds two more copies meanwhile.
+COPIED_BYTES = 64 << 20
+
 
 def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Transport) -> None:
     """Make every tensor, in place, what it is on one member; exact to the bit.
 
-    Collective. Tensors travel as bytes, one message for each device.
+    Collective. Tensors travel as bytes, in messages of at most 64 MiB; one that is larger by itself.
 
     Args:
         is_source: Whether this member offers its own; of several, the last one's are taken.
@@ -40,13 +43,25 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
         source = int(offered)
         if source < 0:
             raise CommunicationError("no process of the group offers its tensors to the others")
-        # All of a device in one message: a model has hundreds of tensors, and each would cost a latency.
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in copied])
-        transport.broadcast(flat, source, "copying tensors").wait()
-        parts = flat.split_with_sizes([tensor.nbytes for tensor in copied])
-        for tensor, part in zip(copied, parts, strict=True):
-            # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        for some in _in_pieces(copied):
+            # Many in one message: a model has hundreds of tensors, and each would cost a latency.
+            flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in some])
+            transport.broadcast(flat, source, "copying tensors").wait()
+            parts = flat.split_with_sizes([tensor.nbytes for tensor in some])
+            for tensor, part in zip(some, parts, strict=True):
+                # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
+                tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _in_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors that are copied in one message."""
+    some: list[torch.Tensor] = []
+    for tensor in tensors:
+        if some and sum(each.nbytes for each in some) + tensor.nbytes > COPIED_BYTES:
+            yield some
+            some = []
+        some.append(tensor)
+    yield some
 
 
 def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str) -> list[list[float]]:
