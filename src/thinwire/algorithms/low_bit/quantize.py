@@ -156,7 +156,7 @@ class QuantizePlan(BucketPlan):
         if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
             yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
             return
-        if not self.blocks.total:
+        if not self.blocks.total:  # on all members alike: nobody sends, and nobody waits
             yield Commit(all_finite, writes=False)
             return
         dtype = self.specs[0].memory_dtype

@@ -170,9 +170,11 @@ def measured(
     singular_values = _singular_values(factors)
     sketches = [_sketch(route, memory).to(device).view(-1) for route in routes]
     means = yield Mean(torch.cat([torch.cat(singular_values).to(device), *sketches]))
+    # Squared only now: wanted is the energy of the mean, and not the mean of energies.
     parts = means.cpu().double().square().split_with_sizes([len(s) for s in (*singular_values, *sketches)])
     found = {}
     for route, numbers, sketch in zip(routes, parts[: len(routes)], parts[len(routes) :], strict=True):
+        # On a random direction each row has, on average over directions, its own energy.
         tail = float(sketch.sum()) / SKETCH_COLUMNS
         label = route.label
         if float(numbers.sum()) + tail > 0:
@@ -198,5 +200,6 @@ def _sketch(route: LowRankRoute, memory: Memory) -> torch.Tensor:
     error = memory[ERROR].get(route.label)
     if error is None:
         return torch.zeros(rows, SKETCH_COLUMNS)
+    # The same on all processes: so the mean of what they find is what the mean residual has.
     directions = random_rows(SKETCH_SEED, (SKETCH_COLUMNS, columns), error.device).to(error.dtype)
     return (error.view(rows, columns) @ directions.t()).float()

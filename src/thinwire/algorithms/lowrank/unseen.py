@@ -60,4 +60,5 @@ def _by_kind(
     results: dict[int, torch.Tensor] = {}
     for alike in kinds.values():
         results.update(zip(alike, made(alike), strict=True))
+    # Back in the order in which they came, which the caller's places go by.
     return [results[index] for index in range(len(tensors))]

@@ -61,6 +61,7 @@ def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits
     # Where all that is sent of a chunk has one magnitude there is no step, and any code stands for it.
     divisor = step.where(step > 0, 1).index_select(0, chunk)
     codes = values.abs().sub_(lowest.index_select(0, chunk)).div_(divisor)
+    # What is not finite has no code, and needs none: the levels of its chunk show it.
     codes.round_().clamp_(0, highest_code).nan_to_num_(0)
     return codes.to(torch.uint8) | ((values < 0).to(torch.uint8) << bits - 1)
 

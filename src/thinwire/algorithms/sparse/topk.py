@@ -257,6 +257,7 @@ class TopKPlan(BucketPlan):
         if not names:
             return None
         remaining = torch.stack([memory[ERROR][name].double().norm() for name in names])
+        # What few bits round up may leave more than there was.
         reduced = torch.stack([memory[REDUCTION][name] for name in names]).clamp_min_(0)
         wanted = (remaining.square() + reduced).sqrt_()
         return Diagnosis(names, torch.where(wanted > 0, remaining / wanted, 0.0), remaining)

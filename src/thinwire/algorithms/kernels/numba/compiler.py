@@ -24,8 +24,11 @@ Addresses: TypeAlias = NDArray[np.int64]
 # Sums may be reordered, so that they can be vectorised. Infinity and NaN keep their meaning.
 OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},
+    # Other threads go on meanwhile: the backward pass's, and the backend's.
     "nogil": True,
+    # Division by zero gives infinity, as in PyTorch, and loops need not look out for it.
     "error_model": "numpy",
+    # To compile takes seconds, and each process of a job would do it anew.
     "cache": True,
 }
 
@@ -44,16 +47,19 @@ def compiled(function: Function) -> Function:
 
 def inlined(function: Function) -> Function:
     """Compile a function as `compiled` does, to become a part of those that call it."""
+    # So vectors stay in registers from one to the next, and what is constant for a caller is so within.
     return cast("Function", _keyed_by_sources(njit(**OPTIONS, forceinline=True)(function)))
 
 
 def _keyed_by_sources(dispatcher: Any) -> Any:
+    # Numba has no public word for what it compares; where that is no more, `dispatch` does without Numba.
     dispatcher._cache._cache_file._source_stamp = SOURCES
     return dispatcher
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
     """Return where tensors lie, to hand over many in one call."""
+    # An address tells neither type nor strides: compiled code would read, and write, whatever lies there.
     if not all(tensor.is_contiguous() and tensor.dtype is torch.float32 for tensor in tensors):
         raise AssertionError("a tensor that is not contiguous or not fp32, where compiled code reads memory")
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)

@@ -38,6 +38,7 @@ class NumbaKernels(Kernels):
         scale, lefts = _number(loss_scale), []
         for group, right in zip(groups, rights, strict=True):
             errors = [error for error in group.errors if add_error and error is not None]
+            # All or none: a pass over a group adds to each matrix, or to none.
             if len(errors) in (0, len(group.matrices)):
                 lefts.append(passes.products(group, errors, right, scale))
             else:

@@ -82,6 +82,7 @@ def reconstruct(
         mean: Those of the mean.
         scale: What the loss was multiplied by.
     """
+    # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
     factors = [_filled(factor).numpy() for factor in (*sent, *mean)]
     _kernels(group).reconstruct_all(addresses(group.matrices), addresses(errors), 1 / scale, *factors)
 
