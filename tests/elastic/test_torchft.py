@@ -11,6 +11,8 @@ import pytest
 
 from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes
+from thinwire.elastic import TorchftGroup
+from thinwire.errors import CommunicationError, ConfigError
 
 pytest.importorskip("torchft")
 
@@ -63,6 +65,13 @@ def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) 
     job.wait_for_averagings(0)
     assert job.told(event="averaged", member=0)[-1]["losses"] == 0
     assert job.check_equal() > 2
+
+
+def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
+    with pytest.raises(CommunicationError, match="there is no lighthouse at"):
+        TorchftGroup("http://127.0.0.1:1", timeout_seconds=0.5, hostname="127.0.0.1")
+    with pytest.raises(ConfigError, match="start one with torchft_lighthouse"):
+        TorchftGroup("10.0.0.1:29510")
 
 
 def test_the_example_runs(job: Job) -> None:

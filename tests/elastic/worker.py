@@ -40,6 +40,19 @@ class Deadly(Wrapped):
         return start()
 
 
+def die_at_second_call() -> None:
+    """Let this process die when it serves newcomers again: the first are those who began with it."""
+    send_state, calls = torchft_group.send_state, []  # type: ignore[attr-defined]
+
+    def deadly(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        send_state(*args)
+
+    torchft_group.send_state = deadly  # type: ignore[assignment, attr-defined]
+
+
 def train(
     path: str,
     lighthouse: str,
@@ -70,7 +83,7 @@ def train(
     try:
         group = TorchftGroup(lighthouse, name=f"member{member}", **settings)
         if dies_at is not None and dies_at[0] == "handing":
-            setattr(torchft_group, "send_state", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+            die_at_second_call()
         elif dies_at is not None:
             group.transport = Deadly(group.transport, *dies_at)
         local = DiLoCo(
