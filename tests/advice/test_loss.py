@@ -238,8 +238,8 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
     assert "unwrap_model(model), optimizer.optimizer, every_steps=30):" in local["Accelerate"]
     assert "ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=30))" in local["Lightning"]
     assert "attach(trainer, partial(thinwire.DiLoCo, every_steps=30))" in local["Trainer"]
-    assert local["FSDP2"].startswith("# averages gradients; not DiLoCo(every_steps=30)\n")
-    assert "thinwire.Quantize(bits=1)" in local["FSDP2"]
+    around = 'with thinwire.DiLoCo(model, optimizer, every_steps=30, mesh=mesh["replicate"]):'
+    assert local["FSDP2"].splitlines() == ['fully_shard(model, mesh=mesh["shard"])', around]
     for each in (*lines.values(), *local.values()):
         compile(each + (" pass" if each.endswith(":") else ""), "a line to paste", "exec")
 

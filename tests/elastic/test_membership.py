@@ -109,9 +109,10 @@ class Run:
         options: dict[int, dict[str, Any]] | None = None,
         kind: Callable[..., LocalSGD] = LocalSGD,
         min_members: int = 1,
+        wait_seconds: float = 60.0,
         **shared: Any,
     ) -> None:
-        self.lighthouse = InProcessLighthouse(min_members, wait_seconds=0.5)
+        self.lighthouse = InProcessLighthouse(min_members, wait_seconds)
         self.joins_at, self.steps, self.kind = joins_at, steps, kind
         self.ends, self.faults, self.options = ends or {}, faults or {}, options or {}
         self.shared = {"algorithm": FEW_BITS, "every_steps": EVERY, "leave_on_sigterm": False, **shared}
@@ -320,7 +321,7 @@ def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
 
 
 def test_too_few_members_wait_and_then_say_so() -> None:
-    run = Run([0, 0], min_members=2, ends={1: (4, "leave")})
+    run = Run([0, 0], min_members=2, wait_seconds=0.0, ends={1: (4, "leave")})
     assert run.results == ["CommunicationError", "left"]
     assert "2 members" in str(run.errors[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.advice.result import Advice, Prediction, choose
+from thinwire.advice.result import Advice, Prediction
 
 __all__ = ["lines_to_paste"]
 
@@ -10,19 +10,10 @@ __all__ = ["lines_to_paste"]
 def lines_to_paste(advice: Advice) -> dict[str, str]:
     """Return lines by front.
 
-    Where models are to be averaged now and then, and a front has no place for that, its lines are of what is
-    advised among ways of averaging gradients, and say so.
-
     Args:
         advice: What was advised.
     """
-    if not advice.best.averages_less_often:
-        return _of_gradients(advice.best)
-    ranked = [each for each in advice.predictions if not each.averages_less_often]
-    of_gradients = choose(ranked, advice.least_gain, advice.budget_loss)
-    # Shards are no whole models.
-    sharded = _of_gradients(of_gradients)["FSDP2"]
-    return _local(advice.best) | {"FSDP2": f"# averages gradients; not {advice.best.name}\n{sharded}"}
+    return _local(advice.best) if advice.best.averages_less_often else _of_gradients(advice.best)
 
 
 def _of_gradients(prediction: Prediction) -> dict[str, str]:
@@ -48,6 +39,9 @@ def _local(prediction: Prediction) -> dict[str, str]:
     frameworks = _of_frameworks(f"partial({front}, {settings})")
     return {
         "DDP": around,
+        "FSDP2": (
+            f'fully_shard(model, mesh=mesh["shard"])\n{around.removesuffix("):")}, mesh=mesh["replicate"]):'
+        ),
         # Accelerate wraps optimizers, and steps are counted on what is inside; its DDP model would go on
         # averaging gradients.
         "Accelerate": (

@@ -156,6 +156,10 @@ def lacking(name: str) -> str:
     raise PackageNotFoundError(name)
 
 
+def rocms(name: str) -> str:
+    return "3.9.1" if name == "pytorch-triton-rocm" else lacking(name)
+
+
 @pytest.mark.usefixtures("no_shortfalls")
 @pytest.mark.parametrize(
     ("found", "told"),
@@ -163,6 +167,7 @@ def lacking(name: str) -> str:
         (lacking, "Triton is not installed: PyTorch's kernels serve"),
         (lambda name: "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels serve"),
         (lambda name: "3.9.0", r"Triton 3.9.0 is installed but does not compile \(no compiler\): PyTorch's"),
+        (rocms, "Triton 3.9.1 is installed but does not compile"),
     ],
 )
 def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(

@@ -267,8 +267,8 @@ def _store_wide(builder: Any, numbers: Any, address: Any) -> None:
 
 def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
     """Emit the store of the codes of numbers, in units of their scale."""
-    # One bit is the comparison itself: a mask of lanes is stored as it is. Packed codes begin at any byte,
-    # hence the alignment.
+    # One bit is the comparison itself: a mask of lanes is stored as it is. Where packed codes begin is no
+    # multiple of a vector, hence the alignment.
     if bits == 1:
         is_positive = builder.fcmp_ordered(">", units, _all(units.type, 0.0))
         together = ir.IntType(units.type.count)

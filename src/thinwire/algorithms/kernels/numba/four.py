@@ -295,7 +295,8 @@ def _columns(factors: FactorBatch, k: int, i: int) -> FourRows:
 @compiled
 def _room(line: int) -> Matrix:
     """Return room for a factor's copy: whole vectors, and one more."""
-    # One more, so that rows are never 4 KiB apart: of such, a first cache keeps but a few at a time.
+    # One more, so that rows of 1024 columns or a multiple are not some times 4 KiB apart: of such, a first
+    # cache keeps but a few at a time.
     return np.zeros((4, (line // VECTOR_BYTES + 2) * LANES), np.float32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +15,9 @@ __all__ = ["FACTOR_ROWS", "can_be_used", "reaches"]
 
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
+
+# PyTorch's wheels for ROCm come with one of their own.
+PACKAGES = ("triton", "pytorch-triton-rocm", "triton-rocm")
 
 # That of torch 2.6. Older ones lack what the kernels are written with.
 OLDEST = (3, 2)
@@ -43,9 +47,11 @@ def can_be_used() -> bool:
 
     Cost: a small kernel is compiled and launched on the current device, once.
     """
-    try:
-        found = version("triton")
-    except PackageNotFoundError:
+    found = None
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found = found or version(package)
+    if found is None:
         _tell("Triton is not installed")
         return False
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
