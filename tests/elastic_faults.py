@@ -154,7 +154,8 @@ def soak(averagings: int, seed: int) -> None:
             loss = statistics.mean(line["loss"] for line in told[-20:])
             print(
                 f"{len(told)} averagings in {time.monotonic() - start:.0f} s with {counts}: models equal at "
-                f"{job.check_equal()} steps, {len(job.told(event='raised'))} raised, loss {loss:.4f}, "
+                f"{job.check_equal()} steps, {len(job.told(event='left'))} have told that they left, "
+                f"{len(job.told(event='raised'))} raised, loss {loss:.4f}, "
                 f"member 0: { {key: told[-1][key] for key in ('retries', 'joins', 'leaves', 'losses')} }",
                 flush=True,
             )
