@@ -148,7 +148,8 @@ def test_the_public_names() -> None:
 def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() -> None:
     shown = [name for name in dir(thinwire.GradientSync) if not name.startswith("_")]
     assert shown == [
-        "abandon", "algorithm", "load_state_dict", "plan", "state_dict", "stats", "steps", "use",
+        "abandon", "algorithm", "distributed_state",
+        "load_state_dict", "plan", "state_dict", "stats", "steps", "use",
     ]  # fmt: skip
     reference = (SOURCE.parents[1] / "docs" / "api.md").read_text()
     told = re.search(r"^::: thinwire.GradientSync\n    options:\n      members: \[(.*)\]", reference, re.M)

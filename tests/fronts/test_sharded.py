@@ -347,17 +347,19 @@ def _elsewhere(replicas: int) -> tuple[float, float, float]:
     return max(error.norm().item() for _, error in saved["error"]), *missing
 
 
-def test_a_distributed_checkpoint_is_resharded(pool4: Pool, tmp_path: Path) -> None:
-    for owed, error, parameters, momenta in pool4.run(_dcp, tmp_path):
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_a_distributed_checkpoint_is_resharded(pool4: Pool, tmp_path: Path, in_shards: bool) -> None:
+    for owed, error, parameters, momenta, held in pool4.run(_dcp, tmp_path, in_shards):
         assert owed > 0
+        assert held == {(DTensor, (64, 64), (32, 64)), (DTensor, (64, 64), (16, 64))} or not in_shards
         assert error
         assert parameters
         assert momenta
 
 
-def _dcp(folder: Path) -> tuple[float, bool, bool, bool]:
+def _dcp(folder: Path, in_shards: bool) -> tuple[float, bool, bool, bool, set[Any]]:
     """Save by 2 replicas of 2 shards, load by one of 4, beside model and optimizer."""
-    kept = []
+    kept, held = [], set()
     for replicas in (2, 1):
         mesh = mesh_of(replicas, 4 // replicas)
         model: Any = sharded(wide(seed=replicas), mesh["shard"])
@@ -367,7 +369,11 @@ def _dcp(folder: Path) -> tuple[float, bool, bool, bool]:
             backward(model, 0)
             optimizer.step()
         weights, momenta = get_state_dict(model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": momenta, "sync": sync}
+        ours = sync.distributed_state() if in_shards else sync
+        if in_shards:
+            error = ours.state_dict()["tensors"]["error of blocks.0.0.weight"]
+            held.add((type(error), tuple(error.shape), tuple(error.to_local().shape)))
+        state: dict[str, Any] = {"model": weights, "optimizer": momenta, "sync": ours}
         if replicas == 2:
             dcp_save(state, checkpoint_id=folder)
         else:
@@ -379,7 +385,8 @@ def _dcp(folder: Path) -> tuple[float, bool, bool, bool]:
     error = dict(loaded["error"])
     same = all(torch.equal(each, error[name]) for name, each in saved["error"])
     owed = max(each.norm().item() for each in error.values())
-    return owed, same, torch.equal(weights_then, weights_now), torch.equal(moments_then, moments_now)
+    are_loaded = torch.equal(weights_then, weights_now), torch.equal(moments_then, moments_now)
+    return owed, same, *are_loaded, held
 
 
 # Steps that are not like others

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from thinwire.algorithms import Algorithm
 from thinwire.errors import AttachError
 from thinwire.plan import Plan
 from thinwire.sync.engine import Engine
 from thinwire.sync.stats import Stats
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
 
 __all__ = ["Counting", "GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of"]
 
@@ -112,6 +115,27 @@ class GradientSync:
             StepError: A step is under way.
         """
         self._engine.load_state_dict(state, strict=strict)
+
+    def distributed_state(self) -> Stateful:
+        """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
+
+        Of an FSDP2 model it has DTensors in place of whole tensors, so no process holds the whole residual,
+        and it is resharded as the parameters are. Of another model it is this handle. To be used on all
+        processes: saving is collective, as `state_dict` is, and loading is strict.
+
+        Cost: of an FSDP2 model a copy of what is remembered of this process's shards, and zeros of fp32 for
+        parameters of which nothing is, which the checkpoint holds as well.
+
+        Examples:
+            >>> import thinwire, torch
+            >>> from torch.nn.parallel import DistributedDataParallel
+            >>> ddp_model = DistributedDataParallel(torch.nn.Linear(64, 32))  # in a process group
+            >>> sync = thinwire.attach(ddp_model, thinwire.PowerSGD(matrix_rank=2))
+            >>> state = {"model": ddp_model.module.state_dict(), "sync": sync.distributed_state()}
+            >>> state["sync"] is sync  # torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+            True
+        """
+        return self
 
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""

@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from thinwire.algorithms import Slot
 from thinwire.channel import Transport, gather_bytes
+from thinwire.errors import StateError
 from thinwire.fronts.sharded.front import alike_on_all_shards
-from thinwire.fronts.sharded.model import Piece
+from thinwire.fronts.sharded.model import Piece, local_of
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import with_checksum
@@ -71,15 +74,106 @@ class ShardedSync(GradientSync):
 
         The state may be of other numbers of shards and replicas, or of a run with DDP.
         """
-        specs = {
-            name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
-            for name, piece in self._pieces.items()
-        }
-        loaded = self._engine.check_state_dict(state, strict=strict, specs=specs)
+        loaded = self._engine.check_state_dict(state, strict=strict, specs=self._whole_specs())
         # Factors that were saved of single shards would differ between them.
         if self._joins_shards:
             loaded = without_shards(loaded)
         self._engine.load(_cut(loaded, self._pieces, self._shards))
+
+    def _whole_specs(self) -> dict[str, ParameterSpec]:
+        return {
+            name: ParameterSpec.of(name, torch.empty(piece.shape, dtype=piece.parameter.dtype, device="meta"))
+            for name, piece in self._pieces.items()
+        }
+
+    def distributed_state(self) -> Stateful:
+        """As `GradientSync.distributed_state`: residuals are DTensors, sharded as their parameters are."""
+        return _InShards(self)
+
+    def state_in_shards(self) -> dict[str, Any]:
+        """Return the state with DTensors for what is elementwise. Collective over all shards and replicas.
+
+        All parameters have one, of zeros where nothing is remembered: `torch.distributed.checkpoint` fills in
+        only what a fresh run has as well.
+        """
+        engine, shards = self._engine, self._shards
+        own = alike_on_all_shards(
+            shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
+        )
+        elementwise = [name for name, kind in own["slots"] if kind[1]]
+        rest = {**own, **dict.fromkeys(elementwise, ())}
+        rest = _whole_state(rest, self._pieces, shards, is_joined=self._joins_shards)
+        kept = {slot: dict(own[slot]) for slot in elementwise}
+        specs = {spec.name: spec for spec in engine.specs}
+        return {
+            "rest": with_checksum({key: value for key, value in rest.items() if key != "checksum"}),
+            "kept": tuple((slot, tuple(sorted(tensors))) for slot, tensors in kept.items()),
+            "tensors": {
+                _key(slot, name): _like(
+                    piece.parameter,
+                    tensors[name]
+                    if name in tensors
+                    else torch.zeros(specs[name].shape, dtype=specs[name].memory_dtype),
+                )
+                for slot, tensors in kept.items()
+                for name, piece in self._pieces.items()
+            },
+        }
+
+    def load_in_shards(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_in_shards` has returned, resharded to this run's shards.
+
+        Raises:
+            StateError: It is not such a state, damaged, or of another model.
+        """
+        loaded = self._engine.check_state_dict(state["rest"], specs=self._whole_specs())
+        if self._joins_shards:
+            loaded = without_shards(loaded)
+        loaded = _cut(loaded, self._pieces, self._shards)
+        slots = {slot.name: slot for slot in loaded.slots}
+        tensors = dict(loaded.slots)
+        for slot, names in state["kept"]:
+            held = {name: local_of(state["tensors"][_key(slot, name)]).cpu().clone() for name in names}
+            broken = [name for name, tensor in held.items() if not tensor.isfinite().all()]
+            if broken:
+                raise StateError(
+                    f"{slot} of {broken[0]} is not finite: the state is damaged; load an earlier one"
+                )
+            tensors[slots[slot]] = held
+        self._engine.load(loaded._replace(slots=tensors))
+
+
+class _InShards:
+    """What `torch.distributed.checkpoint` saves and loads of a `ShardedSync`."""
+
+    def __init__(self, sync: ShardedSync) -> None:
+        self._sync = sync
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `ShardedSync.state_in_shards`."""
+        return self._sync.state_in_shards()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `ShardedSync.load_in_shards`."""
+        self._sync.load_in_shards(state_dict)
+
+
+def _key(slot: str, name: str) -> str:
+    return f"{slot} of {name}"
+
+
+def _like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of something, sharded as a parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 def _whole_state(
