@@ -23,8 +23,24 @@ import thinwire
 from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
+from thinwire.algorithms.accelerators import shortfalls
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.dispatch import (
+    code_kernels_for,
+    kernels_for,
+    orthonormal_rows,
+    products,
+    projections,
+    reconstruct,
+)
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.kernels.torch_codes import TorchCodes
+from thinwire.algorithms.kernels.torch_kernels import TorchKernels
+from thinwire.algorithms.kernels.triton.limits import OLDEST_CAPABILITY
+from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
+from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
+from thinwire.algorithms.low_bit.blocks import Blocks
+from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
 
@@ -325,7 +341,54 @@ def _on_a_side_stream(built_on_it: bool, trained_on_it: bool) -> tuple[float, fl
 
 
 @needs_gpu
-def test_the_arithmetic_can_be_captured_as_a_graph() -> None:
+def test_triton_serves_where_it_can() -> None:
+    """Or says why not: a GPU of this time, with torch's own Triton, has no excuse."""
+    like = torch.empty(16, device="cuda")
+    if torch.version.hip or torch.cuda.get_device_capability() >= OLDEST_CAPABILITY:
+        assert isinstance(kernels_for(like, 4), TritonKernels)
+        assert isinstance(kernels_for(like.bfloat16(), 32), TritonKernels)
+        assert isinstance(code_kernels_for(like), TritonCodes)
+        assert shortfalls(like.device) == ()
+    else:
+        assert isinstance(kernels_for(like, 4), TorchKernels)
+        assert shortfalls(like.device) != ()
+
+
+@needs_gpu
+@pytest.mark.parametrize("bits", CODEBOOKS)
+@pytest.mark.parametrize("matrix_rank", [1, 4, 8, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dtype: torch.dtype) -> None:
+    triton, plain = kernels_for(torch.empty(1, device="cuda"), 4), TorchKernels()
+    exact_products()
+    draw = torch.Generator("cuda").manual_seed(0)
+    given = [torch.randn(2, 700, 256, device="cuda", generator=draw) for _ in range(2)]
+    right = torch.randn(2, matrix_rank, 256, device="cuda", generator=draw)
+    found = []
+    for kernels, held in ((triton, dtype), (plain, torch.float32)):
+        matrices, errors = given[0].to(dtype).to(held), given[1].clone()
+        group = MatrixGroup(["a", "b"], list(matrices), list(errors), matrix_rank)
+        (basis,) = kernels.orthonormal_rows(kernels.products([group], [right], None, add_error=True))
+        (own,) = kernels.projections([group], [basis], None, add_error=False)
+        kernels.reconstruct([group], [list(errors)], [[Factors(basis, own, own)]], None)
+        found.append((basis, own, matrices.float(), errors))
+    loss = 1e-5 if dtype == torch.float32 else 1e-2
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() < loss * other.norm()
+
+    flat, blocks, codebook = given[0].view(-1), Blocks((700 * 256 - 3, 3 + 700 * 256), 64, 2), CODEBOOKS[bits]
+    coded = code_kernels_for(flat).encoded(flat, blocks, codebook, None)
+    decoded = [torch.empty_like(flat) for _ in range(2)]
+    for codes, each in zip((code_kernels_for(flat), TorchCodes()), decoded, strict=True):
+        codes.decode(coded, blocks, codebook, each)
+    assert torch.equal(*decoded)
+    assert coded.message.nbytes < flat.nbytes / 3
+
+
+@needs_gpu
+def test_the_arithmetic_can_be_captured_as_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's: of Triton's kernels the tables hold addresses, which a captured allocation does not keep."""
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     flat = torch.randn(3 * 40 * 64, device="cuda")
     errors = torch.randn(3, 40, 64, device="cuda")
     right = orthonormal_rows([torch.randn(3, 2, 64, device="cuda")])[0]

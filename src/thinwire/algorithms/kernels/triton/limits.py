@@ -11,7 +11,7 @@ import torch
 
 from thinwire.algorithms.accelerators import note_shortfall
 
-__all__ = ["FACTOR_ROWS", "can_be_used", "reaches"]
+__all__ = ["FACTOR_ROWS", "OLDEST_CAPABILITY", "can_be_used", "reaches"]
 
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
