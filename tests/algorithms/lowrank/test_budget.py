@@ -62,7 +62,7 @@ spectra = st.dictionaries(
 )
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(spectra)
 def test_beyond_what_was_found_the_energies_add_up_to_the_rest(found: dict[str, Spectrum]) -> None:
     for each in found.values():

@@ -77,8 +77,10 @@ def test_a_large_layer_has_a_fragment_nearly_to_itself() -> None:
 # Against plain references, in float64
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("fragments", "delay_steps", "mix"), [(1, 0, 0.0), (2, 1, 0.5), (3, 4, 0.25)])
+@pytest.mark.parametrize(
+    ("size", "fragments", "delay_steps", "mix"),
+    [(3, 1, 0, 0.0), (2, 2, 1, 0.5), (2, 3, 4, 0.25), (3, 3, 4, 0.25)],
+)
 def test_against_a_plain_reference(size: int, fragments: int, delay_steps: int, mix: float) -> None:
     """Six outer steps of every fragment, AdamW inside and Nesterov's momentum outside."""
     expected = _by_itself(size, 36, 6, fragments, delay_steps, mix)
