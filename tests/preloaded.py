@@ -14,6 +14,7 @@ import torch.nn.parallel
 
 import thinwire
 import thinwire.cli
+from thinwire.algorithms.registry import REGISTRY
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 
@@ -22,16 +23,18 @@ torch.set_num_threads(1)
 
 
 def compile_passes() -> None:
-    """Run every compiled pass, at every matrix rank that they serve."""
+    """Run every compiled pass: of each algorithm that there is, and at every matrix rank that they serve."""
     bucket = [ParameterSpec.of(name, torch.empty(64, 48)) for name in ("one", "two")]
+    algorithms = [variant.algorithm for each in REGISTRY for variant in each.variants]
     for matrix_rank in (1, 2, 3, 4):
-        for algorithm in (
+        algorithms += [
             thinwire.PowerSGD(matrix_rank=matrix_rank, min_compression_ratio=1),
             thinwire.BatchedPowerSGD(matrix_rank=matrix_rank),
-        ):
-            simulation = Simulation(algorithm, [tuple(bucket)], num_workers=1)
-            for _ in range(2):
-                simulation.step([[torch.randn(2 * 64 * 48)]])
+        ]
+    for algorithm in algorithms:
+        simulation = Simulation(algorithm, [tuple(bucket)], num_workers=1)
+        for _ in range(2):
+            simulation.step([[torch.randn(2 * 64 * 48)]])
 
 
 compile_passes()
