@@ -232,7 +232,7 @@ def _both_ways() -> tuple[list[Tensor], list[Tensor], list[float]]:
     hooked.register_comm_hook(state, hooks.powerSGD_hook)
     sync = thinwire.attach(attached, thinwire.PowerSGD(matrix_rank=2, warmup_steps=1))
     gradients = gradients_of(hooked, range(4)), gradients_of(attached, range(4))
-    return *gradients, [each.stats().compression_ratio for each in (state, sync)]
+    return *gradients, [state.stats().compression_ratio, sync.stats().compression_ratio]
 
 
 def test_saved_with_torch_and_resumed_with_other_buckets(pool2: Pool) -> None:
