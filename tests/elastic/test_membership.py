@@ -95,8 +95,8 @@ class Run:
 
     `joins_at`: at which step of the others each joins; those at 0 wait for each other. `ends`: what some do
     at a step: "leave", "leave late" (in the averaging), "kill", "away" for some averagings, "diverge".
-    `faults`: words of a message's purpose, and the how manieth such fails. `options`: settings that some
-    members have of their own.
+    `faults`: words of a message's purpose, and which of these messages fails, counted from 1. `options`:
+    settings that some members have of their own.
     """
 
     def __init__(
@@ -360,8 +360,10 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
+    # However seldom: a plan is made with messages, where nobody may send any.
+    seldom = PowerSGD(bytes_per_step=100, replan_every_steps=10**6)
     with pytest.raises(ConfigError, match="give a matrix rank instead of a budget"):
-        LocalSGD(model, optimizer, every_steps=2, group=group, algorithm=PowerSGD(bytes_per_step=100))
+        LocalSGD(model, optimizer, every_steps=2, group=group, algorithm=seldom)
     with pytest.raises(ConfigError, match='"steps" or "work"'):
         LocalSGD(model, optimizer, every_steps=2, group=group, weigh_by="tokens")  # type: ignore[arg-type]
     local = LocalSGD(model, optimizer, every_steps=2, group=group)

@@ -304,6 +304,11 @@ class Algorithm(ABC):
         """
         return NO_CHOICES if saved is None else saved
 
+    @property
+    def plans_anew(self) -> bool:
+        """Whether `replan` is ever asked."""
+        return False
+
     def is_replan_due(self, step: int) -> bool:
         """Return whether `replan` is to be asked after so many committed steps."""
         return False

@@ -132,7 +132,7 @@ class LocalSGD:
                 f"{type(self.module).__name__} is sharded by fully_shard; a member that comes and goes is "
                 "one process with a whole model. thinwire.LocalSGD averages sharded ones"
             )
-        if any(algorithm.is_replan_due(step) for step in range(1, 1 << 12)):
+        if algorithm.plans_anew:
             raise ConfigError(
                 f"{algorithm} makes a new plan now and then, behind the averaging; members that come and go "
                 "need one plan: give a matrix rank instead of a budget"

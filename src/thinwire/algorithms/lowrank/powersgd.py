@@ -294,6 +294,11 @@ class PowerSGD(LowRank):
         fits = self.bytes_per_step is None or _sent_bytes(self.prepare(specs, resumed)) <= self.bytes_per_step
         return resumed if fits else first
 
+    @property
+    def plans_anew(self) -> bool:
+        """As `Algorithm.plans_anew`: with a budget."""
+        return self.chooses_ranks
+
     def is_replan_due(self, step: int) -> bool:
         """Return whether it is time: with a budget, every `replan_every_steps`, once past the warm-up."""
         return self.chooses_ranks and step > self.warmup_steps and step % self.replan_every_steps == 0
