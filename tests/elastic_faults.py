@@ -127,7 +127,7 @@ def soak(averagings: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder))
         counts = {"killed": 0, "stopped": 0, "left": 0, "joined": 0}
-        alive = {member: job.start(member, min_members=1) for member in range(4)}
+        alive = {member: job.start(member, min_members=2) for member in range(4)}
         start = time.monotonic()
         try:
             # Member 0 stays, to count; it is stopped now and then, too.
@@ -138,7 +138,7 @@ def soak(averagings: int, seed: int) -> None:
                 if kind == "joined" or len(others) < 2:
                     if len(others) < 5:
                         fresh = max(alive) + 1
-                        alive[fresh] = job.start(fresh, min_members=1)
+                        alive[fresh] = job.start(fresh, min_members=2)
                         counts["joined"] += 1
                 elif kind == "stopped":
                     pid = alive[draw.choice(list(alive))].pid
