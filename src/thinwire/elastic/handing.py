@@ -13,8 +13,8 @@ from thinwire.errors import StateError
 
 __all__ = ["receive_state", "send_state"]
 
-# So that the timeout is one of a part, not of the whole: a member that stands still is found out, a slow link
-# is not taken for one.
+# So that between these two the timeout is one of a part, not of the whole: who stands still is found out, and
+# a slow link is not taken for that. (The other members wait meanwhile, in one message.)
 PART_BYTES = 1 << 22
 PURPOSE = "handing a newcomer what it starts from"
 
