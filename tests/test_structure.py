@@ -132,7 +132,7 @@ def test_all_names_what_is_public(module: object) -> None:
 
 def test_the_public_names() -> None:
     assert set(thinwire.__all__) == {
-        "Advice", "advise",
+        "Advice", "Auto", "advise", "auto",
         "AllGatherGrad",
         "all_gather_grad",
         "AgreementError", "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CheckpointError",

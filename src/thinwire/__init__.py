@@ -5,7 +5,7 @@ gradients, and gives back the same model. Start with `attach`.
 """
 
 from thinwire import hooks
-from thinwire.advice import Advice, advise
+from thinwire.advice import Advice, Auto, advise, auto
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.errors import (
@@ -36,6 +36,7 @@ __all__ = [
     "AllGatherGrad",
     "AllReduce",
     "AttachError",
+    "Auto",
     "BatchedPowerSGD",
     "Cast",
     "CheckpointError",
@@ -63,6 +64,7 @@ __all__ = [
     "advise",
     "all_gather_grad",
     "attach",
+    "auto",
     "hooks",
     "join",
     "read_run",

@@ -24,6 +24,7 @@ __all__ = [
     "expected_loss",
     "known_optimizers",
     "loss_gaps",
+    "optimizer_note",
     "published_gap",
     "signed",
 ]
@@ -159,6 +160,17 @@ def checked_optimizer_name(name: object) -> str | None:
         raise ConfigError(f'optimizer must be a name such as "AdamW" or "SGD", or None, got {name!r:.200}')
     given = name.strip()
     return next((each for each in known_optimizers() if each.lower() == given.lower()), given)
+
+
+def optimizer_note(optimizer: str) -> str | None:
+    """Return what should be known of gaps with an optimizer, in words; None where it was measured with."""
+    known = known_optimizers()
+    if optimizer in known:
+        return None
+    return (
+        f"No loss gap was measured with {optimizer}, only with {' and '.join(known)}: the largest of them "
+        "counts."
+    )
 
 
 def expected_loss(

@@ -23,6 +23,7 @@ from thinwire.advice.loss import (
     checked_optimizer_name,
     expected_loss,
     known_optimizers,
+    optimizer_note,
     published_gap,
 )
 from thinwire.advice.result import Advice, Prediction, choose, is_within, tied
@@ -43,7 +44,7 @@ from thinwire.fronts.ddp_model import register
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 
-__all__ = ["BASELINE", "advise", "priced"]
+__all__ = ["BASELINE", "EXACT", "advise", "priced"]
 
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
@@ -206,14 +207,11 @@ def _with_losses(
 
 def _notes(optimizer: str | None, probe: Probe, num_processes: int) -> Iterator[str]:
     """Yield what makes the advice less certain, in words."""
-    known = known_optimizers()
     if optimizer is None:
-        yield f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own."
-    elif optimizer not in known:
-        yield (
-            f"No loss gap was measured with {optimizer}, only with {' and '.join(known)}: the largest of "
-            "them is shown."
-        )
+        known = " and ".join(known_optimizers())
+        yield f"Loss gaps are the largest of {known}; name your optimizer for its own."
+    elif (note := optimizer_note(optimizer)) is not None:
+        yield note
     # One process alone may ask about any network: that is what the command does.
     if num_processes not in (1, probe.world_size):
         yield (

@@ -1,0 +1,285 @@
+"""What `thinwire.auto` chooses, and why: plain numbers in, the same choice out on every process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+
+from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, expected_loss, optimizer_note
+from thinwire.advice.measure import BASELINE, EXACT, priced
+from thinwire.advice.result import Prediction, choose
+from thinwire.advice.words import losses_of
+from thinwire.algorithms import Algorithm
+from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS
+
+__all__ = [
+    "Candidate",
+    "Candidates",
+    "Trial",
+    "best_of",
+    "candidates_for",
+    "has_changed",
+    "nothing_to_win",
+    "quartiles_of",
+    "why",
+    "worst_of",
+]
+
+# A step that takes so much longer or shorter, as a share, or waits so much more or less, is of another link.
+CHANGE = 0.2
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An algorithm that may be tried.
+
+    Attributes:
+        name: As it is written in code.
+        algorithm: The same.
+        loss: The gap to exact averaging's loss that is to be expected.
+        order: Place by loss: 0 is exact averaging, 1 is 16 bits, and equal gaps have one place.
+    """
+
+    name: str
+    algorithm: Algorithm
+    loss: ExpectedLoss
+    order: int
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it is rougher than 16 bits."""
+        return self.order > 1
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What is tried, and what is not.
+
+    Attributes:
+        within: Exact averaging, 16 bits, and what is expected to lose no more than the budget; what loses
+            least comes first.
+        nearest: Of what is rougher than 16 bits and has a known gap, the one that loses least; None if there
+            is none.
+        nearest_local: The same, of averaging models less often.
+        budget_loss: As of `auto`.
+        optimizer: As of `expected_loss`.
+    """
+
+    within: tuple[Candidate, ...]
+    nearest: tuple[str, ExpectedLoss] | None
+    nearest_local: tuple[str, ExpectedLoss] | None
+    budget_loss: float
+    optimizer: str
+
+
+def candidates_for(optimizer: str, members: int, parameters: int, budget_loss: float) -> Candidates:
+    """Return what may be tried within a loss budget.
+
+    Args:
+        optimizer: As of `expected_loss`.
+        members: That train together.
+        parameters: Of the model.
+        budget_loss: The largest expected gap to exact averaging's loss, as a share of it.
+    """
+    variants = priced()
+    lossy = {
+        code: expected_loss(
+            # In the table, algorithms have the names that they print.
+            str(variant.algorithm),
+            optimizer,
+            members,
+            parameters,
+            loses_more_than=variant.loses_more_than,
+            loses_less_than=variant.loses_less_than,
+        )
+        for code, variant in variants.items()
+        if not variant.keeps_16_bits
+    }
+    local = {
+        each.name: expected_loss(
+            each.name, optimizer, members, parameters, loses_more_than=each.loses_more_than
+        )
+        for each in LOCAL_VARIANTS
+    }
+    ranked = sorted(lossy, key=lambda code: lossy[code].order)
+    orders = sorted({loss.order for loss in lossy.values()})
+    within = [
+        Candidate(EXACT, variants[EXACT].algorithm, EXACT_LOSS, 0),
+        # Of the two kinds of 16 bits the one that no gradient is too large for.
+        Candidate(BASELINE, variants[BASELINE].algorithm, EXACT_LOSS, 1),
+        *(
+            Candidate(code, variants[code].algorithm, lossy[code], 2 + orders.index(lossy[code].order))
+            for code in ranked
+            # Of what is unknown the order is infinite, as a budget without bound is.
+            if lossy[code].order <= 100 * budget_loss
+        ),
+    ]
+    return Candidates(tuple(within), _nearest(lossy), _nearest(local), budget_loss, optimizer)
+
+
+def _nearest(losses: dict[str, ExpectedLoss]) -> tuple[str, ExpectedLoss] | None:
+    known = [(name, loss) for name, loss in losses.items() if loss.percent is not None]
+    return min(known, key=lambda each: each[1].order, default=None)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Steps of the run itself with one algorithm.
+
+    Attributes:
+        candidate: What was tried.
+        step_seconds: From the end of a step to the end of the next: the middle one, on the slowest process.
+        low_seconds: A quarter of the steps were faster.
+        high_seconds: A quarter of the steps were slower.
+        waited_seconds: What the network took of a step: how long the process waited for messages that
+            waited least, because the others waited for it. NaN where the host can't see it.
+        message_bytes: What a process sent per step, counted as of an all-reduce.
+    """
+
+    candidate: Candidate
+    step_seconds: float
+    low_seconds: float
+    high_seconds: float
+    waited_seconds: float
+    message_bytes: float
+
+    @property
+    def told(self) -> str:
+        """What a step took, and how much of it was waiting where that is known, in words."""
+        waits = "" if math.isnan(self.waited_seconds) else f" ({_ms(self.waited_seconds)} waiting)"
+        return _ms(self.step_seconds) + waits
+
+
+def worst_of(everyone: Sequence[Sequence[float]]) -> list[float]:
+    """Return the largest of each column.
+
+    Args:
+        everyone: Rows of equal length.
+    """
+    return [max(column) for column in zip(*everyone, strict=True)]
+
+
+def quartiles_of(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Return the middle of at least two numbers, then the quartiles below and above it."""
+    low, middle, high = quantiles(seconds, n=4, method="inclusive")
+    return middle, low, high
+
+
+def nothing_to_win(trials: Sequence[Trial], least_gain: float) -> bool:
+    """Return whether exact averaging, or 16 bits, tell already that rougher messages would not pay.
+
+    Args:
+        trials: So far; one at least.
+        least_gain: As of `auto`.
+    """
+    fastest = min(trials[:2], key=lambda each: each.step_seconds)
+    # A message of no bytes at all would save no more than that. NaN is no such case.
+    return fastest.waited_seconds <= least_gain * fastest.step_seconds
+
+
+def best_of(trials: Sequence[Trial], least_gain: float) -> Trial:
+    """Return what to go on with: by the rule of `thinwire.advise`, on measured steps.
+
+    Of what is not told apart from the fastest, the one that loses least; but an approximation only if it
+    wins more than `least_gain` over the faster of exact and 16-bit averaging.
+
+    Args:
+        trials: Of exact and 16-bit averaging at least.
+        least_gain: As of `auto`.
+    """
+    predictions = {_as_prediction(each): each for each in trials}
+    ranked = sorted(predictions, key=lambda each: (each.step_seconds, each.loss_gap_order))
+    return predictions[choose(ranked, least_gain)]
+
+
+def has_changed(before: Trial, now: Trial) -> bool:
+    """Return whether steps take another time, or wait for another, than when the algorithm was chosen.
+
+    Args:
+        before: When it was chosen.
+        now: Since.
+    """
+    bound = CHANGE * before.step_seconds
+    return (
+        abs(now.step_seconds - before.step_seconds) > bound
+        or abs(now.waited_seconds - before.waited_seconds) > bound
+    )
+
+
+def why(chosen: Trial, trials: Sequence[Trial], candidates: Candidates, least_gain: float) -> list[str]:
+    """Return what was chosen and why, in sentences.
+
+    Args:
+        chosen: Of `trials`.
+        trials: All.
+        candidates: That could be tried.
+        least_gain: As of `auto`.
+    """
+    fastest = min(
+        (each for each in trials if not each.candidate.is_lossy), key=lambda each: each.step_seconds
+    )
+    name, budget = chosen.candidate.name, f"{100 * candidates.budget_loss:g} %"
+    lines = []
+    if chosen.candidate.is_lossy:
+        lines.append(
+            f"{name}: a step takes {_ms(chosen.step_seconds)}, "
+            f"{chosen.step_seconds / fastest.step_seconds:.0%} of the {_ms(fastest.step_seconds)} with "
+            f"{fastest.candidate.name}, and sends {chosen.message_bytes:,.0f} bytes in place of "
+            f"{fastest.message_bytes:,.0f}."
+        )
+        lines.append(f"Its loss gap: {losses_of(_as_prediction(chosen))}.")
+    elif nothing_to_win(trials, least_gain):
+        lines.append(
+            f"{name}: nothing to win by rougher messages, for of the {_ms(fastest.step_seconds)} of a step "
+            f"with {fastest.candidate.name} it waits {_ms(fastest.waited_seconds)} for messages."
+        )
+    elif len(trials) > 2:
+        lines.append(
+            f"{name}: a step takes {_ms(chosen.step_seconds)}, and nothing rougher within a loss budget of "
+            f"{budget} wins more than {least_gain:.0%} over {fastest.candidate.name} for sure."
+        )
+    else:
+        lines.append(f"{name}: a step takes {_ms(chosen.step_seconds)}.")
+    if not any(each.is_lossy for each in candidates.within):
+        nearest = (
+            "no gap is known"
+            if candidates.nearest is None
+            else f"the nearest is {candidates.nearest[0]}, {candidates.nearest[1].short} %"
+        )
+        lines.append(f"Nothing rougher than 16 bits is known to lose at most {budget}: {nearest}.")
+    note = optimizer_note(candidates.optimizer)
+    if note is not None:
+        lines.append(note)
+    if chosen.waited_seconds > least_gain * chosen.step_seconds and candidates.nearest_local is not None:
+        local, loss = candidates.nearest_local
+        lines.append(
+            f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages; "
+            f"averaging models less often waits less, which is for you to choose: {local} is expected to "
+            f"lose {loss.short} %."
+        )
+    tried = ", ".join(f"{each.candidate.name} {_ms(each.step_seconds)}" for each in trials)
+    return [*lines, f"Tried: {tried}."]
+
+
+def _as_prediction(trial: Trial) -> Prediction:
+    """Return a trial as what the rule of `thinwire.advise` chooses among."""
+    candidate = trial.candidate
+    return Prediction(
+        candidate.name,
+        f"thinwire.attach(model, thinwire.{candidate.name})",
+        trial.step_seconds,
+        trial.low_seconds,
+        trial.high_seconds,
+        message_bytes=trial.message_bytes,
+        memory_bytes=0,
+        is_lossy=candidate.is_lossy,
+        # Exact comes before 16 bits: of a tie the one that rounds nothing.
+        loss_gap_order=candidate.order,
+        loss=candidate.loss,
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

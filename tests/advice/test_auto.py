@@ -1,0 +1,398 @@
+"""`thinwire.auto`: what it chooses on a given link, that all choose alike, and that nothing is lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from catalog import buckets, random_gradients, true_means
+from pool import Pool
+from thinwire import AllReduce, ConfigError, PowerSGD
+from thinwire.advice.automatic import Auto, Reading
+from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss
+from thinwire.advice.trials import (
+    Candidate,
+    Candidates,
+    Trial,
+    best_of,
+    candidates_for,
+    has_changed,
+    nothing_to_win,
+    why,
+)
+from thinwire.algorithms import Algorithm
+from thinwire.channel import run_members
+from thinwire.simulation import Simulation
+from thinwire.sync import Engine, engine_of
+from training import error_of
+
+# What is chosen, from numbers
+
+
+def names_within(optimizer: str, members: int, budget_loss: float) -> list[str]:
+    return [each.name for each in candidates_for(optimizer, members, 10**6, budget_loss).within]
+
+
+def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not() -> None:
+    careful = ["AllReduce()", 'Cast("bf16")']
+    assert names_within("SGD", 2, 0.01) == [
+        *careful,
+        "PowerSGD(matrix_rank=16)",
+        "PowerSGD(matrix_rank=4)",
+        "PowerSGD(matrix_rank=8)",
+    ]
+    assert names_within("SGD", 2, 0.005) == [*careful, "PowerSGD(matrix_rank=16)"]
+    adamw = names_within("AdamW", 4, 0.001)
+    assert adamw[:2] == careful
+    assert sorted(adamw[2:]) == ["Quantize(bits=2)", "Quantize(bits=3)", "Quantize(bits=8)"]
+    # Without a bound, what is unknown as well: last.
+    assert "TopK(density=1 / 32)" in names_within("SGD", 2, math.inf)[-6:]
+
+
+def trial(name: str, order: int, ms: float, *, spread: float = 0.0, waited: float = 50.0) -> Trial:
+    loss = EXACT_LOSS if order < 2 else ExpectedLoss("measured", 0.3, 0.1, 0.5)
+    return Trial(
+        Candidate(name, AllReduce(), loss, order),
+        ms / 1e3,
+        (ms - spread) / 1e3,
+        (ms + spread) / 1e3,
+        waited / 1e3,
+        1000 / (1 + order),
+    )
+
+
+EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
+
+
+@pytest.mark.parametrize(
+    ("trials", "best"),
+    [
+        ([EXACT, SIXTEEN, trial("fine", 2, 60), trial("rough", 3, 50)], "rough"),
+        # Not told apart: what loses less.
+        ([EXACT, SIXTEEN, trial("fine", 2, 51, spread=2), trial("rough", 3, 50)], "fine"),
+        ([EXACT, trial("sixteen", 1, 99, spread=2)], "exact"),
+        ([EXACT, SIXTEEN], "sixteen"),
+        # An approximation has a price.
+        ([EXACT, SIXTEEN, trial("fine", 2, 77)], "sixteen"),
+    ],
+)
+def test_the_best_of_the_trials(trials: list[Trial], best: str) -> None:
+    assert best_of(trials, 0.05).candidate.name == best
+    assert best_of(trials[::-1], 0.05).candidate.name == best
+
+
+def test_without_waiting_there_is_nothing_to_win() -> None:
+    idle = [trial("exact", 0, 100, waited=9), trial("sixteen", 1, 96, waited=4)]
+    assert nothing_to_win(idle, 0.05)
+    assert not nothing_to_win(idle[:1], 0.05)
+    assert not nothing_to_win(idle, 0.04)
+    # Where nobody sees the waiting, all are tried.
+    unseen = [replace(each, waited_seconds=math.nan) for each in idle]
+    assert not nothing_to_win(unseen, 0.05)
+    assert (idle[0].told, unseen[0].told) == ("100 ms (9 ms waiting)", "100 ms")
+    assert "nan" not in " ".join(why(unseen[0], unseen, candidates(), 0.05))
+
+
+@pytest.mark.parametrize(
+    ("ms", "waited", "changed"),
+    [(100, 50, False), (119, 50, False), (121, 50, True), (79, 50, True), (100, 71, True), (100, 29, True)],
+)
+def test_a_fifth_of_a_step_is_another_link(ms: float, waited: float, changed: bool) -> None:
+    assert has_changed(EXACT, trial("exact", 0, ms, waited=waited)) is changed
+
+
+def candidates(*lossy: Trial, optimizer: str = "SGD") -> Candidates:
+    return Candidates(
+        tuple(each.candidate for each in (EXACT, SIXTEEN, *lossy)),
+        ("PowerSGD(matrix_rank=16)", ExpectedLoss("measured", 0.98)),
+        ("LocalSGD(every_steps=10)", ExpectedLoss("measured", 7.23)),
+        0.005,
+        optimizer,
+    )
+
+
+def test_it_tells_what_and_why() -> None:
+    rough = trial("rough", 2, 40, waited=10)
+    told = " ".join(why(rough, [EXACT, SIXTEEN, rough], candidates(rough), 0.05))
+    assert told.startswith("rough: a step takes 40 ms, 50% of the 80 ms with sixteen, and sends 333 bytes")
+    assert "It still waits 25% of a step for messages; averaging models less often" in told
+    assert "LocalSGD(every_steps=10) is expected to lose +7.2 %." in told
+    assert told.endswith("Tried: exact 100 ms, sixteen 80 ms, rough 40 ms.")
+    slow = trial("slow", 2, 90)
+    told = " ".join(why(SIXTEEN, [EXACT, SIXTEEN, slow], candidates(slow), 0.05))
+    assert "nothing rougher within a loss budget of 0.5 % wins more than 5% over sixteen for sure" in told
+    idle = trial("sixteen", 1, 80, waited=1)
+    told = " ".join(why(idle, [EXACT, idle], candidates(slow), 0.05))
+    assert "nothing to win by rougher messages, for of the 80 ms of a step with sixteen it waits 1 ms" in told
+
+
+def test_a_budget_that_nothing_meets_and_an_unknown_optimizer_are_told() -> None:
+    told = " ".join(why(SIXTEEN, [EXACT, SIXTEEN], candidates(optimizer="Lion"), 0.05))
+    assert (
+        "Nothing rougher than 16 bits is known to lose at most 0.5 %: the nearest is "
+        "PowerSGD(matrix_rank=16), +1.0 %." in told
+    )
+    assert "No loss gap was measured with Lion, only with AdamW and SGD: the largest of them counts." in told
+
+
+# Members on a link that is given
+
+
+class Link:
+    """The clock of a member: 10 ms of arithmetic a step, 20 on the second member, so others wait."""
+
+    def __init__(self, engine: Engine, rate: Callable[[], float]) -> None:
+        self.engine, self.rate = engine, rate
+        self.seconds = self.waited = 0.0
+        self.steps = self.sent = 0
+
+    def __call__(self) -> Reading:
+        steps, sent = self.engine.steps - self.steps, self.engine.traffic.message_bytes - self.sent
+        self.steps, self.sent = self.engine.steps, self.engine.traffic.message_bytes
+        self.seconds += 0.02 * steps + sent / self.rate()
+        self.waited += sent / self.rate() + (0.0 if self.engine.transport.rank == 1 else 0.01 * steps)
+        return Reading(self.seconds, self.waited)
+
+
+SLOW, FAST = 1e6, 1e12
+TRIED = ["AllReduce()", 'Cast("bf16")', "PowerSGD(matrix_rank=4)"]
+# Of two untimed and two timed steps each.
+ALL_TRIALS = 3 * 4
+
+
+def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost() -> None:
+    """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits."""
+    simulated = Simulation(AllReduce(), buckets(), num_workers=2)
+    rate, told = SLOW, list[str]()
+    choosers = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: rate, told.append))
+    used: list[Algorithm] = []
+    results = [torch.zeros(sum(spec.numel for spec in bucket), dtype=torch.float64) for bucket in buckets()]
+    truth = [torch.zeros_like(each) for each in results]
+    for step in range(50):
+        rate = FAST if 14 <= step < 32 else SLOW
+        gradients = random_gradients(simulated.buckets, num_workers=2, seed=step)
+        torch._foreach_add_(truth, true_means(gradients))
+        simulated.step(gradients)
+        torch._foreach_add_(results, [each.double() for each in gradients[0]])
+        assert simulated.syncs[0].algorithm == simulated.syncs[1].algorithm
+        assert choosers[0].trials == choosers[1].trials
+        used.append(simulated.syncs[0].algorithm)
+    chosen = ["PowerSGD(matrix_rank=4)", "AllReduce()", "PowerSGD(matrix_rank=4)"]
+    assert [str(used[step]) for step in (ALL_TRIALS, 28, 49)] == chosen
+    assert simulated.syncs[0].stats().compression_ratio > 1.5
+    # Each told once, by the first member.
+    assert len(told) == 5
+    assert told[0].startswith(f"thinwire.auto: from step {ALL_TRIALS} on, PowerSGD(matrix_rank=4): a step")
+    assert told[1].startswith('thinwire.auto: a step with Cast("bf16") takes 20 ms (')
+    assert told[1].endswith("choosing again")
+    assert "AllReduce(): nothing to win" in told[2]
+    state = dict(simulated.state_dicts()[0]["error"])
+    missing = [
+        total - result - torch.cat([flat_error(state, spec.name, spec.numel) for spec in bucket])
+        for total, result, bucket in zip(truth, results, simulated.buckets, strict=True)
+    ]
+    # But for what 16 bits have rounded.
+    assert max(float(each.abs().max()) for each in missing) < 0.1
+    assert any(error.abs().max() > 0.5 for error in state.values())
+
+
+def flat_error(state: dict[str, torch.Tensor], name: str, numel: int) -> torch.Tensor:
+    return state[name].double().flatten() if name in state else torch.zeros(numel, dtype=torch.float64)
+
+
+def chooser_of(
+    simulated: Simulation,
+    rank: int,
+    rate: Callable[[], float],
+    log: Callable[[str], object],
+    **others: Any,
+) -> Auto:
+    settings: dict[str, Any] = {
+        "least_gain": 0.05,
+        "probe_steps": 2,
+        "every_steps": 4,
+        "enabled": True,
+        "sees_waiting": True,
+        **others,
+    }
+    offered = candidates_for("SGD", 2, 10**4, 0.01)
+    return Auto(
+        simulated.syncs[rank],
+        replace(offered, within=tuple(each for each in offered.within if each.name in TRIED)),
+        log=log,
+        clock=Link(simulated.engines[rank], rate),
+        **settings,
+    )
+
+
+def step_with(simulated: Simulation, step: int, *, is_bad: bool = False) -> None:
+    gradients = random_gradients(simulated.buckets, num_workers=2, seed=step)
+    if is_bad:
+        gradients[0][0][0] = torch.nan
+    simulated.step(gradients)
+
+
+def test_the_network_is_what_the_slowest_waits_for() -> None:
+    simulated = Simulation(AllReduce(), buckets(), num_workers=2)
+    chooser, _ = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str))
+    for step in range(4):
+        step_with(simulated, step)
+    (exact,) = chooser.trials
+    assert chooser.is_choosing
+    assert exact.waited_seconds == pytest.approx(exact.message_bytes / SLOW)
+    assert exact.step_seconds == pytest.approx(0.02 + exact.waited_seconds)
+
+
+def test_a_step_that_is_dropped_is_no_measurement() -> None:
+    simulated = Simulation(PowerSGD(matrix_rank=4), buckets(), num_workers=2, on_nonfinite="zero")
+    chooser, _ = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str))
+    for step in range(8):
+        step_with(simulated, step, is_bad=step in (3, 5))
+    assert simulated.syncs[0].stats().nonfinite_steps == 2
+    assert [each.candidate.name for each in chooser.trials] == ["AllReduce()"]
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "steps", "name"),
+    [(None, ALL_TRIALS + 6, "PowerSGD(matrix_rank=4)"), (4, 5, "Cast(dtype='bf16')")],
+)
+def test_stopped_or_after_a_single_choice_it_stays_with_what_it_has(
+    every_steps: int | None, steps: int, name: str
+) -> None:
+    simulated = Simulation(AllReduce(), buckets(), num_workers=2)
+    choosers = run_members(
+        2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str, every_steps=every_steps)
+    )
+    for step in range(steps):
+        step_with(simulated, step)
+    for chooser in choosers:
+        chooser.stop()
+        chooser.stop()
+    step_with(simulated, steps)
+    assert [str(each.algorithm) for each in simulated.syncs] == [name, name]
+    assert not choosers[0].is_choosing
+
+
+def test_other_arguments_on_another_member_are_refused() -> None:
+    simulated = Simulation(AllReduce(), buckets(), num_workers=2)
+
+    def body(rank: int) -> str:
+        return error_of(
+            lambda: chooser_of(simulated, rank, lambda: SLOW, str, probe_steps=3 + rank, enabled=rank == 0)
+        )
+
+    for message in run_members(2, body):
+        assert message.startswith("AgreementError: auto(): process 0 has enabled True, process 1 has enabled")
+        assert "probe_steps 3, process 1 has probe_steps 4" in message
+
+
+# The call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget_loss": -0.1}, "budget_loss must be a number of at least 0, got -0.1"),
+        ({"budget_loss": "1 %"}, "budget_loss must be a number of at least 0"),
+        ({"least_gain": 1}, "least_gain must be a share below 1"),
+        ({"probe_steps": 1}, "probe_steps must be a whole number of at least 2, got 1"),
+        ({"every_steps": 0}, "every_steps must be a whole number of at least 2, got 0"),
+        ({"enabled": "no"}, "enabled must be True or False"),
+        ({"log": "print"}, "log must be a function that takes a text"),
+        ({"optimizer": 0.1}, "optimizer must be a torch optimizer, or the name of one"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_attached(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        thinwire.auto(nn.Linear(2, 2), **{"optimizer": "SGD", **arguments})
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(torch.full((2, 32), dist.get_rank() + 1.0)).square().mean())
+        optimizer.step()
+
+
+class Tuned(torch.optim.SGD):
+    """One's own."""
+
+
+def _trained(model: Any, told: list[str], **settings: Any) -> Auto:
+    optimizer = Tuned(model.parameters(), lr=0.01)
+    # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+    few: dict[str, Any] = {"probe_steps": 2, "budget_loss": 0.005, "least_gain": 0}
+    chooser = thinwire.auto(model, optimizer, log=told.append, **few, **settings)
+    train(model, optimizer, ALL_TRIALS)
+    return chooser
+
+
+def _found(chooser: Auto, told: list[str]) -> dict[str, Any]:
+    assert chooser.chosen is not None
+    return {
+        "world": dist.get_world_size(),
+        "used": (str(chooser.sync.algorithm), chooser.chosen.candidate.name, chooser.is_choosing),
+        "measured": [
+            (each.candidate.name, each.step_seconds, each.waited_seconds) for each in chooser.trials
+        ],
+        "bytes": [each.message_bytes for each in chooser.trials],
+        "told": len(told),
+        "text": str(chooser),
+    }
+
+
+def test_ddp_processes_choose_alike(pool2: Pool) -> None:
+    first, second = pool2.run(_ddp)
+    assert first["world"] == 2
+    assert first["used"] == second["used"]
+    assert first["measured"] == second["measured"]
+    assert [name for name, *_ in first["measured"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
+    assert first["bytes"][1] == first["bytes"][0] / 2
+    assert (first["told"], second["told"]) == (1, 0)
+    assert "No loss gap was measured" not in first["text"]
+    assert first["off"] == ("AllReduce()", "off: exact averaging", False)
+
+
+def _ddp() -> dict[str, Any]:
+    told: list[str] = []
+    found = _found(_trained(DistributedDataParallel(layers()), told), told)
+    chooser = _trained(DistributedDataParallel(layers()), told, enabled=False)
+    assert chooser.chosen is None
+    return {**found, "off": (str(chooser.sync.algorithm), str(chooser), chooser.is_choosing)}
+
+
+def test_shards_and_replicas_choose_alike(pool4: Pool) -> None:
+    everyone = pool4.run(_sharded)
+    assert all(each["world"] == 4 for each in everyone)
+    assert all(each["used"] == everyone[0]["used"] for each in everyone)
+    assert all(each["measured"] == everyone[0]["measured"] for each in everyone)
+    assert [each["told"] for each in everyone] == [1, 0, 0, 0]
+    assert everyone[3]["bytes"][1] == pytest.approx(everyone[3]["bytes"][0] / 2, rel=0.01)
+
+
+def _sharded() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = layers()
+    fully_shard(model, mesh=mesh["shard"])
+    told: list[str] = []
+    chooser = _trained(model, told, mesh=mesh)
+    assert engine_of(chooser.sync).settings.together is not None
+    return _found(chooser, told)
