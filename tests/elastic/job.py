@@ -14,7 +14,7 @@ import forked
 from elastic import worker
 
 PATIENCE_SECONDS = 60.0
-TIMEOUT_SECONDS = 2.0
+TIMEOUT_SECONDS = 4.0
 
 
 class Job:
@@ -32,7 +32,7 @@ class Job:
     def light(self) -> None:
         """Start the lighthouse, or start it again where it was."""
         self._lighthouse = import_module("torchft.coordination").LighthouseServer(
-            bind=f"127.0.0.1:{self._port}", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1500
+            bind=f"127.0.0.1:{self._port}", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=3000
         )
         self._port = int(self._lighthouse.address().rpartition(":")[2])
 

@@ -49,15 +49,21 @@ def new_local(make: MakesLocal, model: object, optimizer: object, grad_scaler: G
     """
     # Not at every forward pass: buffers are averaged with the model. Frameworks leave DDP's default, and
     # their names for it would be a deprecated one of torch's.
+    broadcast_before = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
     if isinstance(model, DistributedDataParallel):
         model.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
-    local = make(model, optimizer, grad_scaler=grad_scaler)
-    if not isinstance(local, LocalSGD):
-        raise ConfigError(
-            "expected a function that makes a thinwire.LocalSGD of a model and an optimizer, such as "
-            f"functools.partial(thinwire.DiLoCo, every_steps=30), but it made {local!r}"
-        )
+    try:
+        local = make(model, optimizer, grad_scaler=grad_scaler)
+        if not isinstance(local, LocalSGD):
+            raise ConfigError(
+                "expected a function that makes a thinwire.LocalSGD of a model and an optimizer, such as "
+                f"functools.partial(thinwire.DiLoCo, every_steps=30), but it made {local!r}"
+            )
+    except BaseException:
+        if isinstance(model, DistributedDataParallel):
+            model.broadcast_buffers = broadcast_before
+        raise
     return local

@@ -192,6 +192,20 @@ def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
 
 
 @pytest.mark.usefixtures("no_shortfalls")
+def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
+    like = torch.empty(1, device="meta")
+    with pytest.warns(UserWarning, match=r"matrix ranks up to 32, this one is 33: PyTorch's kernels serve"):
+        assert kernels_for(like, 33) is TORCH.load()
+    with pytest.warns(UserWarning, match=r"do not take torch.float64: PyTorch's kernels serve"):
+        assert kernels_for(like.double(), 4) is TORCH.load()
+    with pytest.warns(UserWarning, match=r"for few bits do not take torch.float64: PyTorch's"):
+        assert dispatch.code_kernels_for(like.double()) is TORCH.load_codes()
+    assert kernels_for(like, 33) is TORCH.load()  # and is not told again
+    assert len(accelerators.shortfalls(like.device)) == 3
+
+
+@pytest.mark.usefixtures("no_shortfalls")
 def test_a_gpu_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")

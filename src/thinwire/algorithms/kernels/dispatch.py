@@ -104,11 +104,17 @@ def _numba_codes() -> CodeKernels | None:
 
 
 def _triton_serves(like: torch.Tensor, matrix_rank: int) -> bool:
-    return (
-        like.dtype in TritonKernels.gradient_types
-        and matrix_rank <= triton_limits.FACTOR_ROWS
-        and triton_limits.reaches(like.device)
-    )
+    if not triton_limits.reaches(like.device):
+        return False
+    if like.dtype not in TritonKernels.gradient_types:
+        triton_limits.tell(f"Triton's kernels do not take {like.dtype}")
+        return False
+    if matrix_rank > triton_limits.FACTOR_ROWS:
+        triton_limits.tell(
+            f"Triton's kernels take matrix ranks up to {triton_limits.FACTOR_ROWS}, this one is {matrix_rank}"
+        )
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)
@@ -117,7 +123,12 @@ def _triton_kernels() -> Kernels | None:
 
 
 def _triton_serves_codes(like: torch.Tensor) -> bool:
-    return like.dtype == torch.float32 and triton_limits.reaches(like.device)
+    if not triton_limits.reaches(like.device):
+        return False
+    if like.dtype != torch.float32:
+        triton_limits.tell(f"Triton's kernels for few bits do not take {like.dtype}")
+        return False
+    return True
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ import torch
 
 from thinwire.algorithms.accelerators import note_shortfall
 
-__all__ = ["FACTOR_ROWS", "OLDEST_CAPABILITY", "can_be_used", "reaches"]
+__all__ = ["FACTOR_ROWS", "OLDEST_CAPABILITY", "can_be_used", "reaches", "tell"]
 
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
@@ -37,7 +37,7 @@ def reaches(device: torch.device) -> bool:
         return False
     capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
-        _tell(f"{torch.cuda.get_device_name(device)} has compute capability {capability}, which is below 8.0")
+        tell(f"{torch.cuda.get_device_name(device)} has compute capability {capability}, which is below 8.0")
     return capability >= OLDEST_CAPABILITY
 
 
@@ -52,20 +52,25 @@ def can_be_used() -> bool:
         with suppress(PackageNotFoundError):
             found = found or version(package)
     if found is None:
-        _tell("Triton is not installed")
+        tell("Triton is not installed")
         return False
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        _tell(f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later")
+        tell(f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later")
         return False
     try:
         # Not at the head of this file: Triton is no requirement.
         import_module("thinwire.algorithms.kernels.triton.launcher").check()
     # Whatever it is, a missing compiler of C or a cache without a place: PyTorch's kernels do without.
     except Exception as error:
-        _tell(f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})")
+        tell(f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})")
         return False
     return True
 
 
-def _tell(why: str) -> None:
+def tell(why: str) -> None:
+    """Say once why PyTorch's kernels serve, and keep it for `stats()`.
+
+    Args:
+        why: The beginning of the sentence.
+    """
     note_shortfall(f"{why}: PyTorch's kernels serve, in several times as many launches")
