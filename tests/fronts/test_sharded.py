@@ -601,7 +601,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
     for found in pool4.run(_refused):
         for case, words in {
             "native HSDP": 'fully_shard(module, mesh=mesh["shard"])',
-            "no replicas": 'thinwire.attach(model, algorithm, mesh=mesh["replicate"])',
+            "no replicas": 'mesh=mesh["replicate"] to thinwire.attach or LocalSGD',
             "world": "different shards of one replica",
             "both": "pass one of them",
             "plain parameter": "embed.weight is trained, but no fully_shard holds it",

@@ -1,6 +1,6 @@
 """Training whose members come and go: `LocalSGD` and `DiLoCo` over a group that changes between averagings.
 
-`TorchftGroup` finds the members through torchft's lighthouse (`pip install thinwire[elastic]`).
+`TorchftGroup` finds the members through torchft's lighthouse (`pip install '.[elastic]'` in a clone).
 `InProcessGroup` has them in one process, for tests.
 """
 

@@ -93,4 +93,4 @@ class DiLoCo(LocalSGD):
         """As `LocalSGD._outer_lr_for`: with few entries error feedback takes the place of momentum."""
         if self._outer_lr is not None:
             return self._outer_lr
-        return 1.0 if self.sync.algorithm.sends_few_entries else default_outer_lr(num_members)
+        return default_outer_lr(num_members, is_sparse=self.sync.algorithm.sends_few_entries)

@@ -260,5 +260,5 @@ def _torchft() -> Any:
         return import_module("torchft")
     except ImportError as error:
         raise MissingExtraError(
-            f"members that come and go need torchft: pip install 'thinwire[elastic]' ({error})"
+            f"elastic members need torchft ({error}); pip install '.[elastic]' in a clone of Thinwire"
         ) from error

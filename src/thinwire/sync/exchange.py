@@ -134,6 +134,7 @@ class Exchange:
 
     def __init__(self, transport: Transport, name: str, shards: Transport | None = None) -> None:
         self.tasks: list[Task] = []
+        self._closing: list[Task] = []
         self._ways = _Ways(transport, shards)
         self._name = name
         self._rounds: list[_Round] = []
@@ -199,7 +200,9 @@ class Exchange:
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
-        self._joining.append(Task(requests))
+        task = Task(requests)
+        self._joining.append(task)
+        self._closing.append(task)
 
     def advance(self) -> bool:
         """Wait for the round under way and send the next one, of all buckets together; do not wait for that.
@@ -232,7 +235,6 @@ class Exchange:
                 if types and isinstance(task.request, Mean):
                     task.request = Mean(task.request.tensor.to(types[0]))
             waiting += self._joining
-            # Behind the buckets, whose means they read when they commit.
             self.tasks += self._joining
             self._joining = []
             if waiting:
@@ -275,15 +277,18 @@ class Exchange:
         Raises:
             ConfigError: One asks for a message.
         """
-        for task in tasks:
-            task.commit(is_healthy)
-        _compute_jointly(tasks)
+        # What closes the step reads the buckets' means, and those are there when all is computed together.
+        closing = [task for task in tasks if task in self._closing]
+        for some in ([task for task in tasks if task not in closing], closing):
+            for task in some:
+                task.commit(is_healthy)
+            _compute_jointly(some)
 
     def close(self) -> None:
         """Forget all buckets; they write nothing any more."""
         for task in [*self.tasks, *self._joining]:
             task.close()
-        self.tasks, self._joining = [], []  # with what they have received
+        self.tasks, self._joining, self._closing = [], [], []  # with what they have received
         # The rounds stay: what was sent can't be called back, and `drain` must know of it.
 
     def drain(self) -> None:

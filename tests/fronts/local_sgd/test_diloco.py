@@ -33,6 +33,7 @@ def diloco(member: Member, **settings: Any) -> DiLoCo:
         (9, {"every_steps": 500}, 0.8, 0.9),
         (2, {"outer_lr": 0.7, "outer_momentum": 0}, 0.7, 0.0),
         (2, {"algorithm": TopK()}, 1.0, 0.0),
+        (8, {"algorithm": TopK()}, 0.5, 0.0),
     ],
     ids=str,
 )

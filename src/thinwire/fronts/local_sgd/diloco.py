@@ -29,19 +29,27 @@ FOUR_BITS = Quantize(bits=4)
 # the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
 OUTER_LR_FROM_MEMBERS = ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8))
 
+# The same with an algorithm that sends few entries: one that a single member has sent moves by that member's
+# whole change, so with more members more of them add up. Measured: `docs/adamw.md`.
+SPARSE_OUTER_LR_FROM_MEMBERS = ((1, 1.0), (8, 0.5))
+
 # By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
 # 2509.10439), and 0.5 is a choice of ours.
 OUTER_MOMENTUM_FROM_STEPS = ((1, 0.5), (30, 0.9))
 
 
-def default_outer_lr(num_members: int) -> float:
+def default_outer_lr(num_members: int, *, is_sparse: bool = False) -> float:
     """Return the outer learning rate for so many members that train on their own.
+
+    Args:
+        num_members: How many there are.
+        is_sparse: Whether the algorithm sends few entries.
 
     Examples:
         >>> [default_outer_lr(members) for members in (1, 2, 3, 4, 16)]
         [0.4, 0.5, 0.5, 0.6, 0.8]
     """
-    return _last_reached(OUTER_LR_FROM_MEMBERS, num_members)
+    return _last_reached(SPARSE_OUTER_LR_FROM_MEMBERS if is_sparse else OUTER_LR_FROM_MEMBERS, num_members)
 
 
 def default_outer_momentum(every_steps: int) -> float:
@@ -75,8 +83,8 @@ class DiLoCo(LocalSGD):
         every_steps: Steps from one averaging of a parameter to the next.
         algorithm: How the changes become their mean over the group.
         outer_lr: Learning rate of the outer optimizer; None to choose by the number of members (0.4 with
-            one, 0.5 from two on, 0.6 from four, 0.8 from eight), or 1.0 with an algorithm that sends few
-            entries (`TopK`: that is SparseLoCo).
+            one, 0.5 from two on, 0.6 from four, 0.8 from eight); with an algorithm that sends few entries
+            (`TopK`: that is SparseLoCo) 1.0, and 0.5 from eight members on.
         outer_momentum: Its momentum, from 0 to below 1; None to choose by `every_steps` (0.9 from 30 on, 0.5
             below), or 0.0 with an algorithm that sends few entries.
         outer_device: Where the last averages and the momentum are kept: "cpu" to spare an accelerator's
@@ -164,7 +172,7 @@ class DiLoCo(LocalSGD):
         """Return the outer optimizer; made on entry, when the group is known."""
         # Of few entries at a time error feedback takes the place of momentum (SparseLoCo, arXiv 2508.15706).
         is_sparse = self.sync.algorithm.sends_few_entries
-        lr = 1.0 if is_sparse else default_outer_lr(self.num_replicas)
+        lr = default_outer_lr(self.num_replicas, is_sparse=is_sparse)
         momentum = 0.0 if is_sparse else default_outer_momentum(self._schedule.every_steps)
         lr = lr if self._outer_lr is None else self._outer_lr
         momentum = momentum if self._outer_momentum is None else self._outer_momentum

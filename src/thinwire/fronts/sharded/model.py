@@ -264,7 +264,7 @@ def replicas_of(
             f"the model is sharded over processes {own.mesh.tolist()}, and it is not known which others hold "
             "the same shards; build a mesh of two dimensions, init_device_mesh(device, (replicas, shards), "
             f'mesh_dim_names=("replicate", "{names[0]}")), give mesh["{names[0]}"] to fully_shard, and '
-            'thinwire.attach(model, algorithm, mesh=mesh["replicate"])'
+            'mesh=mesh["replicate"] to thinwire.attach or LocalSGD'
         )
     group = checked_group(process_group)
     # A group across replicas meets this one in one process only: this process.
