@@ -215,6 +215,7 @@ METHODS: dict[str, Method] = {
     },
     **{f"LocalSGD every {steps}, TopK": local(steps, TopK()) for steps in (1, 2, 5, 15)},
     **{f"LocalSGD every 5, TopK 1/{share}": local(5, TopK(density=1 / share)) for share in (2, 4, 16)},
+    "LocalSGD every 5, TopK, outer 0.5": local(5, TopK(), outer=(0.5, 0.0)),
     "LocalSGD every 2, 2 bits": local(2, Quantize(bits=2)),
     "LocalSGD every 6, 2 bits": local(6, Quantize(bits=2)),
     "LocalSGD every 30, 4 bits, 2 fragments": local(30, Quantize(bits=4), fragments=2),
