@@ -334,7 +334,7 @@ def test_the_command(folder: Path) -> None:
     assert told["best"] in told["tied"]
     assert told["budget_loss"] == 0.03
     assert told["frontier"][0] in told["predictions"]
-    assert told["best"]["name"] in told["lines"]["DDP"]
+    assert told["best"]["code"] in told["lines"]["DDP"]
     assert "No loss gap was measured with Lion, only with AdamW and SGD" in told["notes"][0]
     assert told["best"]["name"] in (folder / "advice.html").read_text()
     assert told["best"]["step_seconds"] < told["baseline"]["step_seconds"]
