@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,8 +19,6 @@ from thinwire.sync.loss_scale import LossScale
 from thinwire.sync.nonfinite import OnNonfinite
 
 __all__ = ["attach_sharded"]
-
-CHUNK_BYTES = 64 << 20
 
 
 def attach_sharded(
@@ -97,24 +93,11 @@ def attach_sharded(
     # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
     if sharded.is_replicated:
         sharded.stop_averaging()
-    for chunk in _chunks(tensors.values()):
-        copy_from(transport.rank == 0, chunk, transport)
+    copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
     front = ShardedFront(engine, shards, sharded, pieces, overlap=overlap)
     front.register(model)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     return ShardedSync(engine, shards, own, front.forget_pass)
-
-
-def _chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield what this process has of them in lists of some megabytes: each is copied as one."""
-    # All at once would need the memory of the model once more.
-    chunk: list[torch.Tensor] = []
-    for tensor in map(local_of, tensors):
-        chunk.append(tensor)
-        if sum(each.nbytes for each in chunk) > CHUNK_BYTES:
-            yield chunk
-            chunk = []
-    yield chunk
 
 
 def _refuse_attached(pieces: list[Piece]) -> None:
