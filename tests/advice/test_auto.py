@@ -100,7 +100,7 @@ def test_without_waiting_there_is_nothing_to_win() -> None:
     # Where nobody sees the waiting, all are tried.
     unseen = [replace(each, waited_seconds=math.nan) for each in idle]
     assert not nothing_to_win(unseen, 0.05)
-    assert (idle[0].told, unseen[0].told) == ("100 ms (9 ms waiting)", "100 ms")
+    assert (idle[0].in_words, unseen[0].in_words) == ("100 ms (9 ms waiting)", "100 ms")
     assert "nan" not in " ".join(why(unseen[0], unseen, candidates(), 0.05))
 
 

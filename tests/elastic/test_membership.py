@@ -168,13 +168,13 @@ class Run:
         if how == "leave":
             local.leave()
         elif how == "leave late":
-            settle = group.settle
+            conclude = group.conclude
 
             def told_meanwhile(committed: bool) -> None:
-                settle(committed)
+                conclude(committed)
                 local.leave()
 
-            group.settle = told_meanwhile  # type: ignore[method-assign]
+            group.conclude = told_meanwhile  # type: ignore[method-assign]
         elif how == "kill":
             group.leave = lambda: None  # type: ignore[method-assign]
             raise Killed

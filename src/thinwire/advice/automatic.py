@@ -204,7 +204,7 @@ class Auto:
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
         # All must make the same steps with the same algorithms, or they would wait for each other for ever.
-        told = {
+        described = {
             CALL: "auto()",
             "enabled": str(enabled),
             "probe_steps": str(probe_steps),
@@ -215,7 +215,7 @@ class Auto:
             "candidates": ", ".join(each.name for each in self._candidates.within),
         }
         for group in self._groups:
-            agree(group, told, "auto()")
+            agree(group, described, "auto()")
         self._course: Course | None = None
         if enabled:
             self._why = ["no choice yet"]
@@ -269,8 +269,8 @@ class Auto:
                 return
             before, now = yield from self._until_changed(chosen, self._every_steps)
             self._tell(
-                f"a step with {now.candidate.name} takes {now.told}, in its trial {before.told}: choosing "
-                "again"
+                f"a step with {now.candidate.name} takes {now.in_words}, in its trial {before.in_words}: "
+                "choosing again"
             )
 
     def _until_changed(

@@ -146,7 +146,7 @@ class Trial:
     message_bytes: float
 
     @property
-    def told(self) -> str:
+    def in_words(self) -> str:
         """What a step took, and how much of it was waiting where that is known, in words."""
         waits = "" if math.isnan(self.waited_seconds) else f" ({_ms(self.waited_seconds)} waiting)"
         return _ms(self.step_seconds) + waits

@@ -16,7 +16,7 @@ __all__ = ["Group"]
 class Group(ABC):
     """One member's end of a group whose members come and go between averagings.
 
-    An averaging is a transaction: `meet`, messages over `transport`, `settle`. One that is not committed is
+    An averaging is a transaction: `meet`, messages over `transport`, `conclude`. One that is not committed is
     repeated, with whoever is there then.
 
     Args:
@@ -51,14 +51,14 @@ class Group(ABC):
 
     @abstractmethod
     def meet(self) -> None:
-        """Wait until it is settled who takes part in the next averaging; `transport` joins them.
+        """Wait until it is decided who takes part in the next averaging; `transport` joins them.
 
         Raises:
             CommunicationError: They were found, and then could not be joined, or nobody was found in time.
         """
 
     @abstractmethod
-    def settle(self, committed: bool) -> None:
+    def conclude(self, committed: bool) -> None:
         """Say how the averaging has ended. What was not committed breaks the messages of all others off."""
 
     @abstractmethod

@@ -113,8 +113,8 @@ class InProcessGroup(Group):
         lighthouse.asking.remove(self)
         raise CommunicationError(awaited.who_is_missing())
 
-    def settle(self, committed: bool) -> None:
-        """As `Group.settle`."""
+    def conclude(self, committed: bool) -> None:
+        """As `Group.conclude`."""
         if not committed and isinstance(self.transport.transport, InProcessTransport):
             self.transport.transport.abort()
         self.commits += committed

@@ -77,7 +77,7 @@ class LocalSGD:
         grad_scaler: The `GradScaler`, if there is one.
         fragments: Into how many parts the model is divided, averaged in turn.
         outer_device: Where the last averages and the outer optimizer's state are kept.
-        weigh_by: What a member's change weighs: "steps" that it made, or "work", as told to `count_work`.
+        weigh_by: What a member's change weighs: "steps" that it made, or "work", as given to `count_work`.
         leave_on_sigterm: Whether SIGTERM lets this member leave, after its next averaging. Only on the main
             thread.
 

@@ -133,7 +133,7 @@ class MembershipStats:
         leaves: Members that left on purpose, and handed over their residual.
         losses: Members that vanished.
         lost_error: Sum of the norms of residuals that vanished with them, as last known.
-        quorum_seconds: Time spent waiting for it to be settled who takes part.
+        quorum_seconds: Time spent waiting for it to be decided who takes part.
     """
 
     members: int = 0
@@ -215,7 +215,7 @@ class Membership:
                 # From the first failure on: the others may come late by as long as a quorum may take.
                 now = time.monotonic()
                 give_up_at = now + self._group.wait_seconds if give_up_at is None else give_up_at
-                self._group.settle(False)
+                self._group.conclude(False)
                 self.stats.retries += 1
                 logger.warning("an averaging has failed and is repeated: %s", error)
                 if now >= give_up_at:
@@ -398,7 +398,7 @@ class Membership:
             if prepared is not None:
                 prepared.abandon()
             raise
-        group.settle(True)
+        group.conclude(True)
         self._commit(prepared, present, lineage)
         self._hand_over(present)
 

@@ -107,12 +107,12 @@ def _parsed(header: bytes) -> object:
         raise _damaged(str(error)) from error
 
 
-def _rebuilt(told: object, tensor_of: Any, depth: int) -> Any:
-    if told is None or type(told) in (bool, int, float, str):
-        return told
-    if type(told) is not list or not told or depth > MAX_DEPTH:
+def _rebuilt(value: object, tensor_of: Any, depth: int) -> Any:
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is not list or not value or depth > MAX_DEPTH:
         raise _damaged("a value without a kind, or too deeply nested")
-    match told:
+    match value:
         case ["tensor", str(name), list(shape)] if name in DTYPES and all(
             type(length) is int and 0 <= length < 1 << 48 for length in shape
         ):
@@ -124,7 +124,7 @@ def _rebuilt(told: object, tensor_of: Any, depth: int) -> Any:
         case ["tuple" | "list" as kind, list(items)]:
             values = [_rebuilt(item, tensor_of, depth + 1) for item in items]
             return tuple(values) if kind == "tuple" else values
-    raise _damaged(f"a value of kind {str(told[0])[:20]!r}")
+    raise _damaged(f"a value of kind {str(value[0])[:20]!r}")
 
 
 def _damaged(why: str) -> StateError:

@@ -69,10 +69,10 @@ class TorchftGroup(Group):
         name: str | None = None,
     ) -> None:
         if min_members is None:
-            told = os.environ.get(MIN_MEMBERS, "1")
-            if not told.isdecimal():
-                raise ConfigError(f"{MIN_MEMBERS} must be a whole number, got {told!r}")
-            min_members = int(told)
+            given = os.environ.get(MIN_MEMBERS, "1")
+            if not given.isdecimal():
+                raise ConfigError(f"{MIN_MEMBERS} must be a whole number, got {given!r}")
+            min_members = int(given)
         super().__init__(min_members, wait_seconds)
         if lighthouse is None:
             lighthouse = os.environ.get(LIGHTHOUSE)
@@ -163,8 +163,8 @@ class TorchftGroup(Group):
                 )
                 time.sleep(PAUSE_SECONDS)
 
-    def settle(self, committed: bool) -> None:
-        """As `Group.settle`."""
+    def conclude(self, committed: bool) -> None:
+        """As `Group.conclude`."""
         if not committed:
             # At once, so that the others' messages fail as well, and nobody waits until they time out.
             self._group.abort()

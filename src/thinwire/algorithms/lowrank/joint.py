@@ -13,7 +13,7 @@ from thinwire.algorithms.lowrank.packing import packed
 
 __all__ = [
     "Asked",
-    "Settled",
+    "Reconstruction",
     "all_copied",
     "all_divided",
     "all_packed",
@@ -39,7 +39,7 @@ class Asked(NamedTuple):
     add_error: bool
 
 
-class Settled(NamedTuple):
+class Reconstruction(NamedTuple):
     """A group that is to become the mean: as of `Kernels.reconstruct`."""
 
     group: MatrixGroup
@@ -73,7 +73,7 @@ def _multiplied(items: Sequence[Asked], multiply: Callable[..., list[torch.Tenso
     return [results[index] for index in range(len(items))]
 
 
-def all_reconstructed(items: Sequence[Settled]) -> Sequence[Settled]:
+def all_reconstructed(items: Sequence[Reconstruction]) -> Sequence[Reconstruction]:
     """As `Kernels.reconstruct`, of the groups of all buckets; return the items."""
     for some in _of_one_scale(item.loss_scale for item in items):
         given = [items[index] for index in some]

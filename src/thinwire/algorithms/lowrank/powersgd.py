@@ -19,7 +19,7 @@ from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.budget import measured, within_bytes, within_error
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.joint import Settled, all_copied, all_reconstructed
+from thinwire.algorithms.lowrank.joint import Reconstruction, all_copied, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
@@ -446,11 +446,11 @@ class PowerSGDPlan(LowRankPlan):
             [errors[name].view(shape_group.shape) for name in group.labels] if errors else None
             for shape_group, group in zip(self.shape_groups, groups, strict=True)
         ]
-        settled = [
-            Settled(*each, bucket.loss_scale, is_healthy)
+        reconstructed = [
+            Reconstruction(*each, bucket.loss_scale, is_healthy)
             for each in zip(groups, written, found.terms, strict=True)
         ]
-        yield Jointly(all_reconstructed, settled)
+        yield Jointly(all_reconstructed, reconstructed)
         # What rounding loses of wide copies goes to the residual too.
         copied = [
             (index, matrix.view(-1))
