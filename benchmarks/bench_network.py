@@ -147,7 +147,9 @@ class Local(Trainer):
         torch.manual_seed(0)
         self.network = GPT(SIZES[size])
         self.optimizer = SGD(self.network.parameters(), lr=0.05, momentum=0.9)
-        averaging(self.network, self.optimizer).__enter__()
+        # Kept: a generator's context that nobody holds is closed, and then nothing is averaged.
+        self.context = averaging(self.network, self.optimizer)
+        self.context.__enter__()
 
     def step(self, batch: Batch) -> None:
         torch.autograd.backward(next_byte_loss(self.network, *batch))
@@ -279,6 +281,7 @@ def measured(
         is_whole = name in WHOLE
         sends_whole = result.sent_bytes > exact_bytes / 3
         assert sends_whole == is_whole, f"{name}: {result.sent_bytes} bytes, exact {exact_bytes}"
+        assert result.sent_bytes or name in (COMPUTE_ONLY, IN_STEP), f"{name} sent nothing"
     return results
 
 
