@@ -77,7 +77,12 @@ def _jiffies() -> tuple[int, int]:
 
 
 def take_turns(
-    contenders: Mapping[str, Contender[Batch]], draw: Callable[[], Batch], *, rounds: int, steps: int
+    contenders: Mapping[str, Contender[Batch]],
+    draw: Callable[[], Batch],
+    *,
+    rounds: int,
+    steps: int,
+    untimed_steps: int = UNTIMED_STEPS,
 ) -> dict[str, Measured]:
     """Time contenders in turns, in another order every round. Collective, between hosts of the lab.
 
@@ -86,6 +91,7 @@ def take_turns(
         draw: Returns what a step takes.
         rounds: Turns of each, after one that does not count.
         steps: Of a turn, at least.
+        untimed_steps: Of the first turn, at least.
     """
     found = {name: Measured() for name in contenders}
     for number in range(rounds + 1):
@@ -93,7 +99,7 @@ def take_turns(
             contender = contenders[name]
             period_steps = contender.period_steps
             # Whole periods, so that each turn begins where the last one did.
-            num_steps = -(-(steps if number else UNTIMED_STEPS) // period_steps) * period_steps
+            num_steps = -(-(steps if number else untimed_steps) // period_steps) * period_steps
             dist.barrier()
             before_bytes, took_ms, use = interface_sent_bytes(), list[float](), ProcessorUse()
             for _ in range(num_steps):

@@ -284,21 +284,21 @@ class ShardedFront:
         self.forget_pass()
 
     def _learn_order(self) -> None:
-        """Put the buckets that were complete before the pass ended first, in the first replica's order."""
+        """Put the buckets that were complete before the pass ended first, in the first process's order."""
         if self._has_order:
             return
         self._has_order = True
         once = [self._buckets.index(bucket) for bucket in self._completed if bucket.comes_once]
-        data = json.dumps(once if self._overlap else []).encode()
-        everyone = [
-            json.loads(each)
-            for each in gather_bytes(data, self.engine.transport, "the order in which gradients come")
-        ]
-        # Only those that came complete on all replicas: for another one some would wait in mid-pass.
-        early = [number for number in everyone[0] if all(number in other for other in everyone)]
-        if self.joins_shards:
-            # Between shards a bucket's messages come in this order as well.
-            agree(self.shards, {"order in which gradients come": str(early)}, "the end of the first step")
+        early = once if self._overlap else []
+        # With whole matrices, shards exchange messages in this order as well. What they bring to
+        # the second turn is alike on all replicas by then, and so is what they take from it.
+        for members in (self.engine.transport, *([self.shards] if self.joins_shards else [])):
+            data = json.dumps(early).encode()
+            everyone = [
+                json.loads(each) for each in gather_bytes(data, members, "the order in which gradients come")
+            ]
+            # Only those that came complete on all: for another one some would wait in mid-pass.
+            early = [number for number in everyone[0] if all(number in other for other in everyone)]
         late = [number for number in range(len(self._buckets)) if number not in early]
         self._num_early = len(early)
         self._buckets = [self._buckets[number] for number in [*early, *late]]
