@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Work, run_members
 from thinwire.channel.in_process import wait_for
+from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.channel.wrapped import Wrapped
-from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD
+from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, local_sgd
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StepError
 
 EVERY = 2
@@ -291,6 +294,45 @@ def test_who_misses_the_last_message_alone_learns_that_it_was_committed() -> Non
     assert run.locals[0].membership().losses == run.locals[1].membership().losses == 0
     assert run.locals[1].membership().lost_error == 0
     assert len(run.put_in[1]) == 2  # its own steps of that turn were never made
+
+
+def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scales: dict[tuple[int, int], float] = {}
+    prepare = local_sgd._Front.prepare
+
+    def noted(front: Any, scale: float) -> Any:
+        local = front._local
+        scales[local._turns, local._group.transport.rank] = scale
+        return prepare(front, scale)
+
+    conclude = InProcessGroup.conclude
+
+    def uncounted(group: InProcessGroup, committed: bool) -> None:
+        conclude(group, committed)
+        group.commits = min(group.commits, 1)  # so that nobody is behind, and is sent a state
+
+    monkeypatch.setattr(local_sgd._Front, "prepare", noted)
+    monkeypatch.setattr(InProcessGroup, "conclude", uncounted)
+    run = Run([0, 0, 0], fragments=2, algorithm=AllReduce(), faults={1: (VOTE, 2)})
+    assert run.results == ["done"] * 3
+    # Of the second fragment the others have made two steps, and it one.
+    assert [scales[1, rank] for rank in range(3)] == pytest.approx([6 / 5, 3 / 5, 6 / 5])
+
+
+def test_a_handler_of_sigterm_that_is_not_pythons_ends_as_the_default_one() -> None:
+    with patch("signal.signal", return_value=None) as installed, local_sgd._on_sigterm(lambda: None):
+        pass
+    assert installed.call_args.args == (signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_failed_message_of_a_changing_group_speaks_of_members_alone() -> None:
+    broken = Mock()
+    broken.allreduce.side_effect = RuntimeError("Connection closed by peer")
+    with pytest.raises(CommunicationError, match="A member has died") as raised:
+        ReconfigurableTransport(broken, 0, 2).all_reduce(torch.ones(1), "step 7")
+    assert "uneven batches" not in str(raised.value)
 
 
 def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -72,6 +73,22 @@ def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
         TorchftGroup("http://127.0.0.1:1", timeout_seconds=0.5, hostname="127.0.0.1")
     with pytest.raises(ConfigError, match="start one with torchft_lighthouse"):
         TorchftGroup("10.0.0.1:29510")
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself
+def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
+    group = TorchftGroup(job.address, timeout_seconds=5, wait_seconds=20, hostname="127.0.0.1")
+    try:
+        for answer in ({"return_value": False}, {"side_effect": TimeoutError("no answer")}):
+            group.meet()
+            with patch.object(group._manager, "should_commit", **answer):
+                group.conclude(True)
+        assert group._manager.current_step() == 2
+        group.meet()
+        group.conclude(False)
+        assert group._manager.current_step() == 2
+    finally:
+        group.leave()
 
 
 def test_the_example_runs(job: Job) -> None:

@@ -30,6 +30,13 @@ Result = TypeVar("Result")
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
+WHY_IN_A_FIXED_GROUP = (
+    "A process has died, stalled or sent another message; or it had fewer batches (uneven batches: train "
+    "inside thinwire.join); or a call that must be made on every process (attach, use, state_dict, "
+    "load_state_dict) was not; or the backend can't carry this type. Look for the first error among all "
+    "processes"
+)
+
 
 class ProcessGroupTransport(Transport):
     """Carries tensors over a process group of `torch.distributed`, on any backend.
@@ -198,10 +205,11 @@ class ProcessGroupTransport(Transport):
 
 @dataclass(frozen=True)
 class ProcessGroupWork:
-    """A collective of a process group under way."""
+    """A collective of a process group under way; `where` and `why` are as of `named_failure`."""
 
     work: dist.Work
     where: str
+    why: str = WHY_IN_A_FIXED_GROUP
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once."""
@@ -209,7 +217,7 @@ class ProcessGroupWork:
 
     def wait(self) -> None:
         """Block until the result is there: the host, or on CUDA only the current stream."""
-        with named_failure(self.where):
+        with named_failure(self.where, self.why):
             self.work.wait()
 
     def then(self, result: Callable[[], Result]) -> Future[Result]:
@@ -234,11 +242,12 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def named_failure(where: str) -> Iterator[None]:
+def named_failure(where: str, why: str = WHY_IN_A_FIXED_GROUP) -> Iterator[None]:
     """Turn a backend's error into Thinwire's.
 
     Args:
         where: What was under way.
+        why: What it can come from in such a group, and what to do: whole sentences, without the last stop.
 
     Raises:
         CommunicationError: The backend failed, which is the cause.
@@ -247,12 +256,7 @@ def named_failure(where: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise CommunicationError(
-            f"{where} failed: {error}. A process has died, stalled or sent another message; or it had fewer "
-            "batches (uneven batches: train inside thinwire.join); or a call that must be made on every "
-            "process (attach, use, state_dict, load_state_dict) was not; or the backend can't carry this "
-            "type. Look for the first error among all processes"
-        ) from error
+        raise CommunicationError(f"{where} failed: {error}. {why}") from error
 
 
 def checked_group(group: object) -> dist.ProcessGroup:

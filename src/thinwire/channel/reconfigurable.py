@@ -13,6 +13,11 @@ from thinwire.channel.transport import Operation, Transport
 
 __all__ = ["ReconfigurableTransport"]
 
+WHY = (
+    "A member has died, stood still for longer than the timeout, was cut off, or has broken the averaging "
+    "off because a message of its own failed"
+)
+
 
 class ReconfigurableTransport(Transport):
     """Carries tensors over a process group by its own methods, which `torch.distributed` does not know of.
@@ -92,5 +97,5 @@ class ReconfigurableTransport(Transport):
         return self._started(purpose, lambda: self._group.recv([_as_bytes(tensor)], source, 0))
 
     def _started(self, purpose: str, start: Callable[[], Any]) -> ProcessGroupWork:
-        with named_failure(purpose):
-            return ProcessGroupWork(start(), purpose)
+        with named_failure(purpose, WHY):
+            return ProcessGroupWork(start(), purpose, WHY)

@@ -82,7 +82,7 @@ class LocalSGD:
             thread.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
-    72 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
+    80 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state and what the algorithm remembers.
 
     Raises:
@@ -399,16 +399,20 @@ class _Front:
         """As `Front.step`."""
         return self._local._steps
 
-    @property
-    def weight(self) -> float:
+    def weight(self, turns_ahead: int = 0) -> float:
         """As `Front.weight`."""
-        return self._local._work[self._local._due]
+        # Of one fragment the averaging in doubt has taken all that there was.
+        is_taken = turns_ahead > 0 and len(self._local._fragments) == 1
+        return 0.0 if is_taken else self._local._work[self._turn(turns_ahead)]
 
-    def is_finite(self) -> bool:
+    def is_finite(self, turns_ahead: int = 0) -> bool:
         """As `Front.is_finite`."""
-        changes = self._local._fragments[self._local._due].changes()
+        changes = self._local._fragments[self._turn(turns_ahead)].changes()
         device = changes[0].device
         return bool(torch.stack([flat.isfinite().all().to(device) for flat in changes]).all())
+
+    def _turn(self, turns_ahead: int) -> int:
+        return (self._local._turns + turns_ahead) % self._local._num_fragments
 
     def described(self) -> Description:
         """As `Front.described`."""
@@ -520,7 +524,8 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        # None is a handler that was not installed from Python; it can't be put back from here.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
 
 def _torchft_group() -> Group:

@@ -46,12 +46,20 @@ class Front(Protocol):
     def step(self) -> int:
         """Steps so far, of those who have been here longest."""
 
-    @property
-    def weight(self) -> float:
-        """How much this member's part weighs in the next averaging: 0 if it has done nothing."""
+    def weight(self, turns_ahead: int = 0) -> float:
+        """Return how much this member's part weighs in an averaging: 0 if it has done nothing.
 
-    def is_finite(self) -> bool:
-        """Return whether what this member would put in is finite."""
+        Args:
+            turns_ahead: Of which: 0 for the next one, 1 for the one behind it, if this member does nothing
+                in between.
+        """
+
+    def is_finite(self, turns_ahead: int = 0) -> bool:
+        """Return whether what this member would put in is finite.
+
+        Args:
+            turns_ahead: As of `weight`.
+        """
 
     def described(self) -> Description:
         """Return what must be the same on all members, by subject."""
@@ -87,6 +95,7 @@ class Presence(NamedTuple):
         doubt: The lineage after an averaging that it could commit if others have; 0 if there is none.
         step: Steps so far.
         weight: What its part weighs.
+        weight_behind_doubt: What it weighs if what it is in doubt of was committed.
         error_norm: Norm of its residual.
         is_finite: Whether what it would put in is.
         is_leaving: Whether it leaves after this averaging.
@@ -98,6 +107,7 @@ class Presence(NamedTuple):
     doubt: int
     step: int
     weight: float
+    weight_behind_doubt: float
     error_norm: float
     is_finite: bool
     is_leaving: bool
@@ -106,19 +116,10 @@ class Presence(NamedTuple):
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
         """Return what a row of numbers says."""
-        member, lineage, doubt, step, weight, error_norm, *flags = row
+        member, lineage, doubt, step, weight, weight_behind_doubt, error_norm, *flags = row
+        whole = int(member), int(lineage), int(doubt), int(step)
         is_finite, is_leaving, is_new = map(bool, flags)
-        return cls(
-            int(member),
-            int(lineage),
-            int(doubt),
-            int(step),
-            weight,
-            error_norm,
-            is_finite,
-            is_leaving,
-            is_new,
-        )
+        return cls(*whole, weight, weight_behind_doubt, error_norm, is_finite, is_leaving, is_new)
 
 
 @dataclass
@@ -249,16 +250,18 @@ class Membership:
         finally:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()
+        is_new, in_doubt = group.received is not None, self._doubt is not None
         own = Presence(
-            self._member,
-            self.lineage if group.received is None else int(group.received["lineage"]),
-            0 if self._doubt is None else self._doubt.lineage,
-            self._front.step,
-            0.0 if group.received is not None else self._front.weight,
-            self._engine.error_norm(),
-            self._front.is_finite(),
-            self.is_leaving,
-            group.received is not None,
+            member=self._member,
+            lineage=self.lineage if group.received is None else int(group.received["lineage"]),
+            doubt=0 if self._doubt is None else self._doubt.lineage,
+            step=self._front.step,
+            weight=0.0 if is_new else self._front.weight(),
+            weight_behind_doubt=self._front.weight(1) if in_doubt else 0.0,
+            error_norm=self._engine.error_norm(),
+            is_finite=self._front.is_finite() and (not in_doubt or self._front.is_finite(1)),
+            is_leaving=self.is_leaving,
+            is_new=is_new,
         )
         rows = gather_numbers(
             [float(each) for each in own], group.transport, "who takes part in an averaging"
@@ -300,7 +303,9 @@ class Membership:
         if self._doubt is not None:
             self._resolve_doubt(was_committed=self._doubt.lineage == longest)
         present = tuple(
-            each._replace(lineage=longest, doubt=0, weight=0.0) if each.doubt == longest else each
+            each._replace(lineage=longest, doubt=0, weight=each.weight_behind_doubt)
+            if each.doubt == longest
+            else each
             for each in present
         )
         if any(each.lineage != longest for each in present):

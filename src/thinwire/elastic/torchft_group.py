@@ -169,7 +169,15 @@ class TorchftGroup(Group):
             # At once, so that the others' messages fail as well, and nobody waits until they time out.
             self._group.abort()
             self._manager.report_error(CommunicationError("the averaging failed"))
-        self._manager.should_commit()
+        counted = self._manager.current_step() + committed
+        try:
+            self._manager.should_commit()
+        except (RuntimeError, TimeoutError) as error:
+            logger.warning("torchft's manager has not taken note of an averaging: %s", error)
+        if self._manager.current_step() != counted:
+            # The members' own last message has decided, and torchft only counts: with another count than the
+            # others' this member would be sent a model that it holds, or send them one.
+            self._manager.load_state_dict({"step": counted, "batches_committed": counted})
 
     def start_over(self) -> None:
         """As `Group.start_over`."""
