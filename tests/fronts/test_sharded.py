@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -247,14 +247,17 @@ def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
 
 def test_whole_matrices_are_approximated_from_their_shards(pool4: Pool) -> None:
     """As two workers with whole gradients do: in the middle of the run saved, and loaded where it goes on."""
-    for difference, sent, whole_sent, factors, refused in pool4.run(_whole_matrices):
+    results = pool4.run(_whole_matrices)
+    # Chosen by what the links take, on all processes alike.
+    assert len({is_whole for *_, is_whole in results}) == 1
+    for difference, sent, whole_sent, factors, refused, _ in results:
         assert difference <= 1e-9
         assert sent <= whole_sent + 100  # of both shards together; padded to equal parts
         assert factors == {"embed.weight", "blocks.0.0.weight"}
         assert "whole_matrices" in refused
 
 
-def _whole_matrices() -> tuple[float, int, int, set[str], str]:
+def _whole_matrices() -> tuple[float, int, int, set[str], str, bool]:
     power = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
     specs = [ParameterSpec.of(n, p) for n, p in language().named_parameters() if p.requires_grad]
     simulation = Simulation(power, [tuple(specs)], num_workers=2)
@@ -285,7 +288,9 @@ def _whole_matrices() -> tuple[float, int, int, set[str], str]:
     fully_shard(along := nn.Linear(8, 8), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
     refused = error_of(lambda: attach(along, power, mesh=mesh, whole_matrices=True))
     factors = {label for label, _ in sync.state_dict()["factor"]}
-    return difference, int(sent), simulation.syncs[0].stats().message_bytes // 2, factors, refused
+    chosen = attach(sharded(language(), mesh["shard"]), power, mesh=mesh, whole_matrices="auto")
+    is_whole = "with 2 shards" in str(chosen.plan)
+    return difference, int(sent), simulation.syncs[0].stats().message_bytes // 2, factors, refused, is_whole
 
 
 # State
@@ -611,6 +616,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "unlike": "process 0 has embed.weight of shape (11, 8)",
             "DDP": "for sharded models",
             "later": "attach when parameters are loaded",
+            "option": "whole_matrices, where it is not \"auto\", must be True or False, got 'yes'",
         }.items():
             assert words in found[case], (case, found[case])
 
@@ -640,4 +646,5 @@ def _refused() -> dict[str, str]:
         "unlike": error_of(lambda: attach(unlike, POWER, mesh=mesh)),
         "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, mesh=mesh)),
         "later": error_of(lambda: assigned(tokens_of(0))),
+        "option": error_of(lambda: attach(plain, POWER, mesh=mesh, whole_matrices=cast(Any, "yes"))),
     }

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from thinwire import PowerSGD
-from thinwire.channel import InProcessTransport, run_members
+from thinwire import PowerSGD, Quantize
+from thinwire.algorithms import Algorithm
+from thinwire.channel import InProcessTransport, Metered, Transport, run_members
 from thinwire.fronts.sharded.front import ShardedFront, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel
+from thinwire.fronts.sharded.trial import as_averaged_faster
 from thinwire.sync import Engine, Settings
 
 WIDTH, NAMES = 16, ("first", "second", "third")
@@ -49,27 +52,21 @@ class Process:
         return early[0]
 
 
-def run(orders: Sequence[Sequence[str]], body: Any) -> list[Any]:
-    """Run `body(process, rank)` on two replicas of two shards, which see gradients in orders of their own."""
+def pieces_of(shard: int) -> list[Piece]:
+    generator = torch.Generator().manual_seed(shard)
+    pieces = []
+    for number, name in enumerate(NAMES):
+        values = torch.randn(WIDTH // 2, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
+        pieces.append(Piece(name, nn.Parameter(values), (WIDTH, WIDTH), 0, number))
+    return pieces
+
+
+def run(body: Any) -> list[Any]:
+    """Run `body(rank, between, inside)` on two replicas of two shards, with what joins either."""
     between, inside = ([InProcessTransport.group(2) for _ in range(2)] for _ in range(2))
-
-    def member(rank: int) -> Any:
-        replica, shard = divmod(rank, 2)
-        generator = torch.Generator().manual_seed(shard)
-        pieces = []
-        for number, name in enumerate(NAMES):
-            values = torch.randn(WIDTH // 2, WIDTH, generator=generator, dtype=torch.float64) / WIDTH
-            piece = Piece(name, nn.Parameter(values), (WIDTH, WIDTH), 0, number)
-            pieces.append(piece.of_whole_matrix(shard, 2))
-        matrices = {piece.name: piece.parameter for piece in pieces}
-        settings = Settings(together=inside[replica][shard])
-        engine = Engine(PowerSGD(matrix_rank=1), between[shard][replica], specs_of(pieces), settings)
-        known = cast(ShardedModel, NoFSDP(list(matrices.values())))
-        front = ShardedFront(engine, inside[replica][shard], known, pieces, overlap=True)
-        front.register(nn.ParameterDict(matrices))
-        return body(Process(matrices, front, orders[rank]), rank)
-
-    results = run_members(4, member)
+    results = run_members(
+        4, lambda rank: body(rank, between[rank % 2][rank // 2], inside[rank // 2][rank % 2])
+    )
     assert len(results) == 4
     return results
 
@@ -79,12 +76,19 @@ def test_members_that_see_gradients_in_unlike_orders_send_them_in_one() -> None:
     first, second, third = NAMES
     orders = (NAMES, (third, first, second), (second, third, first), (third, second, first))
 
-    def body(process: Process, rank: int) -> tuple[list[int], Tensor, float]:
+    def body(rank: int, between: Transport, inside: Transport) -> tuple[list[int], Tensor, float]:
+        pieces = [piece.of_whole_matrix(rank % 2, 2) for piece in pieces_of(rank % 2)]
+        matrices = {piece.name: piece.parameter for piece in pieces}
+        engine = Engine(PowerSGD(matrix_rank=1), between, specs_of(pieces), Settings(together=inside))
+        known = cast(ShardedModel, NoFSDP(list(matrices.values())))
+        front = ShardedFront(engine, inside, known, pieces, overlap=True)
+        front.register(nn.ParameterDict(matrices))
+        process = Process(matrices, front, orders[rank])
         early = [process.backward(10 * step + rank) for step in range(3)]
-        gradients = [cast(Tensor, each.grad) for each in process.matrices.values()]
-        return early, torch.cat(gradients), process.front.engine.counts().compression_ratio
+        gradients = [cast(Tensor, each.grad) for each in matrices.values()]
+        return early, torch.cat(gradients), engine.counts().compression_ratio
 
-    found = run(orders, body)
+    found = run(body)
     # The first step sees the order; later ones send what is complete before the pass ends.
     assert all(early[0] == 0 for early, _, _ in found)
     assert found[0][0][1:] == [3, 3]
@@ -93,3 +97,35 @@ def test_members_that_see_gradients_in_unlike_orders_send_them_in_one() -> None:
         assert torch.equal(one, other)
         assert one.any()
         assert ratio > 1.5
+
+
+POWER = PowerSGD(matrix_rank=1)
+CANT = PowerSGD(matrix_rank=1, alternating=True)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "seconds_between", "seconds_inside", "are_whole", "is_tried"),
+    [
+        (POWER, 1.0, 1e-3, True, True),
+        (POWER, 1.0, 1.0, False, True),
+        (replace(POWER, warmup_steps=9), 1.0, 1e-3, True, True),
+        (CANT, 1.0, 1e-3, False, False),
+        (Quantize(bits=4), 1.0, 1e-3, False, False),
+    ],
+)
+def test_whole_matrices_are_taken_where_the_links_make_them_faster(
+    algorithm: Algorithm, seconds_between: float, seconds_inside: float, are_whole: bool, is_tried: bool
+) -> None:
+    """The clock goes by what was sent: a second a byte between replicas, as much or less inside of them."""
+
+    def body(rank: int, between: Transport, inside: Transport) -> tuple[bool, bool]:
+        sent, aside = Metered(between), Metered(inside)
+
+        def clock() -> float:
+            return seconds_between * sent.traffic.message_bytes + seconds_inside * aside.traffic.message_bytes
+
+        pieces = as_averaged_faster(algorithm, pieces_of(rank % 2), sent, aside, clock)
+        # More than a question whether the plans differ.
+        return all(piece.whole_matrix is not None for piece in pieces), sent.traffic.message_bytes > 100
+
+    assert run(body) == [(are_whole, is_tried)] * 4

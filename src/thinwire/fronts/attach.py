@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ def attach(
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
     overlap: bool = True,
-    whole_matrices: bool = False,
+    whole_matrices: bool | Literal["auto"] = False,
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
 
@@ -79,7 +79,8 @@ def attach(
             shard has some rows, and not each shard's rows by themselves. Then a replica sends r · (m + n)
             numbers over the slow links, whatever the number of shards, and not r · (m + shards · n), at a
             rougher approximation; to each process come r · (m + 3 n) from its replica's other shards.
-            Not with `alternating` or `factor_bits`, nor with ranks that follow from a budget.
+            Not with `alternating` or `factor_bits`, nor with ranks that follow from a budget. "auto": if that
+            saves a tenth of the time that averaging takes, by four exchanges of either kind, made here.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +16,7 @@ from thinwire.fronts.ddp_model import plain_name
 from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
+from thinwire.fronts.sharded.trial import as_averaged_faster
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.loss_scale import LossScale
 from thinwire.sync.nonfinite import OnNonfinite
@@ -31,7 +34,7 @@ def attach_sharded(
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
     overlap: bool = True,
-    whole_matrices: bool = False,
+    whole_matrices: bool | Literal["auto"] = False,
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
@@ -54,6 +57,8 @@ def attach_sharded(
         CommunicationError: A collective failed.
     """
     overlap = true_or_false("overlap", overlap)
+    if whole_matrices != "auto":
+        whole_matrices = true_or_false('whole_matrices, where it is not "auto",', whole_matrices)
     sharded = ShardedModel(model)
     replicas = replicas_of(sharded, process_group, mesh)
     pieces = pieces_of(model, sharded)
@@ -74,7 +79,7 @@ def attach_sharded(
         shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
     together = shards if shards.size > 1 else None
-    if true_or_false("whole_matrices", whole_matrices) and together is not None:
+    if whole_matrices is True and together is not None:
         pieces = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
     settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite, together=together)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
@@ -90,6 +95,9 @@ def attach_sharded(
         },
         lambda: agree(transport, _described(shards, tensors, pieces), "attach()"),
     )
+    if whole_matrices == "auto" and together is not None:
+        pieces = list(as_averaged_faster(algorithm, pieces, transport, shards))
+        engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
     if sharded.is_replicated:
         sharded.stop_averaging()

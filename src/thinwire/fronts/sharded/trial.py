@@ -1,0 +1,111 @@
+"""Whether whole matrices are averaged faster than shards, by what the links take: both are tried."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+
+from thinwire.algorithms import Algorithm
+from thinwire.channel import Transport, gather_numbers
+from thinwire.errors import AttachError, ConfigError
+from thinwire.fronts.sharded.front import specs_of
+from thinwire.fronts.sharded.model import Piece, local_of
+from thinwire.plan import ParameterSpec
+from thinwire.sync import Engine, Settings
+
+__all__ = ["as_averaged_faster"]
+
+logger = logging.getLogger(__name__)
+
+TIMED_STEPS = 3
+# At one matrix rank a whole matrix is approximated more roughly than its shards: it must win something.
+LEAST_GAIN = 0.1
+# Past any warm-up, in which all travels uncompressed.
+LATE_STEP = 1 << 30
+
+PURPOSE = 'attach(whole_matrices="auto")'
+
+
+def as_averaged_faster(
+    algorithm: Algorithm,
+    pieces: Sequence[Piece],
+    transport: Transport,
+    shards: Transport,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Sequence[Piece]:
+    """Return pieces as shards or as parts of whole matrices, whichever an algorithm averages faster.
+
+    Shards, unless whole matrices save a tenth of the time of the slowest process. Collective over shards and
+    replicas, alike on all of them. Nothing is tried where the algorithm sends the same, or can't do it.
+
+    Args:
+        algorithm: Which.
+        pieces: What this process has of the parameters, as shards.
+        transport: Joins the replicas of this shard.
+        shards: Joins the shards of this replica.
+        clock: Seconds since any point.
+
+    Cost: four exchanges of either, and for that time a copy of the gradients and the algorithm's memory.
+
+    Raises:
+        CommunicationError: A collective failed.
+    """
+
+    def highest(values: Sequence[float]) -> Sequence[float]:
+        # Over the replicas of each shard, then over shards: behind that it is alike on all.
+        for members in (transport, shards):
+            everyone = gather_numbers(values, members, PURPOSE)
+            values = [max(each) for each in zip(*everyone, strict=True)]
+        return values
+
+    def step_seconds(engine: Engine) -> float:
+        engine.memory.step = LATE_STEP
+        kinds: dict[tuple[torch.device, torch.dtype], list[ParameterSpec]] = {}
+        for piece, spec in zip(trained, engine.specs, strict=True):
+            kinds.setdefault((local_of(piece.parameter).device, spec.dtype), []).append(spec)
+        buckets = [
+            (tuple(specs), torch.ones(sum(each.numel for each in specs), dtype=dtype, device=device))
+            for (device, dtype), specs in kinds.items()
+        ]
+        seconds = []
+        # The first one makes connections and compiles.
+        for _ in range(1 + TIMED_STEPS):
+            # All begin together, or the first to come would count its waiting.
+            highest([0.0])
+            start = clock()
+            engine.average(buckets)
+            for device in {flat.device for _, flat in buckets if flat.device.type != "cpu"}:
+                torch.accelerator.synchronize(device)
+            seconds.append(clock() - start)
+        return median(seconds[1:])
+
+    try:
+        whole = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
+        engines = [
+            Engine(algorithm, transport, specs_of(each), Settings(together=shards))
+            for each in (pieces, whole)
+        ]
+    # Of settings, and of how all is cut: alike on all processes.
+    except (AttachError, ConfigError) as error:
+        logger.info("%s: shards, since %s", PURPOSE, error)
+        return pieces
+    trained = [piece for piece in pieces if piece.parameter.requires_grad]
+    are_unlike = float(engines[0].plan.routes != engines[1].plan.routes)
+    # A shard may be empty where others are not.
+    if not highest([are_unlike])[0]:
+        return pieces
+    # Not the mean: a step waits for the slowest.
+    of_shards, of_whole = highest([step_seconds(engine) for engine in engines])
+    is_faster = of_whole <= (1 - LEAST_GAIN) * of_shards
+    logger.info(
+        "%s: averaging takes %.1f ms of shards, %.1f ms of whole matrices: %s",
+        PURPOSE,
+        1e3 * of_shards,
+        1e3 * of_whole,
+        "whole matrices" if is_faster else "shards",
+    )
+    return whole if is_faster else pieces
