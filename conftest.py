@@ -1,17 +1,21 @@
-"""The process group of one that the docstrings' examples run in."""
+"""Which files' docstrings have examples, and the process group of one that those run in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from importlib.util import find_spec
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-# They import Triton, which is no requirement; a test runs the first in a process of its own.
-collect_ignore_glob = ["tests/triton_ready/ahead.py"]
-if find_spec("triton") is None:
-    collect_ignore_glob.append("src/thinwire/algorithms/kernels/triton/compiled_*.py")
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(
+    file_path: Path,
+) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for examples only where there are some: to import and search the other files takes seconds."""
+    collected = yield
+    has_examples = bool(collected) and ">>> " in file_path.read_text()
+    return [each for each in collected if has_examples or type(each) is pytest.Module]
 
 
 @pytest.fixture

@@ -12,9 +12,6 @@ import pytest
 import forked
 from stand_ins import stand_ins
 
-# They have no doctests, and to import them costs seconds.
-collect_ignore = ["preloaded.py", "frozen_heap.py", "accelerate_own_script.py"]
-
 # Of tests, beyond what preloaded.py imports.
 PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
 

@@ -27,12 +27,10 @@ def full_precision(device: torch.device) -> Iterator[None]:
         return
     _threads.inside = inside | {device.type}
     try:
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.autocast("cpu", enabled=False),
-            _products,
-        ):
+        with torch.no_grad(), _products, ExitStack() as restored:
+            for kind in (device.type, "cpu"):
+                if torch.is_autocast_enabled(kind):  # to enter it costs more than to ask
+                    restored.enter_context(torch.autocast(kind, enabled=False))
             yield
     finally:
         _threads.inside = inside
