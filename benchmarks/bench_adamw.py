@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
+import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from pages import RESULTS_FOLDER, markdown_table, page, save
+from progress import TERMINAL_EVERY_SECONDS, Progress
 from stacked import StackedGPT
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
@@ -47,6 +48,7 @@ WARMUP_SHARE = 0.05
 HELDOUT_BATCHES = 64
 EXACT = "exact"
 FIRST_TUNING_SEED = 1_000
+SHARED_STEPS: Any = None
 # By degrees of freedom: of a two-sided 95 % interval.
 STUDENT_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26}
 
@@ -261,7 +263,12 @@ def text() -> Text:
     return load_text()
 
 
-def train(setting: Setting, lanes: Sequence[Lane], method: Method) -> list[Outcome]:
+def train(
+    setting: Setting,
+    lanes: Sequence[Lane],
+    method: Method,
+    at_step: Callable[[int], None] = lambda step: None,
+) -> list[Outcome]:
     """Train lanes side by side; on the same windows whatever the method and however many share them."""
     start_seconds = time.process_time()
     config = MODELS[setting.model]
@@ -269,6 +276,7 @@ def train(setting: Setting, lanes: Sequence[Lane], method: Method) -> list[Outco
     stacked = StackedGPT(config, seeds, setting.members)
     training = method(stacked, setting, rates)
     for step in range(setting.steps):
+        at_step(step)
         inputs, targets = batches(seeds, step, setting, config.context_length)
         if step == 0:
             stacked.check(inputs, targets)
@@ -354,21 +362,52 @@ def add_runs(arguments: argparse.Namespace) -> None:
         missing = [lane for lane in lanes if (name, setting, lane) not in done]
         starts = range(0, len(missing), arguments.side_by_side)
         together += [(name, missing[start : start + arguments.side_by_side]) for start in starts]
-    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn")) as pool:
-        training = {pool.submit(train_named, name, setting, now): (name, now) for name, now in together}
-        for future in as_completed(training):
-            name, now = training[future]
-            for lane, outcome in zip(now, future.result(), strict=True):
-                record = Record(name, setting, lane, outcome)
-                with arguments.file.open("a") as file:
-                    file.write(record.line() + "\n")
-                print(record.line(), file=sys.stderr)
+    context = get_context("spawn")
+    steps = context.Array("l", len(together))
+    with (
+        Progress(len(together) * setting.steps, kept=arguments.file) as progress,
+        ProcessPoolExecutor(arguments.jobs, context, _share_steps, (steps,)) as pool,
+    ):
+        training = {
+            pool.submit(train_named, number, name, setting, now): (number, name, now)
+            for number, (name, now) in enumerate(together)
+        }
+        try:
+            while training:
+                done, _ = wait(training, TERMINAL_EVERY_SECONDS, FIRST_COMPLETED)
+                for future in done:
+                    number, name, now = training.pop(future)
+                    with arguments.file.open("a") as file:
+                        for lane, outcome in zip(now, future.result(), strict=True):
+                            file.write(Record(name, setting, lane, outcome).line() + "\n")
+                    steps[number] = setting.steps
+                under_way = [
+                    together[number][0] for number, each in enumerate(steps) if 0 < each < setting.steps
+                ]
+                progress.show(sum(steps), "; ".join(under_way))
+        except BaseException:
+            # Else the pool would wait for trainings of minutes.
+            for process in active_children():
+                process.terminate()
+            raise
 
 
-def train_named(name: str, setting: Setting, lanes: Sequence[Lane]) -> list[Outcome]:
+def _share_steps(steps: Any) -> None:
+    """In a new process: what it tells its steps in, by training."""
+    global SHARED_STEPS  # noqa: PLW0603 - a pool's processes have no other room
+    SHARED_STEPS = steps
+    # Ctrl-C reaches all; the first process ends the others.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def train_named(number: int, name: str, setting: Setting, lanes: Sequence[Lane]) -> list[Outcome]:
     """Train with a method of `METHODS`, in a process of its own."""
     torch.set_num_threads(1)
-    return train(setting, lanes, METHODS[name])
+
+    def at_step(step: int) -> None:
+        SHARED_STEPS[number] = step
+
+    return train(setting, lanes, METHODS[name], at_step)
 
 
 def add_page(arguments: argparse.Namespace) -> None:

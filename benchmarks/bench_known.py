@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +28,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from bench_adamw import STUDENT_T
 from lstm import new_lstm
 from pages import RESULTS_FOLDER, markdown_table, page, save
+from progress import Progress
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, Transport, run_members
@@ -43,6 +43,7 @@ WARMUP_SHARE = 0.05
 HELDOUT_EVERY = 5  # images
 IMAGES, WINDOWS, CONTEXT_LENGTH = 16, 2, 64  # of a member's step
 HELDOUT_BATCHES = 256
+UNKNOWN_STEP_SECONDS = 0.2
 
 
 class Task(Protocol):
@@ -187,18 +188,23 @@ class Record:
         """Which training it is."""
         return self.task, self.optimizer, self.method, self.steps, self.seed
 
+    def __str__(self) -> str:
+        return f"{self.task}, {self.optimizer}, {self.method}, seed {self.seed}"
 
-def train(run: Record) -> Record:
+
+def train(run: Record, at_step: Callable[[int], None]) -> Record:
     """Train with all members, in turn; score the first one's model, which all have in the end."""
     start_seconds = time.process_time()
     task = TASKS[run.task]
     groups = InProcessTransport.group(MEMBERS)
-    outcomes = run_members(MEMBERS, lambda rank: _train_member(run, task, rank, groups[rank]))
+    outcomes = run_members(MEMBERS, lambda rank: _train_member(run, task, rank, groups[rank], at_step))
     score, ratio = outcomes[0]
     return replace(run, score=score, times_fewer=ratio / 2, seconds=time.process_time() - start_seconds)
 
 
-def _train_member(run: Record, task: Task, rank: int, transport: Transport) -> tuple[float, float]:
+def _train_member(
+    run: Record, task: Task, rank: int, transport: Transport, at_step: Callable[[int], None]
+) -> tuple[float, float]:
     torch.manual_seed(run.seed)
     model = task.model()
     parameters = list(model.parameters())
@@ -206,6 +212,8 @@ def _train_member(run: Record, task: Task, rank: int, transport: Transport) -> t
     optimizer = OPTIMIZERS[run.optimizer](parameters, peak)
 
     def backward(step: int) -> None:
+        if rank == 0:
+            at_step(step)
         optimizer.param_groups[0]["lr"] = peak * schedule(step, run.steps)
         optimizer.zero_grad()
         torch.autograd.backward(task.loss(model, run.seed, step, rank))
@@ -240,7 +248,8 @@ def records(path: Path) -> list[Record]:
 def add_runs(arguments: argparse.Namespace) -> None:
     """Train what the file lacks, and say how far it is."""
     torch.set_num_threads(1)
-    done = {record.key for record in records(arguments.file)}
+    kept = records(arguments.file)
+    done = {record.key for record in kept}
     wanted = [
         Record(task, optimizer, method, arguments.steps, seed)
         for task in arguments.tasks
@@ -249,11 +258,23 @@ def add_runs(arguments: argparse.Namespace) -> None:
         for method in arguments.methods
     ]
     missing = [run for run in wanted if run.key not in done]
-    for number, run in enumerate(missing, start=1):
-        record = train(run)
-        with arguments.file.open("a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-        print(f"{number} of {len(missing)}: {record}", file=sys.stderr)
+    weights = [expected_seconds(run, kept) for run in missing]
+    with Progress(sum(weights), kept=arguments.file) as progress:
+        for number, run in enumerate(missing):
+            shown = partial(show_step, progress, run, sum(weights[:number]), weights[number])
+            record = train(run, shown)
+            with arguments.file.open("a") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+
+
+def expected_seconds(run: Record, kept: Sequence[Record]) -> float:
+    """Return about how long a training takes, by those of the same task that are there."""
+    alike = [record.seconds / record.steps for record in kept if record.task == run.task]
+    return run.steps * (fmean(alike) if alike else UNKNOWN_STEP_SECONDS)
+
+
+def show_step(progress: Progress, run: Record, before: float, weight: float, step: int) -> None:
+    progress.show(before + weight * step / run.steps, run)
 
 
 EXPLANATION = (

@@ -31,11 +31,12 @@ import plots
 import thinwire
 from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import markdown_table, page, save, save_json
+from progress import Kept, Progress
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.text import load_text, sample_batch
 from torchft_diloco import fragments, torchft_diloco
-from turns import Contender, Measured, take_turns
+from turns import Contender, Measured, take_turns, turns_done
 
 BATCH = 4
 COMPUTE_ONLY = "compute only"
@@ -246,8 +247,12 @@ class Setting:
         return f"{self.hosts} hosts, {self.rate}"
 
 
-def work(names: Sequence[str], rounds: int, steps: int, size: str, out: Path) -> None:
+KEPT = Kept("network")
+
+
+def work(arguments: argparse.Namespace) -> None:
     """On each host: time contenders."""
+    names, size, out = arguments.contenders, arguments.size, arguments.work
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     text = load_text()
@@ -257,23 +262,35 @@ def work(names: Sequence[str], rounds: int, steps: int, size: str, out: Path) ->
     found = take_turns(
         {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
         lambda: sample_batch(text.train, batch_size=BATCH, context_length=length, generator=draws),
-        rounds=rounds,
-        steps=steps,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        kept=KEPT,
+        setting=arguments.setting,
     )
     if dist.get_rank() == 0:
         out.write_text(json.dumps({name: asdict(measured) for name, measured in found.items()}))
     leave_job()
 
 
+def kept_as(setting: Setting, arguments: argparse.Namespace) -> str:
+    """Return what tells turns from those of other settings."""
+    return f"{setting}, {arguments.size}, {arguments.steps} steps"
+
+
 def measured(
-    setting: Setting, names: Sequence[str], arguments: argparse.Namespace, packages: str
+    setting: Setting,
+    names: Sequence[str],
+    arguments: argparse.Namespace,
+    packages: str,
+    show: Callable[[object], None],
 ) -> dict[str, Measured]:
     """Run contenders in the lab."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         script = [__file__, f"--work={out}", f"--rounds={arguments.rounds}"]
         script += [f"--steps={arguments.steps}", f"--size={arguments.size}", "--contenders", *names]
-        run_in_lab(setting.hosts, setting.rate, script, packages=packages)
+        script += [f"--setting={kept_as(setting, arguments)}"]
+        run_in_lab(setting.hosts, setting.rate, script, packages=packages, meanwhile=lambda: show(setting))
         results = {name: Measured(**result) for name, result in json.loads(out.read_text()).items()}
     num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
     exact_bytes = 4 * num_parameters * 2 * (setting.hosts - 1) / setting.hosts
@@ -312,23 +329,37 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
     parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parsed_arguments()
     if arguments.work is not None:
-        work(arguments.contenders, arguments.rounds, arguments.steps, arguments.size, arguments.work)
+        work(arguments)
         return
     names = [COMPUTE_ONLY, BASELINE]
     names = [name for name in CONTENDERS if name in (*names, *(arguments.contenders or CONTENDERS))]
     wanted = {PEERS[name] for name in names if name in PEERS}
     with peers.installed(wanted) as installed:
         names = [name for name in names if PEERS.get(name) not in installed.missing]
-        compare(names, arguments, installed.path)
+        settings = [
+            kept_as(Setting(hosts, rate), arguments) for hosts in arguments.hosts for rate in arguments.rates
+        ]
+        before = turns_done(KEPT, settings, names, arguments.rounds)
+        with Progress(len(settings) * len(names) * arguments.rounds - before, kept=KEPT.path) as progress:
+            compare(
+                names,
+                arguments,
+                installed.path,
+                lambda now: progress.show(turns_done(KEPT, settings, names, arguments.rounds) - before, now),
+            )
+    KEPT.finish()
 
 
-def compare(names: Sequence[str], arguments: argparse.Namespace, packages: str) -> None:
+def compare(
+    names: Sequence[str], arguments: argparse.Namespace, packages: str, show: Callable[[object], None]
+) -> None:
     num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
     explanation = (
         f"A GPT of {num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a host and step, SGD with "
@@ -341,8 +372,7 @@ def compare(names: Sequence[str], arguments: argparse.Namespace, packages: str) 
         by_rate, sections = {}, [explanation]
         for rate in arguments.rates:
             setting = Setting(hosts, rate)
-            print(f"{setting} …", flush=True)
-            by_rate[rate] = measured(setting, names, arguments, packages)
+            by_rate[rate] = measured(setting, names, arguments, packages, show)
             others = median(share for each in by_rate[rate].values() for share in each.others_share)
             busy = (
                 f"Other processes took {100 * others:.0f} % of the processors meanwhile, median of all turns."

@@ -29,10 +29,11 @@ import thinwire
 from bench_network import BATCH, COMPUTE_ONLY, EVERY_STEPS, IN_STEP, Batch
 from in_lab import leave_job, run_in_lab
 from pages import markdown_table, page, save, save_json
+from progress import Kept, Progress
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.text import load_text, sample_batch
-from turns import Contender, Measured, take_turns
+from turns import Contender, Measured, take_turns, turns_done
 
 HOSTS, SHARDS = 2, 2
 RATES = ("100mbit", "1gbit")
@@ -155,8 +156,12 @@ def start_shards() -> None:
         sys.exit(max(map(abs, codes)))
 
 
-def work(names: Sequence[str], rounds: int, steps: int, size: str, out: Path) -> None:
+KEPT = Kept("sharded")
+
+
+def work(arguments: argparse.Namespace) -> None:
     """In each process: time contenders."""
+    names, size, out = arguments.contenders, arguments.size, arguments.work
     dist.init_process_group("gloo")
     assert dist.get_world_size() == HOSTS * SHARDS
     torch.set_num_threads(1)
@@ -168,8 +173,10 @@ def work(names: Sequence[str], rounds: int, steps: int, size: str, out: Path) ->
     found = take_turns(
         {name: Contender(trainer.step, trainer.period_steps) for name, trainer in trainers.items()},
         lambda: sample_batch(text.train, batch_size=BATCH, context_length=length, generator=draws),
-        rounds=rounds,
-        steps=steps,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        kept=KEPT,
+        setting=arguments.setting,
         untimed_steps=UNTIMED_STEPS,
     )
     if dist.get_rank() == 0:
@@ -177,13 +184,21 @@ def work(names: Sequence[str], rounds: int, steps: int, size: str, out: Path) ->
     leave_job()
 
 
-def measured(rate: str, names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Measured]:
+def kept_as(rate: str, arguments: argparse.Namespace) -> str:
+    """Return what tells turns from those of other settings."""
+    return f"{rate}, {arguments.size}, {arguments.steps} steps"
+
+
+def measured(
+    rate: str, names: Sequence[str], arguments: argparse.Namespace, show: Callable[[object], None]
+) -> dict[str, Measured]:
     """Run contenders in the lab."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "result.json")
         script = [__file__, f"--work={out}", f"--rounds={arguments.rounds}"]
         script += [f"--steps={arguments.steps}", f"--size={arguments.size}", "--contenders", *names]
-        run_in_lab(HOSTS, rate, script)
+        script += [f"--setting={kept_as(rate, arguments)}"]
+        run_in_lab(HOSTS, rate, script, meanwhile=lambda: show(rate))
         results = {name: Measured(**result) for name, result in json.loads(out.read_text()).items()}
     # Both shards of a host send half of the gradients each, of an all-reduce between two once.
     exact_bytes = 4 * sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
@@ -230,6 +245,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
     parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -239,10 +255,22 @@ def main() -> None:
         if "THINWIRE_SHARD" not in os.environ:
             start_shards()
         else:
-            work(arguments.contenders, arguments.rounds, arguments.steps, arguments.size, arguments.work)
+            work(arguments)
         return
     always = (COMPUTE_ONLY, NATIVE_BF16)
     names = [name for name in CONTENDERS if name in (*always, *(arguments.contenders or CONTENDERS))]
+    settings = [kept_as(rate, arguments) for rate in arguments.rates]
+    before = turns_done(KEPT, settings, names, arguments.rounds)
+    with Progress(len(settings) * len(names) * arguments.rounds - before, kept=KEPT.path) as progress:
+        compare(
+            names,
+            arguments,
+            lambda now: progress.show(turns_done(KEPT, settings, names, arguments.rounds) - before, now),
+        )
+    KEPT.finish()
+
+
+def compare(names: Sequence[str], arguments: argparse.Namespace, show: Callable[[object], None]) -> None:
     num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
     sections = [
         f"A GPT of {num_parameters / 1e6:.1f} M parameters, {HOSTS} hosts × {SHARDS} shards, {BATCH} "
@@ -254,8 +282,7 @@ def main() -> None:
     ]
     raw = []
     for rate in arguments.rates:
-        print(f"{rate} …", flush=True)
-        results = measured(rate, names, arguments)
+        results = measured(rate, names, arguments, show)
         others = median(share for each in results.values() for share in each.others_share)
         busy = f"Other processes took {100 * others:.0f} % of the processors meanwhile, median of all turns."
         sections.append(f"## {rate}\n\n{table(results)}\n\n{busy}")

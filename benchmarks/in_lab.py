@@ -6,7 +6,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,9 +16,17 @@ import torch.distributed as dist
 __all__ = ["UNSHAPED", "interface_sent_bytes", "leave_job", "own_address", "run_in_lab"]
 
 UNSHAPED = "unshaped"
+LOOK_EVERY_SECONDS = 0.5
 
 
-def run_in_lab(hosts: int, rate: str, script: Sequence[str], *, packages: str = "") -> None:
+def run_in_lab(
+    hosts: int,
+    rate: str,
+    script: Sequence[str],
+    *,
+    packages: str = "",
+    meanwhile: Callable[[], object] = lambda: None,
+) -> None:
     """Run a Python script on every host, one process each.
 
     Args:
@@ -25,6 +34,7 @@ def run_in_lab(hosts: int, rate: str, script: Sequence[str], *, packages: str = 
         rate: Of each host's link, such as "100mbit", or `UNSHAPED`.
         script: Its path and arguments.
         packages: A folder with more packages to import.
+        meanwhile: Is called twice a second.
 
     Raises:
         CalledProcessError: It failed on some host.
@@ -33,7 +43,18 @@ def run_in_lab(hosts: int, rate: str, script: Sequence[str], *, packages: str = 
     lab += [] if rate == UNSHAPED else [f"--rate={rate}"]
     path = ":".join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    subprocess.run([*lab, "--", sys.executable, *script], check=True, env=environment)
+    command = [*lab, "--", sys.executable, *script]
+    running = subprocess.Popen(command, env=environment)
+    try:
+        while running.poll() is None:
+            meanwhile()
+            time.sleep(LOOK_EVERY_SECONDS)
+    finally:
+        # Where this process is interrupted: the lab ends its hosts before it ends.
+        running.terminate()
+        running.wait()
+    if running.returncode:
+        raise subprocess.CalledProcessError(running.returncode, command)
 
 
 def leave_job() -> NoReturn:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Generic, TypeVar
@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from in_lab import interface_sent_bytes
+from progress import Kept
 
-__all__ = ["Contender", "Measured", "take_turns"]
+__all__ = ["Contender", "Measured", "take_turns", "turns_done"]
 
 # PyTorch's PowerSGD averages whole gradients for at least two steps, and DDP then rebuilds its buckets.
 UNTIMED_STEPS = 4
@@ -48,9 +49,9 @@ class Measured:
         others_share: Of the machine's processors, what processes outside of the lab took meanwhile, by turn.
     """
 
-    step_ms: list[float] = field(default_factory=list)
-    sent_bytes: float = 0.0
-    others_share: list[float] = field(default_factory=list)
+    step_ms: list[float]
+    sent_bytes: float
+    others_share: list[float]
 
 
 class ProcessorUse:
@@ -82,6 +83,8 @@ def take_turns(
     *,
     rounds: int,
     steps: int,
+    kept: Kept,
+    setting: str,
     untimed_steps: int = UNTIMED_STEPS,
 ) -> dict[str, Measured]:
     """Time contenders in turns, in another order every round. Collective, between hosts of the lab.
@@ -91,11 +94,17 @@ def take_turns(
         draw: Returns what a step takes.
         rounds: Turns of each, after one that does not count.
         steps: Of a turn, at least.
+        kept: Has the turns of a run that was interrupted; the first host adds to it.
+        setting: Tells these turns from others that are kept.
         untimed_steps: Of the first turn, at least.
     """
-    found = {name: Measured() for name in contenders}
+    turns = {(key["name"], key["number"]): turn for key, turn in kept.all() if key["setting"] == setting}
+    # All have read before anyone adds.
+    dist.barrier()
     for number in range(rounds + 1):
         for name in random.Random(number).sample(list(contenders), len(contenders)):
+            if (name, number) in turns:
+                continue
             contender = contenders[name]
             period_steps = contender.period_steps
             # Whole periods, so that each turn begins where the last one did.
@@ -107,9 +116,37 @@ def take_turns(
                 start = time.perf_counter()
                 contender.step(drawn)
                 took_ms.append(1e3 * (time.perf_counter() - start))
+            # The first turn is each start's own.
             if number:
-                measured = found[name]
-                measured.step_ms += took_ms if period_steps == 1 else [mean(took_ms)]
-                measured.sent_bytes += (interface_sent_bytes() - before_bytes) / num_steps / rounds
-                measured.others_share.append(use.others_share())
+                turn = {
+                    "step_ms": took_ms if period_steps == 1 else [mean(took_ms)],
+                    "sent_bytes": (interface_sent_bytes() - before_bytes) / num_steps,
+                    "others_share": use.others_share(),
+                }
+                turns[name, number] = turn
+                if dist.get_rank() == 0:
+                    kept.add(turn, setting=setting, name=name, number=number)
+    found = {}
+    for name in contenders:
+        of_name = [turns[name, number] for number in range(1, rounds + 1)]
+        found[name] = Measured(
+            [step for turn in of_name for step in turn["step_ms"]],
+            mean(turn["sent_bytes"] for turn in of_name),
+            [turn["others_share"] for turn in of_name],
+        )
     return found
+
+
+def turns_done(kept: Kept, settings: Collection[str], names: Collection[str], rounds: int) -> int:
+    """Return how many turns of a benchmark are kept.
+
+    Args:
+        kept: Where they are.
+        settings: Those of the benchmark.
+        names: Its contenders.
+        rounds: Turns of each.
+    """
+    return sum(
+        key["setting"] in settings and key["name"] in names and key["number"] <= rounds
+        for key, _ in kept.all()
+    )
