@@ -374,17 +374,20 @@ def add_runs(arguments: argparse.Namespace) -> None:
         }
         try:
             while training:
-                done, _ = wait(training, TERMINAL_EVERY_SECONDS, FIRST_COMPLETED)
-                for future in done:
+                ended, _ = wait(training, TERMINAL_EVERY_SECONDS, FIRST_COMPLETED)
+                for future in ended:
                     number, name, now = training.pop(future)
                     with arguments.file.open("a") as file:
                         for lane, outcome in zip(now, future.result(), strict=True):
                             file.write(Record(name, setting, lane, outcome).line() + "\n")
                     steps[number] = setting.steps
-                under_way = [
-                    together[number][0] for number, each in enumerate(steps) if 0 < each < setting.steps
+                counts: list[int] = list(steps[:])
+                names = [
+                    name
+                    for (name, _), count in zip(together, counts, strict=True)
+                    if 0 < count < setting.steps
                 ]
-                progress.show(sum(steps), "; ".join(under_way))
+                progress.show(sum(counts), "; ".join(names))
         except BaseException:
             # Else the pool would wait for trainings of minutes.
             for process in active_children():

@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -27,6 +28,7 @@ import thinwire
 from in_lab import leave_job, run_in_lab
 from lstm import new_lstm
 from pages import markdown_table, page, save, save_json
+from progress import Kept, Progress
 from thinwire.advice.measure import BASELINE, priced
 from thinwire.demo.model import GPT, SIZES
 from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
@@ -159,14 +161,13 @@ def local_seconds(model: nn.Module, one_step: OneStep, way: LocalVariant) -> flo
     return float(median(seconds))
 
 
-def compared(setting: Setting) -> Comparison:
+def compared(setting: Setting, meanwhile: Callable[[], None]) -> Comparison:
     """Run one setting in the lab."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "comparison.json")
         script = [__file__, f"--work={out}", f"--models={setting.model}"]
-        run_in_lab(
-            setting.hosts, setting.rate, [*script, f"--hosts={setting.hosts}", f"--rates={setting.rate}"]
-        )
+        script += [f"--hosts={setting.hosts}", f"--rates={setting.rate}"]
+        run_in_lab(setting.hosts, setting.rate, script, meanwhile=meanwhile)
         return Comparison(**json.loads(out.read_text()))
 
 
@@ -223,10 +224,16 @@ def main() -> None:
     if arguments.work is not None:
         work(settings[0], arguments.work)
         return
-    comparisons = {}
-    for setting in settings:
-        comparisons[setting] = compared(setting)
-        print(f"{setting}\n{table({setting: comparisons[setting]})}", flush=True)
+    kept = Kept("advice")
+    found = {setting: kept.find(**asdict(setting)) for setting in settings}
+    missing = [setting for setting in settings if found[setting] is None]
+    with Progress(len(missing), kept=kept.path) as progress:
+        for number, setting in enumerate(missing):
+            comparison = compared(setting, partial(progress.show, number, setting))
+            kept.add(asdict(comparison), **asdict(setting))
+            found[setting] = asdict(comparison)
+            print(f"{setting}\n{table({setting: comparison})}", flush=True)
+    comparisons = {setting: Comparison(**found[setting]) for setting in settings}
     errors = [abs(error) for each in comparisons.values() for error in each.errors.values()]
     accurate = sum(error <= ACCURATE for error in errors)
     points = {
@@ -248,6 +255,7 @@ def main() -> None:
         details(comparisons),
     )
     save_json([asdict(setting) | asdict(each) for setting, each in comparisons.items()], "advice")
+    kept.finish()
     print(save(f"{text}\n![predicted against measured]({figure})\n", "advice"))
 
 

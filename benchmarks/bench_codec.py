@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from statistics import median, quantiles
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import peers
 from pages import markdown_table, page, save
+from progress import Progress
 from shapes import SHAPE_SETS, Shape
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize
 from thinwire.algorithms.kernels import dispatch
@@ -240,7 +242,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def measure(shape_set: str, matrix_rank: int, device: torch.device, num_rounds: int) -> Measurement:
+def measure(
+    shape_set: str, matrix_rank: int, device: torch.device, num_rounds: int, progress: Progress, before: int
+) -> Measurement:
     """Time the contenders in turn, each on the same fresh gradients every time."""
     shapes = list(SHAPE_SETS[shape_set]())
     torch.manual_seed(SEED)
@@ -252,7 +256,10 @@ def measure(shape_set: str, matrix_rank: int, device: torch.device, num_rounds: 
     for _ in range(UNTIMED_STEPS):
         for contender in every:
             step_ms(contender, bucket, fresh)
-    rounds = [[step_ms(contender, bucket, fresh) for contender in every] for _ in range(num_rounds)]
+    rounds = []
+    for number in range(num_rounds):
+        progress.show(before + number, f"{shape_set}, matrix rank {matrix_rank}")
+        rounds.append([step_ms(contender, bucket, fresh) for contender in every])
     for name, contender in contenders.items():
         assert contender.compression_ratio() > 3.5, f"{name} compressed {contender.compression_ratio()} times"
     copy_ms, *contenders_ms = zip(*rounds, strict=True)
@@ -383,11 +390,12 @@ def compare(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     backend = "gloo" if arguments.device == "cpu" else "nccl"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    with torch.no_grad():
+    parts = list(product([arguments.only] if arguments.only else SHAPE_SETS, arguments.ranks))
+    device, rounds = torch.device(arguments.device), arguments.rounds
+    with torch.no_grad(), Progress(len(parts) * rounds) as progress:
         measurements = [
-            measure(shape_set, matrix_rank, torch.device(arguments.device), arguments.rounds)
-            for shape_set in ([arguments.only] if arguments.only else SHAPE_SETS)
-            for matrix_rank in arguments.ranks
+            measure(shape_set, matrix_rank, device, rounds, progress, number * rounds)
+            for number, (shape_set, matrix_rank) in enumerate(parts)
         ]
     dist.destroy_process_group()
     text = result_page(measurements, arguments.rounds, arguments.device)

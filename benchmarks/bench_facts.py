@@ -38,6 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pages import markdown_table, page, save
+from progress import Progress
 from thinwire import hooks
 
 GROUP_TIMEOUT_SECONDS = 20.0
@@ -554,13 +555,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NUMBER", help="these facts, and no page is written")
     arguments = parser.parse_args()
-    rows = []
-    for number, fact, figure, world_sizes in FACTS:
-        if arguments.only and number not in arguments.only:
-            continue
-        figures = [measured(figure, side, world_sizes) for side in (PYTORCH, THINWIRE)]
-        rows.append([f"{number}. {fact}", *figures])
-        print(*rows[-1], sep=" | ", flush=True)
+    rows: list[list[str]] = []
+    facts = [each for each in FACTS if not arguments.only or each[0] in arguments.only]
+    with Progress(len(facts)) as progress:
+        for number, fact, figure, world_sizes in facts:
+            progress.show(len(rows), f"fact {number}")
+            figures = [measured(figure, side, world_sizes) for side in (PYTORCH, THINWIRE)]
+            rows.append([f"{number}. {fact}", *figures])
+            print(*rows[-1], sep=" | ", flush=True)
     if arguments.only:
         return
     text = page(

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
-import time
+import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
 from functools import cache
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from statistics import fmean, stdev
 from typing import TypeAlias
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from pages import markdown_table, page, save
+from progress import TERMINAL_EVERY_SECONDS, Kept, Progress
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.lowrank.budget import SKETCH_COLUMNS
@@ -37,6 +37,7 @@ HELDOUT_BATCHES = 64
 # Of the steps: while the learning rate rises, and for the PowerSGD that starts later.
 WARMUP_SHARE = 0.1
 EXACT = "exact"
+KEPT = Kept("quality")
 
 # Peak learning rates by optimizer. The one in use is the best for exact averaging, found with --tune.
 LEARNING_RATES = {"SGD, momentum 0.9": 0.12, "AdamW": 2e-3}
@@ -67,6 +68,16 @@ class Run:
 
     def __str__(self) -> str:
         return f"{self.optimizer} {self.learning_rate:g}, {self.algorithm_name}, seed {self.seed}"
+
+    @property
+    def key(self) -> dict[str, object]:
+        """Which training it is."""
+        return {
+            "run": str(self),
+            "steps": self.steps,
+            "num_workers": self.num_workers,
+            "batch_size": self.batch_size,
+        }
 
 
 @dataclass(frozen=True)
@@ -182,15 +193,31 @@ def schedule(step: int, steps: int) -> float:
 
 
 def train_all(runs: Sequence[Run], num_jobs: int) -> Outcomes:
-    """Train, in as many processes; tells on stderr how far it is."""
-    outcomes: Outcomes = {}
-    start_seconds = time.monotonic()
-    with ProcessPoolExecutor(num_jobs, mp_context=get_context("spawn")) as pool:
-        for run, outcome in zip(runs, pool.map(train, runs), strict=True):
-            outcomes[run] = outcome
-            elapsed = f"{len(outcomes)}/{len(runs)}, {time.monotonic() - start_seconds:.0f} s"
-            print(f"{elapsed}: {run}: {outcome.heldout_loss:.4f}", file=sys.stderr)
-    return outcomes
+    """Train what is not kept, in as many processes."""
+    found = {run: KEPT.find(**run.key) for run in runs}
+    missing = [run for run in runs if found[run] is None]
+    with (
+        Progress(len(missing), kept=KEPT.path) as progress,
+        # Ctrl-C reaches all processes; this one ends the others.
+        ProcessPoolExecutor(
+            num_jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)
+        ) as pool,
+    ):
+        training, number = {pool.submit(train, run): run for run in missing}, 0
+        try:
+            while training:
+                done, _ = wait(training, TERMINAL_EVERY_SECONDS, FIRST_COMPLETED)
+                for future in done:
+                    run, number = training.pop(future), number + 1
+                    found[run] = asdict(future.result())
+                    KEPT.add(found[run], **run.key)
+                progress.show(number, f"{len(training)} trainings left")
+        except BaseException:
+            # Else the pool would wait for trainings of minutes.
+            for process in active_children():
+                process.terminate()
+            raise
+    return {run: Outcome(**found[run]) for run in runs}
 
 
 def comparison_table(outcomes: Outcomes, optimizer: str) -> str:
@@ -298,6 +325,7 @@ def main() -> None:
         only = "-".join(arguments.only) if arguments.only else None
         workers = None if arguments.workers == 2 else f"{arguments.workers}-workers"
         print(f"saved as {save(result, 'quality', 'tuning' if arguments.tune else only, workers)}")
+    KEPT.finish()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -33,11 +33,12 @@ import thinwire
 from in_lab import UNSHAPED, leave_job, run_in_lab
 from lstm import new_lstm
 from pages import markdown_table, page, save, save_json
+from progress import Kept, Progress
 from thinwire.algorithms import Algorithm
 from thinwire.demo.model import GPT, SIZES, GPTConfig, next_byte_loss
 from thinwire.demo.text import batch_generator, fixed_batches, load_text, sample_batch
 from torchft_diloco import torchft_diloco
-from turns import Contender, take_turns
+from turns import Contender, take_turns, turns_done
 
 NUM_HOSTS = 2
 CONTEXT_LENGTH = 64
@@ -50,6 +51,7 @@ SEED = 0
 EXACT = "AllReduce()"
 SIXTEEN_BIT = 'Cast("bf16")'
 SMALL_BUCKET_MB = 4
+KEPT = Kept("time-to-loss")
 DILOCO_EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM = 30, 0.7, 0.9
 
 TASKS: dict[str, Callable[[], nn.Module]] = {
@@ -217,7 +219,7 @@ class Work:
                     print(name, curve.steps[-1], f"{curve.losses[-1]:.4f}", flush=True)
         return curve
 
-    def step_ms(self, names: Sequence[str], rounds: int, steps: int) -> dict[str, object]:
+    def step_ms(self, names: Sequence[str], rounds: int, steps: int, setting: str) -> dict[str, object]:
         """Time whole steps of algorithms in turns."""
         contenders = {}
         for name in names:
@@ -230,7 +232,14 @@ class Work:
                 ALGORITHMS[name].period_steps,
             )
         numbers = count()
-        found = take_turns(contenders, lambda: self._batch(next(numbers)), rounds=rounds, steps=steps)
+        found = take_turns(
+            contenders,
+            lambda: self._batch(next(numbers)),
+            rounds=rounds,
+            steps=steps,
+            kept=KEPT,
+            setting=setting,
+        )
         return {name: asdict(measured) for name, measured in found.items()}
 
     def _batch(self, step: int) -> Batch:
@@ -268,7 +277,7 @@ def work(arguments: argparse.Namespace) -> None:
     if arguments.part == "curve":
         found: object = asdict(on_host.curve(names[0], arguments.target, arguments.most_steps))
     else:
-        found = on_host.step_ms(names, arguments.rounds, arguments.steps)
+        found = on_host.step_ms(names, arguments.rounds, arguments.steps, arguments.setting)
     if dist.get_rank() == 0:
         arguments.work.write_text(json.dumps(found))
     leave_job()
@@ -277,36 +286,66 @@ def work(arguments: argparse.Namespace) -> None:
 class Lab:
     """Runs parts of the benchmark on the hosts of a lab."""
 
-    def __init__(self, arguments: argparse.Namespace, packages: str) -> None:
-        self.arguments, self.packages = arguments, packages
+    def __init__(self, arguments: argparse.Namespace, packages: str, names: Sequence[str]) -> None:
+        self.arguments, self.packages, self.names = arguments, packages, names
+        self.settings = [Setting(*each) for each in product(arguments.tasks, arguments.optimizers)]
+        self._timings = [self._timing(*each) for each in product(self.settings, arguments.rates)]
+        self._before = self._done_steps()
+        every_steps = len(self.settings) * sum(map(self._steps, names))
+        every_steps += len(self._timings) * len(names) * arguments.rounds * arguments.steps
+        self.progress = Progress(every_steps - self._before, kept=arguments.curves)
 
     def curve(self, setting: Setting, name: str, target: float) -> Curve:
         """Train, unless the file of curves has it; add it there."""
-        keep: Path = self.arguments.curves
-        key = {"setting": str(setting), "seed": SEED}
-        lines = keep.read_text(encoding="utf-8").splitlines() if keep.exists() else []
-        for line in map(json.loads, lines):
-            if key.items() <= line.items() and line["curve"]["algorithm"] == name:
-                return Curve(**line["curve"])
-        steps = self.arguments.target_steps if name == EXACT else self.arguments.most_steps
-        part = ["--part=curve", f"--target={target}", f"--most-steps={steps}"]
-        curve = self._run(setting, UNSHAPED, [name], part)
-        with keep.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(key | {"curve": curve}) + "\n")
+        curve = self._curves().get((str(setting), name))
+        if curve is None:
+            part = ["--part=curve", f"--target={target}", f"--most-steps={self._steps(name)}"]
+            curve = self._run(setting, UNSHAPED, [name], part)
+            with self.arguments.curves.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"setting": str(setting), "seed": SEED, "curve": curve}) + "\n")
         return Curve(**curve)
 
-    def times(self, setting: Setting, rate: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    def times(self, setting: Setting, rate: str) -> dict[str, dict[str, Any]]:
         """Time steps over a link."""
         part = ["--part=times", f"--rounds={self.arguments.rounds}", f"--steps={self.arguments.steps}"]
-        found: dict[str, dict[str, Any]] = self._run(setting, rate, names, part)
+        part += [f"--setting={self._timing(setting, rate)}"]
+        found: dict[str, dict[str, Any]] = self._run(setting, rate, self.names, part)
         return found
+
+    def _curves(self) -> dict[tuple[str, str], dict[str, Any]]:
+        keep: Path = self.arguments.curves
+        lines = keep.read_text(encoding="utf-8").splitlines() if keep.exists() else []
+        rows = [row for row in map(json.loads, lines) if row["seed"] == SEED]
+        return {(row["setting"], row["curve"]["algorithm"]): row["curve"] for row in rows}
+
+    def _steps(self, name: str) -> int:
+        steps: int = self.arguments.target_steps if name == EXACT else self.arguments.most_steps
+        return steps
+
+    def _timing(self, setting: Setting, rate: str) -> str:
+        return f"{setting}, {rate}, {self.arguments.steps} steps"
+
+    def _done_steps(self) -> int:
+        """Return how many steps lie behind: of a training that ended sooner, as many as it was allowed."""
+        curves = self._curves()
+        trained = product(map(str, self.settings), self.names)
+        turns: int = turns_done(KEPT, self._timings, self.names, self.arguments.rounds)
+        steps: int = turns * self.arguments.steps
+        return steps + sum(self._steps(name) for setting, name in trained if (setting, name) in curves)
 
     def _run(self, setting: Setting, rate: str, names: Sequence[str], part: Sequence[str]) -> Any:
         with TemporaryDirectory() as folder:
             out = Path(folder, "found.json")
             script = [__file__, f"--work={out}", f"--tasks={setting.task}"]
             script += [f"--optimizers={setting.optimizer}", *part, "--algorithms", *names]
-            run_in_lab(NUM_HOSTS, rate, script, packages=self.packages)
+            now = f"{setting}, {names[0] if len(names) == 1 else rate}"
+            run_in_lab(
+                NUM_HOSTS,
+                rate,
+                script,
+                packages=self.packages,
+                meanwhile=lambda: self.progress.show(self._done_steps() - self._before, now),
+            )
             return json.loads(out.read_text())
 
 
@@ -350,6 +389,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="of a turn")
     parser.add_argument("--curves", type=Path, default=Path("time-to-loss.jsonl"), help="trainings, kept")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--setting", help=argparse.SUPPRESS)
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--target", type=float, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -364,7 +404,10 @@ def main() -> None:
     with peers.installed(["torchft"] if TORCHFT in names else []) as installed:
         if installed.missing:
             names.remove(TORCHFT)
-        compare(names, Lab(arguments, installed.path), arguments)
+        lab = Lab(arguments, installed.path, names)
+        with lab.progress:
+            compare(names, lab, arguments)
+    KEPT.finish()
 
 
 def compare(names: Sequence[str], lab: Lab, arguments: argparse.Namespace) -> None:
@@ -381,33 +424,29 @@ def compare(names: Sequence[str], lab: Lab, arguments: argparse.Namespace) -> No
         f"{arguments.steps} steps each. The hosts share one machine's processors."
     ]
     raw, figures = [], {}
-    for task in arguments.tasks:
-        for optimizer in arguments.optimizers:
-            setting = Setting(task, optimizer)
-            curves = [lab.curve(setting, EXACT, -math.inf)]
-            target = curves[0].losses[-1]
-            curves += [lab.curve(setting, name, target) for name in names if name != EXACT]
-            times = {rate: lab.times(setting, rate, names) for rate in arguments.rates}
-            for by_name in times.values():
-                for name in names[1:]:
-                    sent_bytes = by_name[name]["sent_bytes"]
-                    assert sent_bytes < by_name[EXACT]["sent_bytes"] / 1.8, f"{name} sent {sent_bytes} bytes"
-            for rate, by_name in times.items():
-                seconds = {name: median(each["step_ms"]) / 1e3 for name, each in by_name.items()}
-                figures[f"{setting}, {rate}"] = [
-                    TimedCurve(
-                        curve.algorithm,
-                        [seconds[curve.algorithm] * each for each in curve.steps],
-                        curve.losses,
-                    )
-                    for curve in curves
-                ]
-            raw.append(
-                {"setting": str(setting), "curves": [asdict(curve) for curve in curves], "times": times}
-            )
-            save_json(raw, "time-to-loss")
-            sections.append(f"## {setting}, to {target:.3f} nats a byte\n\n{table(curves, times)}")
-            print(sections[-1], flush=True)
+    for setting in lab.settings:
+        curves = [lab.curve(setting, EXACT, -math.inf)]
+        target = curves[0].losses[-1]
+        curves += [lab.curve(setting, name, target) for name in names if name != EXACT]
+        times = {rate: lab.times(setting, rate) for rate in arguments.rates}
+        for by_name in times.values():
+            for name in names[1:]:
+                sent_bytes = by_name[name]["sent_bytes"]
+                assert sent_bytes < by_name[EXACT]["sent_bytes"] / 1.8, f"{name} sent {sent_bytes} bytes"
+        for rate, by_name in times.items():
+            seconds = {name: median(each["step_ms"]) / 1e3 for name, each in by_name.items()}
+            figures[f"{setting}, {rate}"] = [
+                TimedCurve(
+                    curve.algorithm,
+                    [seconds[curve.algorithm] * each for each in curve.steps],
+                    curve.losses,
+                )
+                for curve in curves
+            ]
+        raw.append({"setting": str(setting), "curves": [asdict(curve) for curve in curves], "times": times})
+        save_json(raw, "time-to-loss")
+        sections.append(f"## {setting}, to {target:.3f} nats a byte\n\n{table(curves, times)}")
+        print(sections[-1], flush=True)
     sections.append(f"![loss against seconds]({plots.loss_against_time(figures)[0]})")
     print(save(page("Time to the same loss", *sections), "time-to-loss"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from in_lab import leave_job
 from pages import markdown_table, page, save
+from progress import Progress
 from thinwire.demo.model import GPT, SIZES, next_byte_loss
 from thinwire.demo.text import batch_generator, load_text, sample_batch
 from thinwire.watch import Writer
@@ -45,7 +47,9 @@ class TimedWatch(thinwire.Watch):
         self.seconds.append(time.perf_counter() - start)
 
 
-def watched(size: str, writer: Writer, steps: int) -> tuple[float, float, float]:
+def watched(
+    size: str, writer: Writer, steps: int, at_step: Callable[[int], None]
+) -> tuple[float, float, float]:
     """Of a step, in seconds: its median, and the mean and the largest time of watching."""
     torch.manual_seed(0)
     model = DistributedDataParallel(GPT(SIZES[size]), gradient_as_bucket_view=True)
@@ -55,6 +59,7 @@ def watched(size: str, writer: Writer, steps: int) -> tuple[float, float, float]
     watch = TimedWatch(sync, writer)
     with watch:
         for step in range(UNTIMED_STEPS + steps):
+            at_step(step)
             draws = batch_generator(seed=0, step=step, process_rank=0)
             length = SIZES[size].context_length
             batch = sample_batch(text, batch_size=BATCH_SIZE, context_length=length, generator=draws)
@@ -69,18 +74,27 @@ def watched(size: str, writer: Writer, steps: int) -> tuple[float, float, float]
     return median(step_seconds[UNTIMED_STEPS:]), sum(timed) / len(timed), max(timed)
 
 
+def show_step(progress: Progress, before: int, now: str, step: int) -> None:
+    progress.show(before + step, now)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--steps", type=int, default=100)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with TemporaryDirectory() as folder:
+    steps = UNTIMED_STEPS + arguments.steps
+    with (
+        TemporaryDirectory() as folder,
+        Progress(len(arguments.sizes) * len(WRITERS) * steps) as progress,
+    ):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        rows = []
+        rows: list[list[str]] = []
         for size in arguments.sizes:
             for name, new_writer in WRITERS.items():
-                step, mean, most = watched(size, new_writer(Path(folder)), arguments.steps)
+                at_step = partial(show_step, progress, steps * len(rows), f"{size}, {name}")
+                step, mean, most = watched(size, new_writer(Path(folder)), arguments.steps, at_step)
                 milliseconds = [f"{1e3 * each:.3f}" for each in (step, mean, most)]
                 rows.append([f"{size}, {name}", *milliseconds, f"{100 * mean / step:.2f} %"])
     header = ["model, writer", "ms per step, median", "ms watching, mean", "largest", "share"]

@@ -42,7 +42,9 @@ class Progress:
         out: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._kept, self._clock = total, kept, clock
+        self._kept, self._clock = kept, clock
+        # Where all is kept already, there is nothing to do.
+        self._total = total or 1
         self._out = sys.stderr if out is None else out
         self._is_terminal = self._out.isatty()
         self._start = self._shown = clock()

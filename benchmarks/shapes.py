@@ -1,4 +1,4 @@
-"""Parameter shapes of three well-known models, in the order of the model."""
+"""Parameter shapes of four well-known models, in the order of the model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
+
+
+def resnet18() -> Iterator[Shape]:
+    """For ImageNet, as `resnet50`, of blocks of two convolutions."""
+    yield from _convolution(64, 3, 7)
+    inputs = 64
+    for width in (64, 128, 256, 512):
+        for block in range(2):
+            yield from _convolution(width, inputs, 3)
+            yield from _convolution(width, width, 3)
+            if block == 0 and width > inputs:
+                yield from _convolution(width, inputs, 1)
+            inputs = width
+    yield from _linear(1000, inputs)
 
 
 def resnet50() -> Iterator[Shape]:
@@ -45,6 +59,7 @@ def wikitext2_lstm() -> Iterator[Shape]:
 
 
 SHAPE_SETS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "resnet18": resnet18,
     "resnet50": resnet50,
     "gpt2-small-blocks": gpt2_small_blocks,
     "wikitext2-lstm": wikitext2_lstm,
