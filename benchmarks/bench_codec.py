@@ -391,10 +391,10 @@ def compare(arguments: argparse.Namespace) -> None:
     backend = "gloo" if arguments.device == "cpu" else "nccl"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     parts = list(product([arguments.only] if arguments.only else SHAPE_SETS, arguments.ranks))
-    device, rounds = torch.device(arguments.device), arguments.rounds
+    processor, rounds = torch.device(arguments.device), arguments.rounds
     with torch.no_grad(), Progress(len(parts) * rounds) as progress:
         measurements = [
-            measure(shape_set, matrix_rank, device, rounds, progress, number * rounds)
+            measure(shape_set, matrix_rank, processor, rounds, progress, number * rounds)
             for number, (shape_set, matrix_rank) in enumerate(parts)
         ]
     dist.destroy_process_group()
