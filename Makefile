@@ -12,12 +12,13 @@ STAGES := lint types docs compiled tests alone
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
-# Every stage runs, whatever became of those before it; the last line says which have failed.
+# Every stage runs, whatever became of the others; the last line says which have failed. What is measured alone
+# mostly waits for slow links, and what imports torch once for all tests has one core's work: the stages beside
+# them use what they leave (`nice`).
 test: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
-	@$(MAKE) --no-print-directory --jobs 2 try-types try-compiled try-lint try-docs
-	@$(MAKE) --no-print-directory try-tests
-	@$(MAKE) --no-print-directory try-alone
+	@$(MAKE) --no-print-directory --jobs 3 try-alone try-types try-compiled
+	@$(MAKE) --no-print-directory --jobs 3 try-tests try-docs try-lint
 	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
 	@echo "all passed:" $(STAGES)
 
@@ -29,17 +30,17 @@ lint: .venv/.installed
 	$(BIN)/ruff format --check .
 
 types: .venv/.installed
-	$(BIN)/mypy
+	nice -n 19 $(BIN)/mypy
 
 docs: .venv/.installed
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff LICENSE docs benchmarks examples build/pages
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --strict --quiet
 
 # Once, so that two workers of the tests do not compile the same at the same time.
 compiled: build/.compiled
 build/.compiled: .venv/.installed $(wildcard src/thinwire/algorithms/kernels/numba/*.py)
-	$(BIN)/python tests/preloaded.py
+	nice -n 19 $(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 
 tests: .venv/.installed
