@@ -194,7 +194,8 @@ class Auto:
         self._least_gain, self._log = least_gain, log
         self._probe_steps, self._every_steps = probe_steps, every_steps
         self._sees_waiting = sees_waiting
-        self._clock = self._machine_clock if clock is None else clock
+        traffic = self._engine.traffic
+        self._clock = clock or (lambda: Reading(time.perf_counter(), traffic.waiting_seconds))
         self._candidates = replace(
             candidates, within=tuple(each for each in candidates.within if self._fits(each))
         )
@@ -326,9 +327,6 @@ class Auto:
                 self.stop()
         # Read again: what was compared in between is no part of the next step.
         self._last = self._clock()
-
-    def _machine_clock(self) -> Reading:
-        return Reading(time.perf_counter(), self._engine.traffic.waiting_seconds)
 
     def _tell(self, text: str) -> None:
         if all(group.rank == 0 for group in self._groups):

@@ -76,9 +76,10 @@ class LossGap:
         )
         steps = "" if self.steps is None else f", {self.steps:,} steps"
         how = "published" if self.is_published else "measured"
+        unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
         return (
             f"{signed(self.percent)} %{spread}, {how} with {self.optimizer}, {self.members} members, "
-            f"{_parameters(self.parameters)} parameters{steps} ({self.source})"
+            f"{self.parameters / unit:.3g} {letter} parameters{steps} ({self.source})"
         )
 
 
@@ -264,8 +265,3 @@ def signed(percent: float) -> str:
     """Return a gap with its sign; nothing has none."""
     text = f"{percent:+.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text
-
-
-def _parameters(count: int) -> str:
-    unit, letter = (10**9, "B") if count >= 10**9 else (10**6, "M")
-    return f"{count / unit:.3g} {letter}"

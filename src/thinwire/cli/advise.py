@@ -181,8 +181,12 @@ def show(advice: Advice, console: Console) -> None:
     for name in ("ms", "between", "%", "MB", "kept", "loss"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in advice.predictions:
-        # What leaves a process and what reaches it are as much, in all collectives that there are.
-        ways = dict.fromkeys(_megabytes(size) for size in (each.sent_bytes, each.received_bytes))
+        # What leaves a process and what reaches it are as much, in all collectives that there are. Digits
+        # enough for what is sent once in many steps.
+        ways = dict.fromkeys(
+            f"{size / 1e6:.2f}" if size >= 1e6 else f"{size / 1e6:.2g}"
+            for size in (each.sent_bytes, each.received_bytes)
+        )
         table.add_row(
             each.name,
             f"{1e3 * each.step_seconds:.1f}",
@@ -199,12 +203,6 @@ def show(advice: Advice, console: Console) -> None:
             lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]
     # Not as markup: an algorithm's settings may stand in brackets.
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-
-
-def _megabytes(num_bytes: float) -> str:
-    """Return megabytes, with digits enough for what is sent once in many steps."""
-    megabytes = num_bytes / 1e6
-    return f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}"
 
 
 def _frontier(advice: Advice) -> list[str]:

@@ -30,7 +30,10 @@ def checked_averaging(given: object) -> Algorithm | MakesLocal:
     # An algorithm's class can be called, too, and is a mistake.
     makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, LocalSGD))
     if not (isinstance(given, Algorithm) or makes_local):
-        raise ConfigError(f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {given!r}")
+        raise ConfigError(
+            "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), or what makes a "
+            f"thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30), got {given!r}"
+        )
     return given  # type: ignore[return-value]
 
 

@@ -327,11 +327,6 @@ class PowerSGD(LowRank):
         return within_bytes(spectra, self.bytes_per_step - others)
 
 
-def _are_held(gradient: torch.Tensor, matrix_rank: int) -> bool:
-    """Return whether kernels take a gradient in its own type."""
-    return gradient.dtype in kernels_for(gradient, matrix_rank).gradient_types
-
-
 def _sent_bytes(plan: BucketPlan) -> int:
     return sum(route.message_bytes for route in plan.routes)
 
@@ -499,7 +494,9 @@ class PowerSGDPlan(LowRankPlan):
             index
             for shape_group in self.shape_groups
             for index in shape_group.indices
-            if subtracts or not _are_held(gradients[index], shape_group.matrix_rank)
+            if subtracts
+            or gradients[index].dtype
+            not in kernels_for(gradients[index], shape_group.matrix_rank).gradient_types
         ]
         copies = widened([gradients[index] for index in copied], bucket.specs[0].memory_dtype)
         wide = {**dict(enumerate(gradients)), **dict(zip(copied, copies, strict=True))}

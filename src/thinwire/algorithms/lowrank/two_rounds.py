@@ -79,7 +79,8 @@ def approximate(
 
         asked = [Asked(*each, scale, add_error=False) for each in zip(groups, lefts, strict=True)]
         own = yield Jointly(all_projections, asked)
-        arrived = yield from wire.averaged(own, (), dtype, bucket.rank, wants_own=True)
+        # Of earlier iterations nothing stays in the result, so nothing of theirs leaves the residual.
+        arrived = yield from wire.averaged(own, (), dtype, bucket.rank, wants_own=is_last)
         received += arrived.received
         own, means = arrived.own, arrived.means
         if not is_last:
