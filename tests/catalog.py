@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from in_turn import InTurn
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows
@@ -68,6 +69,7 @@ ENTRIES = [
     Entry(Quantize(bits=8, block=32, error_feedback=True), feedback=True),
     Entry(Quantize(bits=2, rounding="stochastic", error_feedback=True), feedback=True),
     Entry(AroundTrend(), feedback=True),  # not Thinwire's: nothing of Thinwire knows it
+    Entry(InTurn(), feedback=True),  # the one of docs/own-algorithm.md
 ]
 
 

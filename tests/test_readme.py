@@ -1,4 +1,4 @@
-"""What README, CITATION and CHANGELOG say is so: the quickstart runs as it stands there."""
+"""What README, CITATION and CHANGELOG say is so; the quickstart runs as it stands on its page."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pool import Pool
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+QUICKSTART = (ROOT / "docs" / "quickstart.md").read_text()
 
 
 def quickstart() -> str:
-    """The block of code that README tells to paste, less the process group: the pool has one."""
-    code = README.partition("```python\n")[2].partition("```")[0]
+    """The script that the page tells to save, less the process group: the pool has one."""
+    code = QUICKSTART.partition("```python\n")[2].partition("```")[0]
     group = re.compile(r"^dist\.(init|destroy)_process_group\(.*\)\n", re.MULTILINE)
     without, removed = group.subn("", code)
     assert removed == 2
@@ -38,7 +39,12 @@ def test_the_quickstart_compresses_and_leaves_one_model(pool2: Pool) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.split()) <= 600
+    assert len(README.split()) <= 500
+
+
+def test_the_line_that_the_readme_adds_is_that_of_the_quickstart() -> None:
+    (line,) = re.findall(r"^\+(.*)", README, re.MULTILINE)
+    assert line in quickstart()
 
 
 def test_one_version_everywhere() -> None:
