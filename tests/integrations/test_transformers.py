@@ -244,6 +244,47 @@ def _again(folder: str) -> tuple[bool, int]:
         return callback.sync is first, callback.sync.stats().steps
 
 
+def test_the_run_chooses_its_algorithm(pool2: Pool, tmp_path: Path) -> None:
+    first, second = pool2.run(_chosen, str(tmp_path))
+    assert first["world"] == 2
+    assert first["used"] == second["used"]
+    assert (first["told"], second["told"]) == (1, 0)
+    exact_bytes, cast_bytes = first["bytes"][:2]
+    assert cast_bytes == exact_bytes / 2
+    # Of the checkpoint at step 30; from there the run chooses anew.
+    assert first["resumed"] == (40, True)
+    assert first["refused"][0] == "ConfigError"
+    assert "functools.partial(thinwire.auto" in first["refused"][1]
+
+
+def _chosen(folder: str) -> dict[str, Any]:
+    told: list[str] = []
+    # All are tried, for messages are waited for; what is chosen then, the machine has to say.
+    averaging = partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0, log=told.append)
+    with several_processes():
+        trainer = new_trainer(folder, max_steps=40, save_steps=30)
+        callback = attach(trainer, averaging)
+        trainer.train()
+        assert callback.auto is not None
+        chosen, trials = callback.auto.chosen, callback.auto.trials
+        assert chosen is not None
+        assert callback.auto.sync is callback.sync
+    dist.barrier()
+    with several_processes():
+        trainer = new_trainer(folder, max_steps=40)
+        resumed = attach(trainer, averaging)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-30")
+        assert resumed.auto is not None
+    return {
+        "world": dist.get_world_size(),
+        "used": (chosen.candidate.name, str(callback.sync.algorithm), [each.step_seconds for each in trials]),
+        "told": len(told),
+        "bytes": [each.message_bytes for each in trials],
+        "resumed": (resumed.sync.stats().steps, resumed.auto.is_choosing),
+        "refused": error_of(lambda: attach(new_trainer(folder), averaging, on_nonfinite="zero")),
+    }
+
+
 def test_a_checkpoint_that_does_not_fit_is_refused(pool2: Pool, tmp_path: Path) -> None:
     for without, elsewhere, mistaken in pool2.run(_unfit, str(tmp_path)):
         assert without[0] == elsewhere[0] == mistaken[0] == "StateError"

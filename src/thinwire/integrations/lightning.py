@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as to
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import hooks
+from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
@@ -28,7 +29,7 @@ from thinwire.fronts.attach import attach
 from thinwire.fronts.ddp_model import register, wrong_model
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
-from thinwire.integrations.local import MakesLocal, checked_averaging, new_local
+from thinwire.integrations.local import Makes, checked_averaging, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.watch.writers import metrics_of
@@ -117,18 +118,20 @@ class ThinwireStrategy(DDPStrategy):
             Or what makes a `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`:
             processes then train on their own, and their models are averaged every so many steps, before each
             validation and checkpoint, and at the end. It is called as
-            `make(model, optimizer, grad_scaler=…)`; the module has one optimizer.
+            `make(model, optimizer, grad_scaler=…)`; the module has one optimizer. Or `thinwire.auto`, with
+            settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
         on_nonfinite: With an algorithm, what becomes of a step that is not finite; see `thinwire.attach`.
         options: `DDPStrategy`'s own, and DDP's.
 
     Attributes:
         algorithm: As given; None with a hook.
         local: The `LocalSGD` around the training, if the algorithm makes one, once the model is wrapped.
+        auto: What chooses, if the algorithm is `thinwire.auto`, likewise; printing it tells why.
 
     Raises:
         ConfigError: Both an algorithm and a hook, a combination that `register_ddp_comm_hook` refuses, or
             `post_localSGD_hook` without `model_averaging_period`, or that without the hook; or
-            `on_nonfinite` with what makes a `LocalSGD`, which takes one itself.
+            `on_nonfinite` with what makes a `LocalSGD` or with `auto`, which take one themselves.
 
     Examples:
         >>> import thinwire
@@ -140,7 +143,7 @@ class ThinwireStrategy(DDPStrategy):
     def __init__(
         self,
         *positional: Any,
-        algorithm: Algorithm | MakesLocal | None = None,
+        algorithm: Algorithm | Makes | None = None,
         on_nonfinite: OnNonfinite = "nan",
         **options: Any,
     ) -> None:
@@ -162,17 +165,19 @@ class ThinwireStrategy(DDPStrategy):
             )
         if on_nonfinite != "nan" and not isinstance(algorithm, Algorithm | None):
             raise ConfigError(
-                f'on_nonfinite="{on_nonfinite}" has no effect on models that are averaged; give it to '
-                "what makes the LocalSGD: functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
+                f'on_nonfinite="{on_nonfinite}" has no effect here; give it to what is called: '
+                "functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
             )
         _check_period(state, given.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self._on_nonfinite = on_nonfinite
         self.local: LocalSGD | None = None
+        self.auto: Auto | None = None
         # Whether `local` is entered: it is made before a checkpoint is restored, and outlives the training.
         self._is_training = False
         self._sync: GradientSync | None = None
+        self._before: GradientSync | None = None
         self._module: torch.nn.Module | None = None
 
     @property
@@ -201,8 +206,8 @@ class ThinwireStrategy(DDPStrategy):
         """Set up as DDP does; average models as Lightning does where it finds torch's `PostLocalSGDState`.
 
         Raises:
-            ConfigError: Models are to be averaged, and the module has not just one optimizer; or as of what
-                makes the `LocalSGD`.
+            ConfigError: Models are to be averaged or `auto` chooses, and the module has not just one
+                optimizer; or as of what makes the `LocalSGD`, or of `auto`.
         """
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING and isinstance(self._ddp_comm_state, PostLocalSGDState):
@@ -219,8 +224,13 @@ class ThinwireStrategy(DDPStrategy):
                 )
             # The plugin of 16-bit mixed precision has one, and no other.
             scaler = getattr(self.precision_plugin, "scaler", None)
-            self.local = new_local(self.algorithm, self.model, self.optimizers[0], scaler)
-            self._sync = self.local.sync
+            if makes_auto(self.algorithm):
+                # Here, and not where others are attached: loss gaps depend on the optimizer.
+                self.auto = self.algorithm(self.model, self.optimizers[0], grad_scaler=scaler)
+                self._go_on_with(self.auto.sync)
+            else:
+                self.local = new_local(self.algorithm, self.model, self.optimizers[0], scaler)
+                self._sync = self.local.sync
 
     def on_train_start(self) -> None:
         """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
@@ -274,23 +284,29 @@ class ThinwireStrategy(DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         """Attach, when Lightning has wrapped the model. A second fit of the same model goes on."""
-        self.local, self._is_training = None, False
+        self.local, self.auto, self._is_training = None, None, False
         assert isinstance(self.model, DistributedDataParallel)  # Lightning has just made it
         if self.algorithm is None:
             register_ddp_comm_hook(
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
             )
             return
+        # None meanwhile: where the model can't be attached, the old handle is not the one to look at.
+        self._before, self._sync = self._sync, None
         # There are no optimizers yet: the rest is done when they are set up.
         if not isinstance(self.algorithm, Algorithm):
             return
-        # None meanwhile: where the model can't be attached, the old handle is not the one to look at.
-        before, self._sync = self._sync, None
         scaler = getattr(self.precision_plugin, "scaler", None)
-        sync = attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
-        if before is not None and self._module is self.model.module:
+        self._go_on_with(
+            attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
+        )
+
+    def _go_on_with(self, sync: GradientSync) -> None:
+        """Take what is remembered of the same module's last fit into the handle of this one."""
+        assert isinstance(self.model, DistributedDataParallel)
+        if self._before is not None and self._module is self.model.module:
             # The module is wrapped anew, and some of its parameters may have been frozen since.
-            sync.load_state_dict(before.state_dict(), strict=False)
+            sync.load_state_dict(self._before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
 
     @classmethod

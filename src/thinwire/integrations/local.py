@@ -1,25 +1,27 @@
-"""Models averaged now and then, in place of gradients, in training loops that a framework runs."""
+"""What a framework's training loop can be given in place of an algorithm: averaged models, or a choice."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd import LocalSGD
 
-__all__ = ["MakesLocal", "checked_averaging", "new_local"]
+__all__ = ["Makes", "checked_averaging", "makes_auto", "new_local"]
 
-# Such as functools.partial(thinwire.DiLoCo, every_steps=30).
-MakesLocal: TypeAlias = Callable[..., LocalSGD]
+# Such as functools.partial(thinwire.DiLoCo, every_steps=30), or thinwire.auto.
+Makes: TypeAlias = "Callable[..., LocalSGD] | Callable[..., Auto]"
 
 
-def checked_averaging(given: object) -> Algorithm | MakesLocal:
-    """Return how a framework's runs are averaged: an algorithm for gradients, or what makes a `LocalSGD`.
+def checked_averaging(given: object) -> Algorithm | Makes:
+    """Return how a framework's runs are averaged: an algorithm, what makes a `LocalSGD`, or `thinwire.auto`.
 
     Args:
         given: By the user.
@@ -37,7 +39,18 @@ def checked_averaging(given: object) -> Algorithm | MakesLocal:
     return given  # type: ignore[return-value]
 
 
-def new_local(make: MakesLocal, model: object, optimizer: object, grad_scaler: GradScaler | None) -> LocalSGD:
+def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
+    """Return whether it is `thinwire.auto`, or a `functools.partial` of it.
+
+    Args:
+        given: By the user.
+    """
+    while isinstance(given, partial):
+        given = given.func
+    return given is auto
+
+
+def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> LocalSGD:
     """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet.
 
     Args:

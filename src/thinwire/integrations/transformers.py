@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
+from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import load, save
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
 from thinwire.fronts.local_sgd import LocalSGD
-from thinwire.integrations.local import MakesLocal, checked_averaging, new_local
+from thinwire.integrations.local import Makes, checked_averaging, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.watch.writers import metrics_of
@@ -52,7 +53,7 @@ STATE_NAME = "thinwire.pt"
 
 def attach(
     trainer: Trainer,
-    algorithm: Algorithm | MakesLocal,
+    algorithm: Algorithm | Makes,
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = True,
@@ -69,7 +70,8 @@ def attach(
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
             train on their own, and their models are averaged every so many steps, before each evaluation and
             checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`, and DDP is
-            built without `find_unused_parameters` unless `args` say otherwise.
+            built without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
+            settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
@@ -79,8 +81,8 @@ def attach(
         The callback that has been added; its `sync` is the handle once training has begun.
 
     Raises:
-        ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` or
-            `on_nonfinite` is given with what makes a `LocalSGD`, where it has no effect.
+        ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
+            with what makes a `LocalSGD`, or `on_nonfinite` with that or `auto`, where it has no effect.
         AttachError: The trainer is attached already. (A model that can't be attached shows in `train`.)
     """
     if not isinstance(trainer, Trainer):
@@ -90,7 +92,12 @@ def attach(
     if any(isinstance(callback, ThinwireCallback) for callback in callbacks):
         raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
     callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, checked_on_nonfinite(on_nonfinite))
-    if not isinstance(algorithm, Algorithm):
+    if makes_auto(algorithm):
+        if on_nonfinite != "nan":
+            raise ConfigError(
+                "on_nonfinite has no effect here; give it to functools.partial(thinwire.auto, on_nonfinite=…)"
+            )
+    elif not isinstance(algorithm, Algorithm):
         if not strict or on_nonfinite != "nan":
             raise ConfigError(
                 "strict and on_nonfinite have no effect on models that are averaged; leave strict out, and "
@@ -109,7 +116,8 @@ def attach(
 class ThinwireCallback(TrainerCallback):
     """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
 
-    Where models are averaged, `local` is the `LocalSGD` around the training. A checkpoint has the averaged
+    Where `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. Where
+    models are averaged, `local` is the `LocalSGD` around the training. A checkpoint has the averaged
     model, and the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
 
     A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
@@ -127,7 +135,7 @@ class ThinwireCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        algorithm: Algorithm | MakesLocal,
+        algorithm: Algorithm | Makes,
         checkpoint: str | os.PathLike[str] | None = None,
         strict: bool = True,
         on_nonfinite: OnNonfinite = "nan",
@@ -140,6 +148,7 @@ class ThinwireCallback(TrainerCallback):
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
         self.local: LocalSGD | None = None
+        self.auto: Auto | None = None
 
     @property
     def sync(self) -> GradientSync:
@@ -177,7 +186,7 @@ class ThinwireCallback(TrainerCallback):
                 "hyperparameter_search is not supported: its checkpoints have folders of their own"
             )
         model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
-        if not isinstance(self._algorithm, Algorithm):
+        if not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm):
             # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
             if self.local is not None:
                 self.local.__exit__(AttachError, None, None)
@@ -188,9 +197,13 @@ class ThinwireCallback(TrainerCallback):
             return
         # A second train() goes on with the same one.
         if model is not self._model:
-            self._sync = attach_model(
-                model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite
-            )
+            if isinstance(self._algorithm, Algorithm):
+                self._sync = attach_model(
+                    model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite
+                )
+            elif makes_auto(self._algorithm):
+                self.auto = self._algorithm(model, self._trainer.optimizer, grad_scaler=scaler)
+                self._sync = self.auto.sync
             self._model = model
         # The step is the checkpoint's here: the Trainer has resumed.
         if state.global_step > 0:
@@ -305,7 +318,7 @@ class ThinwireCallback(TrainerCallback):
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
                 "from another, or start anew from its weights: Model.from_pretrained(folder)"
             )
-        if isinstance(self._algorithm, Algorithm):
+        if isinstance(self._algorithm, Algorithm) or makes_auto(self._algorithm):
             return load(folder / STATE_NAME)
         try:
             remembered: dict[str, Any] = torch.load(folder / STATE_NAME, weights_only=True)
