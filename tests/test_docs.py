@@ -47,4 +47,5 @@ def test_the_small_algorithm_is_small_and_does_what_its_page_says() -> None:
     page = (ROOT / "docs" / "own-algorithm.md").read_text()
     shown = page.partition("## Test it")[2].partition("```python\n")[2].partition("```")[0]
     assert "compression_ratio > 7" in shown
+    assert '--8<-- "tests/in_turn.py"' in page
     exec(compile(shown, "own-algorithm.md", "exec"), {"torch": torch, "InTurn": in_turn.InTurn})
