@@ -24,12 +24,21 @@ from thinwire.elastic.membership import Membership, MembershipStats
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2
 from thinwire.fronts.local_sgd.averagings import Flight
-from thinwire.fronts.local_sgd.fragment import Fragment, averaged_tensors, buckets_of, fragments_of
+from thinwire.fronts.local_sgd.fragment import (
+    Fragment,
+    averaged_tensors,
+    fragments_of,
+    holding_average,
+    outer_parameters,
+    parts_of,
+)
 from thinwire.fronts.local_sgd.loop import after_each_step
 from thinwire.fronts.local_sgd.validation import (
-    OUTER_EXAMPLE,
     Outer,
+    check_outer,
+    checked_device,
     checked_optimizer,
+    checked_streaming,
     described_outer,
     new_outer,
     unwrapped,
@@ -109,16 +118,8 @@ class LocalSGD:
         leave_on_sigterm: bool = True,
     ) -> None:
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
-        self._num_fragments = whole_count("fragments", fragments, minimum=1)
-        if self._num_fragments > self._every_steps:
-            raise ConfigError(
-                f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after "
-                "a step of its own, so take at most as many"
-            )
-        if outer is not None and not callable(outer):
-            raise ConfigError(
-                f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}"
-            )
+        self._num_fragments, *_ = checked_streaming(self._every_steps, fragments, delay_steps=0, mix=None)
+        check_outer(outer)
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
         self.module, ddp = unwrapped(model)
@@ -138,25 +139,17 @@ class LocalSGD:
                 "need one plan: give a matrix rank instead of a budget"
             )
         self._average_buffers = true_or_false("average_buffers", average_buffers)
-        try:
-            self._outer_device = None if outer_device is None else torch.device(outer_device)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(
-                f'outer_device must be a device such as "cpu", or None, got {outer_device!r}'
-            ) from error
+        self._outer_device = checked_device(outer_device)
         self._grad_scaler = checked_scaler(grad_scaler)
         averaged = self._averaged_now()
         self._optimizer = checked_optimizer(optimizer, averaged, self.module)
         self._leave_on_sigterm = true_or_false("leave_on_sigterm", leave_on_sigterm)
         self._weigh_by = weigh_by
         self._make_outer = outer
-        parts = fragments_of(averaged, self._num_fragments)
-        buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(part)] for part in parts]
+        parts = parts_of(averaged, self._num_fragments)
         self._group = _torchft_group() if group is None else group
         specs = [each.spec for each in averaged]
-        self._engine = Engine(
-            algorithm, self._group.transport, specs, parts=buckets if self._num_fragments > 1 else ()
-        )
+        self._engine = Engine(algorithm, self._group.transport, specs, parts=parts)
         self._sync = GradientSync(self._engine)
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._membership = Membership(self._group, self._engine, _Front(self))
@@ -260,12 +253,8 @@ class LocalSGD:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
         if self._make_outer is not None:
-            lasts = {each.name: last for fragment in self._fragments for each, last in fragment.lasts}
-            # In one order, however many fragments there are: so that its state fits any number.
-            ordered = [each for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
-            self._outer = new_outer(
-                self._make_outer, [lasts[each.name] for each in ordered], self._engine.algorithm
-            )
+            parameters = outer_parameters(averaged, self._fragments)
+            self._outer = new_outer(self._make_outer, parameters, self._engine.algorithm)
         self._entered = {each.name: each.identity for each in averaged}
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
@@ -296,17 +285,12 @@ class LocalSGD:
             StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
         """
         self._check_inside("averaged()")
-        lasts = [pair for fragment in self._fragments for pair in fragment.lasts]
-        own = [each.value.clone() for each, _ in lasts]
-        self._shows_average = True
-        try:
-            for each, last in lasts:
-                each.value.copy_(last)
-            yield
-        finally:
-            for (each, _), value in zip(lasts, own, strict=True):
-                each.value.copy_(value)
-            self._shows_average = False
+        with holding_average(self._fragments):
+            self._shows_average = True
+            try:
+                yield
+            finally:
+                self._shows_average = False
 
     # What happens after a step.
 

@@ -26,6 +26,9 @@ Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 class Averagings:
     """The averagings of a model's fragments, at points that the schedule fixes.
 
+    What is collective raises on all processes alike: `StepError` where they are at different steps or one has
+    parameters that are not finite, `CommunicationError` where a collective failed.
+
     Args:
         schedule: What is due when.
         engine: Averages changes over the group.
@@ -59,10 +62,6 @@ class Averagings:
 
         Args:
             due: Over whom parameters are averaged now, as of `Schedule.after`.
-
-        Raises:
-            StepError: Processes are at different steps, or a process's parameters are not finite.
-            CommunicationError: A collective failed.
         """
         schedule, step = self._schedule, self.step
         turn = schedule.fragment_after(step)
@@ -95,12 +94,7 @@ class Averagings:
             fragment.sent_after = step
 
     def average_all(self) -> None:
-        """Apply what is in flight, then average what has changed since each fragment was sent. Collective.
-
-        Raises:
-            StepError: Processes are at different steps, or a process's parameters are not finite.
-            CommunicationError: A collective failed.
-        """
+        """Apply what is in flight, then average what has changed since each fragment was sent. Collective."""
         changes = {each: each.changes() for each in self.fragments}
         if self._schedule.meets_in_subgroups:
             self._agree_within(changes)
@@ -123,12 +117,7 @@ class Averagings:
             self._average_now({each: changes[each] for each in fragments}, answers)
 
     def finish_all(self) -> None:
-        """Wait for all that is in flight; it is applied when it is due. Collective.
-
-        Raises:
-            StepError: Processes are at different steps.
-            CommunicationError: A collective failed.
-        """
+        """Wait for all that is in flight; it is applied when it is due. Collective."""
         asked = self._ask({})
         self._read(asked)
         for flight in self.flights:
@@ -333,9 +322,6 @@ class Consensus:
         transport: The group.
 
     Cost: a message of 24 bytes from each process and, when they are read, a host synchronisation.
-
-    Raises:
-        CommunicationError: The collective failed.
     """
 
     def __init__(self, own: Answer, transport: Transport) -> None:
@@ -346,11 +332,7 @@ class Consensus:
         self._work = transport.all_gather(self._rows, self._own, purpose)
 
     def answers(self) -> list[Answer]:
-        """Return the answers, by rank. Blocks until all have come.
-
-        Raises:
-            CommunicationError: The collective failed.
-        """
+        """Return the answers, by rank. Blocks until all have come."""
         self._work.wait()
         return [Answer(int(row[0]), bool(row[1]), bool(row[2])) for row in self._rows.tolist()]
 

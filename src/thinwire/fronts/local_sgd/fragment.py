@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,19 @@ from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Averaged", "Fragment", "averaged_tensors", "buckets_of", "fragments_of", "held_of", "layer_of"]
+__all__ = [
+    "Averaged",
+    "Fragment",
+    "averaged_tensors",
+    "buckets_of",
+    "fragments_of",
+    "held_of",
+    "holding_average",
+    "layer_of",
+    "names_of_lasts",
+    "outer_parameters",
+    "parts_of",
+]
 
 
 class Averaged(NamedTuple):
@@ -171,6 +184,21 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
     return fragments
 
 
+def parts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tuple[ParameterSpec, ...]]]:
+    """Return the buckets of each fragment, for an engine; none for a model that is averaged at once.
+
+    Args:
+        averaged: As of `fragments_of`.
+        num_fragments: As of `fragments_of`.
+
+    Raises:
+        ConfigError: There are fewer layers.
+    """
+    parts = fragments_of(averaged, num_fragments)
+    buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(part)] for part in parts]
+    return buckets if num_fragments > 1 else []
+
+
 class Fragment:
     """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
 
@@ -275,3 +303,34 @@ class Fragment:
                 each.value.mul_(mix).add_(last.to(each.value.device), alpha=1 - mix)
             else:
                 each.value.copy_(last)
+
+
+def names_of_lasts(fragments: Iterable[Fragment]) -> dict[int, str]:
+    """Return the name of each last average, by its identity: an optimizer knows no names."""
+    return {id(last): each.name for fragment in fragments for each, last in fragment.lasts}
+
+
+def outer_parameters(averaged: Iterable[Averaged], fragments: Iterable[Fragment]) -> list[torch.Tensor]:
+    """Return the last averages that an outer optimizer steps: all but those of buffers.
+
+    Args:
+        averaged: What is averaged of the model.
+        fragments: Those it is divided into.
+    """
+    lasts = {each.name: last for fragment in fragments for each, last in fragment.lasts}
+    # In one order, however many fragments there are: so that its state fits any number.
+    return [lasts[each.name] for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
+
+
+@contextmanager
+def holding_average(fragments: Iterable[Fragment]) -> Iterator[None]:
+    """Let the model hold the last averages while this is open. What it held comes back afterwards."""
+    lasts = [pair for fragment in fragments for pair in fragment.lasts]
+    own = [each.value.clone() for each, _ in lasts]
+    try:
+        for each, last in lasts:
+            each.value.copy_(last)
+        yield
+    finally:
+        for (each, _), value in zip(lasts, own, strict=True):
+            each.value.copy_(value)

@@ -26,16 +26,21 @@ from thinwire.fronts.local_sgd.fragment import (
     Averaged,
     Fragment,
     averaged_tensors,
-    buckets_of,
     fragments_of,
     held_of,
+    holding_average,
+    names_of_lasts,
+    outer_parameters,
+    parts_of,
 )
 from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.fronts.local_sgd.validation import (
-    OUTER_EXAMPLE,
     STATE_VERSION,
     Outer,
+    check_on_nonfinite,
+    check_outer,
+    checked_device,
     checked_optimizer,
     checked_state,
     checked_streaming,
@@ -45,9 +50,9 @@ from thinwire.fronts.local_sgd.validation import (
     replica_of,
     unwrapped,
 )
-from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync import Engine, Settings
 from thinwire.sync.checksum import with_checksum
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
 
@@ -132,6 +137,9 @@ class LocalSGD(Joinable):
     keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises
     with the host three times.
 
+    Attributes:
+        sync: What averages the changes every `every_steps` steps: its plan, and switching the algorithm.
+
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
         AttachError: No process group, or one this process is not in, or a DDP model that can't be driven.
@@ -174,59 +182,35 @@ class LocalSGD(Joinable):
         every_steps = whole_count("every_steps", every_steps, minimum=1)
         warmup_steps = whole_count("warmup_steps", warmup_steps, minimum=0)
         num_fragments, delay_steps, mix_share = checked_streaming(every_steps, fragments, delay_steps, mix)
-        if outer is not None and not callable(outer):
-            raise ConfigError(
-                f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}"
-            )
+        check_outer(outer)
         self.module, self._ddp = unwrapped(model)
         has_ddp, has_subgroup = self._ddp is not None, subgroup is not None
         self._replica = replica_of(self.module, process_group, mesh, has_subgroup=has_subgroup)
         self._schedule = Schedule(
             every_steps, warmup_steps, has_ddp, has_subgroup, num_fragments, delay_steps
         )
-        try:
-            self._outer_device = None if outer_device is None else torch.device(outer_device)
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(
-                f'outer_device must be a device such as "cpu", or None, got {outer_device!r}'
-            ) from error
+        self._outer_device = checked_device(outer_device)
         self._average_buffers = true_or_false("average_buffers", average_buffers)
         averaged = self._averaged_now()
         # Made again on entry: what is frozen or loaded until then changes it.
-        parts = fragments_of(averaged, num_fragments)
+        parts = parts_of(averaged, num_fragments)
         self._optimizer = checked_optimizer(optimizer, averaged, self.module)
         self._grad_scaler = checked_scaler(grad_scaler)
-        if checked_on_nonfinite(on_nonfinite, grad_scaler) != "nan" and not has_ddp:
-            raise ConfigError(
-                f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
-                "is a plain module, whose parameters are averaged; leave it out"
-            )
-        if on_nonfinite == "raise" and has_subgroup:
-            raise ConfigError(
-                'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
-                'raise; use "zero"'
-            )
+        check_on_nonfinite(on_nonfinite, grad_scaler, self._schedule)
         device, specs = averaged[0].tensor.device, [each.spec for each in averaged]
         group, part = checked_transports(self._replica.replicas, subgroup, self._ddp, device)
         if self._ddp is not None:
             check_ddp(self._ddp)
-        buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(each)] for each in parts]
-        # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
         together = self._replica.shards
-        self._engine = Engine(
-            algorithm,
-            group,
-            specs,
-            Settings(together=together),
-            parts=buckets if num_fragments > 1 else (),
-        )
+        # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
+        self._engine = Engine(algorithm, group, specs, Settings(together=together), parts=parts)
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
         settings = Settings(on_nonfinite=on_nonfinite, together=together)
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
         if part is not None:
             self._exact["subgroup"] = Engine(EXACT, part, specs, settings)
-        self._sync = self._replica.sync_of(self._engine)
+        self.sync = self._replica.sync_of(self._engine)
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._make_outer = outer
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
@@ -237,11 +221,6 @@ class LocalSGD(Joinable):
         self._is_inside = self._shows_average = False
         self._steps_here = 0
         self.observers: list[Callable[[bool], None]] = []
-
-    @property
-    def sync(self) -> GradientSync:
-        """What averages the changes every `every_steps` steps: its plan, and switching the algorithm."""
-        return self._sync
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
@@ -274,14 +253,12 @@ class LocalSGD(Joinable):
 
     def __str__(self) -> str:
         schedule = self._schedule
-        fragments = f", fragments={schedule.num_fragments}" if schedule.num_fragments > 1 else ""
-        delay = (
-            f", delay_steps={schedule.delay_steps}, mix={self._averagings.mix:g}"
-            if schedule.delay_steps
-            else ""
-        )
-        settings = f"every_steps={schedule.every_steps}{fragments}{delay}"
-        return f"{type(self).__name__}({settings}), {self.sync.algorithm}"
+        settings = [f"every_steps={schedule.every_steps}"]
+        if schedule.num_fragments > 1:
+            settings += [f"fragments={schedule.num_fragments}"]
+        if schedule.delay_steps:
+            settings += [f"delay_steps={schedule.delay_steps}", f"mix={self._averagings.mix:g}"]
+        return f"{type(self).__name__}({', '.join(settings)}), {self.sync.algorithm}"
 
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective.
@@ -367,23 +344,14 @@ class LocalSGD(Joinable):
         """Return the outer optimizer of the last averages, with what was loaded of it."""
         if self._make_outer is None:
             return None
-        lasts = {each.name: last for fragment in fragments for each, last in fragment.lasts}
-        # In one order, however many fragments there are: so that its state fits any number.
-        parameters = [
-            lasts[each.name] for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer
-        ]
-        outer = new_outer(self._make_outer, parameters, self._engine.algorithm)
+        outer = new_outer(self._make_outer, outer_parameters(averaged, fragments), self._engine.algorithm)
         if self._loaded is not None and self._loaded["outer"] is not None:
-            names = self._outer_names(fragments)
+            names = names_of_lasts(fragments)
             try:
                 outer.load_state_dict(self._replica.own_outer(outer, names, self._loaded["outer"]))
             except ValueError as error:
                 raise StateError(f"the state is of another outer optimizer: {error}") from error
         return outer
-
-    def _outer_names(self, fragments: Sequence[Fragment]) -> dict[int, str]:
-        """Return the names of the outer optimizer's parameters, by identity."""
-        return {id(last): each.name for fragment in fragments for each, last in fragment.lasts}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
@@ -437,20 +405,15 @@ class LocalSGD(Joinable):
             True
         """
         self._check_inside("averaged()")
-        lasts = [pair for fragment in self._averagings.fragments for pair in fragment.lasts]
-        own = [each.value.clone() for each, _ in lasts]
-        # A step now would change the average, and be lost when the model's own values come back.
-        self._shows_average = True
-        try:
-            for each, last in lasts:
-                each.value.copy_(last)
-            yield
-        finally:
-            # What was gathered for an evaluation is of the average, and would be used again.
-            self._replica.show_shards()
-            for (each, _), value in zip(lasts, own, strict=True):
-                each.value.copy_(value)
-            self._shows_average = False
+        with holding_average(self._averagings.fragments):
+            # A step now would change the average, and be lost when the model's own values come back.
+            self._shows_average = True
+            try:
+                yield
+            finally:
+                # What was gathered for an evaluation is of the average, and would be used again.
+                self._replica.show_shards()
+                self._shows_average = False
 
     # What happens after a step.
 
@@ -607,26 +570,20 @@ class LocalSGD(Joinable):
             for each, last in fragment.lasts
         }
         in_flight = [item for flight in now.flights for item in flight.changes.items()]
-        names = self._outer_names(now.fragments)
+        whole, names = self._replica.whole, names_of_lasts(now.fragments)
         state = {
             "version": STATE_VERSION,
             "step": now.step,
             "pending_steps": now.step - min(fragment.sent_after for fragment in now.fragments),
             "sent_after": tuple(fragment.sent_after for fragment in now.fragments),
             "in_flight": tuple(
-                (now.fragments.index(each), self._whole(each.named(means))) for each, means in in_flight
+                (now.fragments.index(each), whole(each.named(means))) for each, means in in_flight
             ),
-            "last_average": self._whole(lasts),
+            "last_average": whole(lasts),
             "sync": self.sync.state_dict(),
             "outer": None if now.outer is None else self._replica.whole_outer(now.outer, names),
         }
         return with_checksum(state)
-
-    def _whole(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._replica.whole(name, held) for name, held in named.items()}
-
-    def _own(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: self._replica.own(name, whole) for name, whole in named.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
@@ -648,7 +605,7 @@ class LocalSGD(Joinable):
         loaded = checked_state(state, shapes, has_outer=self._make_outer is not None)
         # First what may refuse: then nothing else has changed.
         self.sync.load_state_dict(loaded["sync"])
-        loaded["last_average"] = self._own(loaded["last_average"])
-        loaded["in_flight"] = tuple((place, self._own(means)) for place, means in loaded["in_flight"])
+        loaded["last_average"] = self._replica.own(loaded["last_average"])
+        loaded["in_flight"] = tuple((place, self._replica.own(means)) for place, means in loaded["in_flight"])
         # A copy: it is used on entry, and the caller's own may have changed by then.
         self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]

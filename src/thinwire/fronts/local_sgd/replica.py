@@ -61,23 +61,13 @@ class Replica:
         """
         return tuple(held.shape)
 
-    def whole(self, name: str, held: torch.Tensor) -> torch.Tensor:
-        """Return what has the shape of a whole parameter, of what this process has of that. Collective.
+    def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by name what has the shapes of whole parameters, of what this process has. Collective."""
+        return dict(held)
 
-        Args:
-            name: Of the parameter or buffer.
-            held: For its elements on this process.
-        """
-        return held
-
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of what has the shape of a whole parameter.
-
-        Args:
-            name: Of the parameter or buffer.
-            whole: For all its elements.
-        """
-        return whole
+    def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return by name this process's part of what has the shapes of whole parameters."""
+        return dict(whole)
 
     def whole_outer(self, outer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         """Return the state of an outer optimizer, as if it had whole parameters. Collective.
@@ -91,7 +81,7 @@ class Replica:
         for name, parameter, kept in _by_parameter(outer, names, state):
             for key, value in kept.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
-                    kept[key] = self.whole(name, value)
+                    kept[key] = self.whole({name: value})[name]
         return state
 
     def own_outer(
@@ -108,7 +98,7 @@ class Replica:
         for name, parameter, kept in _by_parameter(outer, names, own):
             for key, value in kept.items():
                 if isinstance(value, torch.Tensor) and value.shape == self.shape_of(name, parameter):
-                    kept[key] = self.own(name, value)
+                    kept[key] = self.own({name: value})[name]
         return own
 
 

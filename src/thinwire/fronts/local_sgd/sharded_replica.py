@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -82,8 +82,19 @@ class ShardedReplica(Replica):
         """As `Replica.shape_of`."""
         return self._piece(name, tuple(held.shape), held.dtype).shape
 
-    def whole(self, name: str, held: torch.Tensor) -> torch.Tensor:
+    def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As `Replica.whole`, on the CPU. Of a buffer the first shard's: each process has its own."""
+        return {name: self._gathered(name, each) for name, each in held.items()}
+
+    def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As `Replica.own`: copies."""
+        rank, size = self._inside.rank, self._inside.size
+        return {
+            name: self._piece(name, tuple(each.shape), each.dtype).cut(rank, size)(each).clone()
+            for name, each in whole.items()
+        }
+
+    def _gathered(self, name: str, held: torch.Tensor) -> torch.Tensor:
         piece, shards = self._piece(name, tuple(held.shape), held.dtype), self._inside
         whole = torch.empty(piece.shape, dtype=held.dtype)
         # The first shard is the longest; the last ones may be empty, and take part.
@@ -96,11 +107,6 @@ class ShardedReplica(Replica):
             into = piece.cut(shard, shards.size)(whole)
             into.copy_(rows[shard, : into.numel()].view(into.shape))
         return whole
-
-    def own(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """As `Replica.own`: a copy."""
-        piece = self._piece(name, tuple(whole.shape), whole.dtype)
-        return piece.cut(self._inside.rank, self._inside.size)(whole).clone()
 
     def _piece(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Piece:
         """Return what this process has of a parameter, or of a buffer of some shape: all of it."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
@@ -19,7 +20,9 @@ from thinwire.errors import AttachError, ConfigError, StateError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
 from thinwire.fronts.local_sgd.fragment import Averaged
 from thinwire.fronts.local_sgd.replica import Replica
+from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.sync.checksum import check_undamaged
+from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.state import DTYPES
 
 if TYPE_CHECKING:
@@ -29,6 +32,9 @@ __all__ = [
     "OUTER_EXAMPLE",
     "STATE_VERSION",
     "Outer",
+    "check_on_nonfinite",
+    "check_outer",
+    "checked_device",
     "checked_optimizer",
     "checked_state",
     "checked_streaming",
@@ -180,6 +186,53 @@ def checked_streaming(
             f"average was on its way; got {mix!r} with delay_steps={delay}"
         )
     return num_fragments, delay, share
+
+
+def check_outer(outer: object) -> None:
+    """Refuse what does not make an outer optimizer.
+
+    Raises:
+        ConfigError: It is no function.
+    """
+    if outer is not None and not callable(outer):
+        raise ConfigError(f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+
+
+def checked_device(outer_device: Any) -> torch.device | None:
+    """Return where last averages are kept; None for where the model is.
+
+    Raises:
+        ConfigError: It is no device.
+    """
+    try:
+        return None if outer_device is None else torch.device(outer_device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f'outer_device must be a device such as "cpu", or None, got {outer_device!r}'
+        ) from error
+
+
+def check_on_nonfinite(on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, schedule: Schedule) -> None:
+    """Refuse what is to become of gradients where none are averaged, or not by all.
+
+    Args:
+        on_nonfinite: As the user gave it.
+        grad_scaler: The scaler, if there is one.
+        schedule: What is averaged over whom.
+
+    Raises:
+        ConfigError: It is no choice, or not one with this model, scaler or subgroup.
+    """
+    if checked_on_nonfinite(on_nonfinite, grad_scaler) != "nan" and not schedule.has_ddp:
+        raise ConfigError(
+            f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
+            "is a plain module, whose parameters are averaged; leave it out"
+        )
+    if on_nonfinite == "raise" and schedule.has_subgroup:
+        raise ConfigError(
+            'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
+            'raise; use "zero"'
+        )
 
 
 def checked_optimizer(
