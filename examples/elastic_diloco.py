@@ -1,8 +1,7 @@
 """DiLoCo whose members come and go.
 
-Once, anywhere all reach: torchft_lighthouse --min_replicas 2 --join_timeout_ms 60000
-On each machine, whenever it comes: TORCHFT_LIGHTHOUSE=http://HOST:29510 torchrun --nproc-per-node 1
-examples/elastic_diloco.py. Kill one, start another: the rest go on. SIGTERM lets one leave in order.
+On one machine: thinwire run --min 2 --max 3 examples/elastic_diloco.py. Kill one: it comes back, and takes
+the model of the others. On several machines: see docs/elastic.md.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     draws = torch.Generator()
     draws.seed()  # its own draws, whoever else is there
-    group = elastic.TorchftGroup(min_members=2, hostname=os.environ.get("MEMBER_HOST"))
-    with elastic.DiLoCo(model, optimizer, every_steps=EVERY_STEPS, group=group) as local:
+    with elastic.DiLoCo(model, optimizer, every_steps=EVERY_STEPS) as local:  # of whom `thinwire run` says
         while local.steps < STEPS:  # counted by those who have been here longest
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
             window = text[starts[:, None] + torch.arange(CONTEXT + 1)]
@@ -58,9 +56,9 @@ def main() -> None:
                 members = local.membership().members
                 print(f"step {local.steps}, {members} members: loss {loss.item():.3f}", flush=True)
     checksum = sum(p.detach().double().sum().item() for p in model.parameters())
-    ratio = local.stats().compression_ratio
+    ratio, member = local.stats().compression_ratio, os.environ.get("THINWIRE_MEMBER", "0")
     print(
-        f"process {os.environ.get('RANK', '0')}: compression ratio {ratio:.2f}, checksum {checksum:.9f}",
+        f"process {member}: compression ratio {ratio:.2f}, checksum {checksum:.9f}",
         flush=True,
     )
 

@@ -26,7 +26,7 @@ LAYERS = [
     {"hooks", "epfml", "elastic"},
     {"powersgd"},
     {"ddp_comm_hooks"},
-    {"watch", "local_job", "probe"},
+    {"watch", "local_job", "elastic_job", "probe"},
     {"advice"},
     {"integrations"},
     {"__init__"},

@@ -10,10 +10,16 @@ __all__ = ["EndSignals"]
 
 
 class EndSignals:
-    """While open, remembers a signal that asks this process to end, instead of being ended by it."""
+    """While open, remembers a signal that asks this process to end, instead of being ended by it.
+
+    Attributes:
+        received: The last one; None if there was none.
+        num_received: How many there were.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self.num_received = 0
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> EndSignals:
@@ -31,3 +37,4 @@ class EndSignals:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        self.num_received += 1

@@ -47,6 +47,17 @@ SURFACE = {
         "--output",
     ],
     "report": ["RUNS", "--output"],
+    "run": [
+        "SCRIPT",
+        "ARGUMENTS",
+        "--min",
+        "--max",
+        "--lighthouse",
+        "--host",
+        "--port",
+        "--max-restarts",
+        "--grace-seconds",
+    ],
 }
 
 

@@ -368,6 +368,24 @@ def test_too_few_members_wait_and_then_say_so() -> None:
     assert "2 members" in str(run.errors[0])
 
 
+def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
+    class Told(InProcessGroup):
+        def meet(self) -> None:
+            super().meet()
+            local.leave()
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = Told(InProcessLighthouse())
+    group.min_members = 2
+    local = LocalSGD(model, optimizer, every_steps=1, group=group, leave_on_sigterm=False)
+    with local:
+        assert local.has_left
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        raise AssertionError("the step has raised")
+
+
 def test_work_weighs_changes() -> None:
     class Weighed(LocalSGD):
         def _after_own_step(self) -> None:

@@ -11,7 +11,8 @@ from unittest.mock import patch
 import pytest
 
 from elastic.job import PATIENCE_SECONDS, Job
-from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes
+from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
+from stand_ins import stand_ins
 from thinwire.elastic import TorchftGroup
 from thinwire.errors import CommunicationError, ConfigError
 
@@ -91,8 +92,11 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         group.leave()
 
 
-def test_the_example_runs(job: Job) -> None:
-    told = {"TORCHFT_LIGHTHOUSE": job.address, "MEMBER_HOST": "127.0.0.1"}
-    output = run_processes(EXAMPLES / "elastic_diloco.py", environment=told)
+def test_the_example_runs_as_thinwire_run_starts_it() -> None:
+    with stand_ins() as stand_in:
+        script = [*stand_in, str(EXAMPLES / "elastic_diloco.py")]
+        ended = run_python("thinwire", "run", "--min", "2", *script)
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
     assert_compressed_and_agreed(output)
     assert "2 members" in output

@@ -74,6 +74,7 @@ def build_app(settings: Settings) -> typer.Typer:
     from thinwire.cli.lab import lab  # noqa: PLC0415 - the same
     from thinwire.cli.probe import probe  # noqa: PLC0415 - the same
     from thinwire.cli.report import report  # noqa: PLC0415 - the same
+    from thinwire.cli.run import run  # noqa: PLC0415 - the same
 
     # Its own way of showing exceptions would be typer's; `main` says what an error looks like.
     app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
@@ -95,6 +96,8 @@ def build_app(settings: Settings) -> typer.Typer:
 
     for command in (check, probe, advise, lab, demo, report):
         app.command()(command)
+    # What stands behind the script is the script's own, options too.
+    app.command(context_settings={"allow_interspersed_args": False})(run)
     return app
 
 

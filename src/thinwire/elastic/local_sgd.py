@@ -261,7 +261,8 @@ class LocalSGD:
             attached.callback(setattr, self, "_is_inside", False)
             if self._leave_on_sigterm and threading.current_thread() is threading.main_thread():
                 attached.enter_context(_on_sigterm(self.leave))
-            with full_precision(self._device):
+            # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
+            with suppress(LeftError), full_precision(self._device):
                 self._membership.average()
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
             self._attached = attached.pop_all()

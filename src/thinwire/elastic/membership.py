@@ -208,6 +208,7 @@ class Membership:
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to join anew")
         give_up_at: float | None = None
+        said = ""
         while True:
             try:
                 present = self._met()
@@ -218,7 +219,9 @@ class Membership:
                 give_up_at = now + self._group.wait_seconds if give_up_at is None else give_up_at
                 self._group.conclude(False)
                 self.stats.retries += 1
-                logger.warning("an averaging has failed and is repeated: %s", error)
+                if str(error) != said:  # who waits for others meets the same again and again
+                    said = str(error)
+                    logger.warning("an averaging has failed and is repeated: %s", error)
                 if now >= give_up_at:
                     raise CommunicationError(
                         f"no averaging has succeeded in {self._group.wait_seconds:g} s, the last because: "
@@ -326,6 +329,12 @@ class Membership:
 
     def _check_number(self, present: Sequence[Presence]) -> None:
         if len(present) < self._group.min_members:
+            if self.is_leaving:
+                self.leave()
+                raise LeftError(
+                    f"this member has left the group, in which too few were left ({len(present)} of "
+                    f"min_members={self._group.min_members}) to hand over to"
+                )
             time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
             raise _TryAgainError(
                 f"{len(present)} members are there, and min_members={self._group.min_members} are needed"

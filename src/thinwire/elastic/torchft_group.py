@@ -20,13 +20,16 @@ from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.handing import receive_state, send_state
 from thinwire.errors import CommunicationError, ConfigError, MissingExtraError
+from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
 
-__all__ = ["TorchftGroup"]
+__all__ = ["HOSTNAME", "LIGHTHOUSE", "MEMBER", "MIN_MEMBERS", "TorchftGroup", "torchft_module"]
 
 logger = logging.getLogger(__name__)
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
+HOSTNAME = "THINWIRE_HOSTNAME"
+MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
 PAUSE_SECONDS = 1.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
@@ -48,7 +51,8 @@ class TorchftGroup(Group):
             that stands still for longer is left behind.
         wait_seconds: How long a member waits for enough others, and for an averaging that succeeds. Longer
             than the time from one averaging to the next.
-        hostname: Under which the other members reach this one; None for this machine's.
+        hostname: Under which the other members reach this one; None for the environment's
+            `THINWIRE_HOSTNAME`, or else this machine's.
         process_group: A reconfigurable process group of torchft's, None for Gloo's.
         name: Of this member, for the lighthouse's page.
 
@@ -81,13 +85,16 @@ class TorchftGroup(Group):
                 f'expected the address of a torchft lighthouse, such as "http://10.0.0.1:29510", got '
                 f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
             )
-        torchft = _torchft()
+        torchft = torchft_module("torchft")
         self.kind = f"torchft {version('torchft')}"
         self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
         self._lighthouse = lighthouse
         inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
         self._group = _Configured(inner)
-        host = socket.gethostname() if hostname is None else hostname
+        host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
+        # Not of a launcher further up: what stands between may end without that being an end of the job.
+        if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
+            follow_launcher()
         # Of this member alone: torchft announces itself in it, and joins a quorum's members through that of
         # one of them.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -260,12 +267,22 @@ class _StateTransport:
         """Do nothing: there is no server."""
 
 
-def _torchft() -> Any:
-    """Return torchft, or say what is missing."""
+def _says_something(record: logging.LogRecord) -> bool:
+    # It warns so at every change of members, where there is no NCCL, or one without a flight recorder.
+    return "NCCL flight recorder" not in record.getMessage()
+
+
+def torchft_module(name: str) -> Any:
+    """Return a module of torchft.
+
+    Raises:
+        MissingExtraError: torchft is not installed.
+    """
     # It logs every quorum in a language of its own, on standard error, unless it is told otherwise.
     os.environ.setdefault("RUST_LOG", "error")
+    logging.getLogger("torchft.manager").addFilter(_says_something)
     try:
-        return import_module("torchft")
+        return import_module(name)
     except ImportError as error:
         raise MissingExtraError(
             f"elastic members need torchft ({error}); pip install '.[elastic]' in a clone of Thinwire"

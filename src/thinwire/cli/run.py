@@ -1,0 +1,107 @@
+"""The `thinwire run` command."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.elastic_job import ElasticJob
+from thinwire.end_signals import EndSignals
+from thinwire.errors import ConfigError
+from thinwire.local_job import LOOK_EVERY_SECONDS
+
+__all__ = ["run"]
+
+
+def run(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS…", help="Of the script.", show_default=False)
+    ] = None,
+    *,
+    minimum: Annotated[
+        int, typer.Option("--min", metavar="N", help="Members that an averaging needs, wherever they are.")
+    ] = 1,
+    maximum: Annotated[
+        int | None,
+        typer.Option(
+            "--max",
+            metavar="N",
+            help="Members to start on this machine.",
+            show_default="as --min; with --lighthouse, 1",
+        ),
+    ] = None,
+    lighthouse: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Where members meet, such as http://10.0.0.1:29510.", show_default="start one"
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="This machine's address for members on other machines.",
+            show_default="none can join; with --lighthouse, this machine's name",
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(help="Of the lighthouse that is started here.", show_default="a free one")
+    ] = 0,
+    max_restarts: Annotated[int, typer.Option(help="Of each member, if it dies.")] = 3,
+    grace_seconds: Annotated[
+        float,
+        typer.Option(
+            help="For members to leave, after Ctrl-C, SIGTERM, or when the others have finished and they are "
+            "too few to go on."
+        ),
+    ] = 30.0,
+) -> None:
+    """Run members that come and go: a script with `thinwire.elastic`, several times on this machine.
+
+    Without `--lighthouse` one is started, and ends with this command. A member that dies is started again,
+    and takes the model of the others. Ctrl-C and SIGTERM are handed on as SIGTERM, so that members leave
+    in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER.
+
+    Exits with 0 if as many as `--min` have ended well, else with what the first has died of (128 + the
+    signal).
+
+    Example: `thinwire run --min 2 --max 8 train.py --epochs 1`
+    """
+    if not script.is_file():
+        raise ConfigError(f"there is no script {script}; give the path of one that uses thinwire.elastic")
+    members = maximum if maximum is not None else (minimum if lighthouse is None else 1)
+    with (
+        # Before the job: a signal while its members start must end them, too.
+        EndSignals() as end_signals,
+        ElasticJob(
+            [sys.executable, str(script), *(arguments or [])],
+            members,
+            min_members=minimum,
+            lighthouse=lighthouse,
+            host=host,
+            port=port,
+            max_restarts=max_restarts,
+            end_within_seconds=grace_seconds,
+            say=_say,
+        ) as job,
+    ):
+        if lighthouse is None:
+            _say(f"lighthouse {job.address}; averagings need {minimum} members, {members} start here")
+        while job.look() and end_signals.received is None:
+            time.sleep(LOOK_EVERY_SECONDS)
+        if end_signals.received is not None:
+            _say(f"{signal.Signals(end_signals.received).name}: members leave; once more kills them")
+            job.end(lambda: end_signals.num_received > 1)
+    if end_signals.received is not None:
+        raise typer.Exit(128 + end_signals.received)
+    raise typer.Exit(job.exit_code)
+
+
+def _say(line: str) -> None:
+    # To stderr: stdout is the members' own, and may be parsed.
+    print(f"thinwire run: {line}", file=sys.stderr, flush=True)

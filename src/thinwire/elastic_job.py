@@ -1,0 +1,230 @@
+"""Elastic members on this machine: started, started again when they die, ended in order."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import IO, Any
+
+from thinwire.checks import number, whole_count
+from thinwire.elastic.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
+from thinwire.errors import ConfigError
+from thinwire.lifeline import LAUNCHER_VARIABLE
+from thinwire.local_job import LOOK_EVERY_SECONDS, loopback_interface
+
+__all__ = ["ElasticJob"]
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass
+class _Member:
+    """A member of the job, whichever process it is just now.
+
+    `exit_code` is None until it has ended for good.
+    """
+
+    number: int
+    process: subprocess.Popen[bytes]
+    restarts: int = 0
+    exit_code: int | None = None
+
+
+class ElasticJob:
+    """While open, members run on this machine; they and their lighthouse have ended afterwards.
+
+    A member that dies (by a signal, or an exit code other than 0) is started again. It finds in its
+    environment what `elastic.TorchftGroup` reads, and in `THINWIRE_MEMBER` its number, from 0, which it keeps
+    when it is started again.
+
+    Args:
+        command: The same for all members.
+        members: How many to start.
+        min_members: An averaging needs at least so many, wherever they are.
+        lighthouse: The address of one that runs, which others may use as well; None to start one.
+        host: This machine's address for other members. None for the loopback interface where the lighthouse
+            is started here, so that only this machine takes part; else for this machine's name.
+        port: Of the lighthouse that is started; 0 for a free one.
+        max_restarts: Of each member.
+        end_within_seconds: How long members that are asked to end may take, before they are killed.
+        say: Takes one line for each thing that happens.
+        out: Where the members' output goes, errors too; None for where this process's own goes.
+
+    Attributes:
+        address: Of the lighthouse.
+
+    Raises:
+        ConfigError: An argument is wrong, or the lighthouse can't listen there.
+        MissingExtraError: torchft is not installed.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        members: int,
+        *,
+        min_members: int = 1,
+        lighthouse: str | None = None,
+        host: str | None = None,
+        port: int = 0,
+        max_restarts: int = 3,
+        end_within_seconds: float = 30.0,
+        say: Callable[[str], None] = lambda line: None,
+        out: IO[bytes] | None = None,
+    ) -> None:
+        self._command = list(command)
+        self._num_members = whole_count("max", members, minimum=1)
+        self._min_members = whole_count("min", min_members, minimum=1)
+        self._max_restarts = whole_count("max_restarts", max_restarts, minimum=0)
+        self._end_within_seconds = number("grace_seconds", end_within_seconds, minimum=0)
+        if lighthouse is None and members < min_members:
+            raise ConfigError(
+                f"max={members} members are fewer than min={min_members}: they would wait for others for "
+                "ever; raise max, or give the lighthouse that others meet at, too"
+            )
+        if lighthouse is not None and port:
+            raise ConfigError(
+                "port is that of a lighthouse that is started here; leave it out with lighthouse"
+            )
+        self._torchft = torchft_module("torchft.coordination")
+        self._port, self._given = port, lighthouse
+        self.address = lighthouse or ""
+        self._host = host or (LOOPBACK if lighthouse is None else None)
+        self._say, self._out = say, out
+        self._members: list[_Member] = []
+        self._failures: list[int] = []  # exit codes of members that died for good, in that order
+        self._over_since: float | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> ElasticJob:
+        with ExitStack() as opened:
+            if self._given is None:
+                self.address = self._lit(opened)
+            opened.callback(self.end)
+            for place in range(self._num_members):
+                self._members.append(_Member(place, self._started(place)))
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The members' latest processes, by number, those that have ended included."""
+        return [member.process.pid for member in self._members]
+
+    @property
+    def exit_code(self) -> int:
+        """0 if as many as an averaging needs have ended well, else that of the first that died for good.
+
+        As a shell tells it: 128 + the signal that ended it.
+        """
+        ended_well = sum(member.exit_code == 0 for member in self._members)
+        if not self._failures or ended_well >= (self._min_members if self._given is None else 1):
+            return 0
+        code = self._failures[0]
+        return code if code > 0 else 128 - code
+
+    def look(self) -> bool:
+        """Start again those that have died; return whether the job goes on.
+
+        It does not when all have ended, or so many have died for good that the others would only wait; nor
+        when some have ended well, and `end_within_seconds` later others, too few for an averaging, have not.
+        """
+        for member in self._going_on():
+            code = member.process.poll()
+            if code == 0:
+                member.exit_code = 0
+            elif code is not None:
+                ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                if member.restarts < self._max_restarts and self._are_enough():
+                    member.restarts += 1
+                    member.process = self._started(member.number)
+                    again = f"started again ({member.restarts} of {self._max_restarts} restarts)"
+                else:
+                    member.exit_code = code
+                    self._failures.append(code)
+                    again = "not started again"
+                self._say(f"member {member.number} {ended}; {again}")
+        if not self._going_on():
+            return False
+        if self._are_enough():
+            return True
+        # Where one has ended well, training is over, and the others are about to end, too; but for one that
+        # came too late, and would wait for members that never come.
+        if self._over_since is None and any(member.exit_code == 0 for member in self._members):
+            self._over_since = time.monotonic()
+        return self._over_since is not None and (
+            time.monotonic() < self._over_since + self._end_within_seconds
+        )
+
+    def add(self) -> int:
+        """Start one more member, and return its number."""
+        self._members.append(_Member(len(self._members), self._started(len(self._members))))
+        return self._members[-1].number
+
+    def end(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Ask all members that still run to leave, and kill those that take too long.
+
+        Args:
+            is_urgent: Whether to kill them now; asked again and again.
+        """
+        running = [member.process for member in self._members if member.process.poll() is None]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + self._end_within_seconds
+        while any(process.poll() is None for process in running):
+            if time.monotonic() >= deadline or is_urgent():
+                for process in running:
+                    process.kill()
+                    process.wait()
+            time.sleep(LOOK_EVERY_SECONDS)
+
+    def _going_on(self) -> list[_Member]:
+        return [member for member in self._members if member.exit_code is None]
+
+    def _are_enough(self) -> bool:
+        # At a lighthouse that was given there may be others.
+        return self._given is not None or len(self._going_on()) >= self._min_members
+
+    def _started(self, place: int) -> subprocess.Popen[bytes]:
+        variables = {
+            LIGHTHOUSE: self.address,
+            MIN_MEMBERS: str(self._min_members),
+            MEMBER: str(place),
+            LAUNCHER_VARIABLE: str(os.getpid()),
+        }
+        if self._host is not None:
+            variables[HOSTNAME] = self._host
+        if self._host == LOOPBACK:
+            variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=None if self._out is None else subprocess.STDOUT,
+            # One thread each, unless the user says otherwise: they share the cores of one machine.
+            env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
+            # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
+            # hears it, and members are asked to leave in order.
+            start_new_session=True,
+        )
+
+    def _lit(self, opened: ExitStack) -> str:
+        """Start a lighthouse, and return its address."""
+        try:
+            # One member is enough to it: how many an averaging needs, they see to themselves, and one that is
+            # asked to leave learns that it is alone. In this process: it ends with it, whatever ends that.
+            server: Any = self._torchft.LighthouseServer(bind=f"{self._host}:{self._port}", min_replicas=1)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no lighthouse can listen at {self._host}:{self._port}: {error}; give another host or port"
+            ) from error
+        opened.callback(server.shutdown)
+        # It names the port truly, and the host by this machine's name, which others may not know.
+        return f"http://{self._host}:{server.address().rpartition(':')[2]}"

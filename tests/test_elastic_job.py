@@ -1,0 +1,119 @@
+"""Elastic members on this machine: who is started again, who ends whom, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire import ConfigError
+from thinwire.elastic_job import ElasticJob
+
+pytest.importorskip("torchft")
+
+WITHIN_SECONDS = 30.0
+
+# Every start leaves a file of its member's number; then they part.
+PARTING = """
+import os, pathlib, signal, sys, time
+number, folder = os.environ["THINWIRE_MEMBER"], pathlib.Path(sys.argv[1])
+starts = len(list(folder.glob(f"told-{number}-*")))
+names = "TORCHFT_LIGHTHOUSE", "THINWIRE_MIN_MEMBERS", "THINWIRE_HOSTNAME"
+told = " ".join(os.environ[name] for name in names)
+(folder / f"part-{number}").write_text(f"{os.getpid()} {told}")
+os.replace(folder / f"part-{number}", folder / f"told-{number}-{starts}")
+"""
+
+
+def job(rest: str, folder: Path, members: int = 2, **options: Any) -> ElasticJob:
+    command = [sys.executable, "-S", "-c", PARTING + rest, str(folder)]
+    return ElasticJob(command, members, **{"min_members": 2, "end_within_seconds": 10.0, **options})
+
+
+def wait_for_end(running: ElasticJob) -> None:
+    deadline = time.monotonic() + WITHIN_SECONDS
+    while running.look():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def told(folder: Path) -> dict[str, list[str]]:
+    return {path.name.removeprefix("told-"): path.read_text().split() for path in folder.glob("told-*")}
+
+
+def assert_all_have_ended(folder: Path) -> None:
+    assert not any(Path(f"/proc/{process_id}").exists() for process_id, *_ in told(folder).values())
+
+
+def test_who_dies_is_started_again_and_all_end_well(tmp_path: Path) -> None:
+    said: list[str] = []
+    die = 'if number == "1" and not starts: os.kill(os.getpid(), signal.SIGKILL)'
+    with job(die, tmp_path, say=said.append) as running:
+        port = int(running.address.rpartition(":")[2])
+        wait_for_end(running)
+        assert running.exit_code == 0
+    assert said == ["member 1 was ended by signal 9; started again (1 of 3 restarts)"]
+    of_each = told(tmp_path)
+    assert sorted(of_each) == ["0-0", "1-0", "1-1"]
+    for _, *rest in of_each.values():
+        assert rest == [f"http://127.0.0.1:{port}", "2", "127.0.0.1"]
+    assert_all_have_ended(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", port))  # nobody listens there any more
+
+
+def test_too_few_that_are_left_are_asked_to_leave(tmp_path: Path) -> None:
+    said: list[str] = []
+    die = 'sys.exit(3) if number == "1" else time.sleep(60)'
+    with job(die, tmp_path, max_restarts=1, say=said.append) as running:
+        wait_for_end(running)
+    assert running.exit_code == 3
+    assert said[1:] == ["member 1 ended with exit code 3; not started again"]
+    assert sorted(told(tmp_path)) == ["0-0", "1-0", "1-1"]
+    assert_all_have_ended(tmp_path)
+
+
+def test_one_that_came_too_late_is_asked_to_leave(tmp_path: Path) -> None:
+    wait = 'time.sleep(60 if number == "1" else 0)'
+    with job(wait, tmp_path, end_within_seconds=0.2) as running:
+        wait_for_end(running)
+    assert running.exit_code == 0
+    assert_all_have_ended(tmp_path)
+
+
+def test_who_does_not_leave_is_killed_and_at_once_where_that_is_urgent(tmp_path: Path) -> None:
+    deaf = "signal.signal(15, signal.SIG_IGN); (folder / number).touch(); time.sleep(60)"
+    with job(deaf, tmp_path, end_within_seconds=1000) as running:
+        while not all((tmp_path / number).exists() for number in "01"):
+            time.sleep(0.01)
+        running.end(lambda: True)
+    assert_all_have_ended(tmp_path)
+
+
+def test_at_a_given_lighthouse_others_may_be_enough(tmp_path: Path) -> None:
+    given = {"lighthouse": "http://10.0.0.1:29510", "host": "10.0.0.2"}
+    with job("", tmp_path, members=1, **given) as running:
+        wait_for_end(running)
+    assert told(tmp_path)["0-0"][1:] == ["http://10.0.0.1:29510", "2", "10.0.0.2"]
+    assert running.exit_code == 0
+
+
+def test_what_can_not_be_is_told_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="max=1 members are fewer than min=2"):
+        ElasticJob(["true"], 1, min_members=2)
+    with pytest.raises(ConfigError, match="leave it out with lighthouse"):
+        ElasticJob(["true"], 1, lighthouse="http://10.0.0.1:29510", port=1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ConfigError, match=f"no lighthouse can listen at 127.0.0.1:{port}"),
+            ElasticJob(["true"], 1, port=port),
+        ):
+            os._exit(1)
