@@ -176,7 +176,8 @@ def work(arguments: argparse.Namespace) -> None:
     trainer.train()
     if dist.get_rank() == 0:
         loss = heldout_loss(adapted, heldout)
-        arguments.out.write_text(json.dumps([loss, callback.sync.stats().compression_ratio]))
+        averaged = callback.sync if callback.local is None else callback.local
+        arguments.out.write_text(json.dumps([loss, averaged.stats().compression_ratio]))
     leave_job()
 
 

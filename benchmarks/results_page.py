@@ -1,0 +1,199 @@
+"""The page of results, `docs/results.md`, from the files in `benchmarks/results`.
+
+python benchmarks/results_page.py    # after anything new was measured
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+
+import bench_adamw
+import bench_known
+from bench_adamw import EXACT, STUDENT_T
+from pages import RESULTS_FOLDER, ROOT
+
+PAGE = ROOT / "docs" / "results.md"
+GAP_PICTURE = "gap-against-bytes"
+FROM_DOCS = "../benchmarks/results/"
+MIN_SEEDS = 3
+# Of a machine that was busy; measured again on a quiet one.
+LEFT_OUT = ("network-2-hosts-few-bits",)
+
+INTRODUCTION = """# Results
+
+Measured figures of this project, each with its command, date and processor; made by `python
+benchmarks/results_page.py` from the files in [benchmarks/results](../benchmarks/README.md). Differences
+to exact averaging are taken seed by seed, on the same batches. Compare within a table only: they are of
+different machines, and steps over slow links were timed on hosts that share two cores. What they mean for
+your run: [choosing](choosing.md), [AdamW over a slow link](adamw.md), [speed](speed.md)."""
+
+NOT_MEASURED = """## Not measured
+
+- **GPUs and NCCL.** All times are of processors and Gloo. Kernels for GPUs are tested for their results,
+  not timed here.
+- **Real networks.** Links are those of [`thinwire lab`](lab.md): a limited rate on one machine, no loss
+  of packets, no other traffic.
+- **Links of 10 Gbit/s.** Two cores do not fill them; `unshaped` is what the machine's own memory carries.
+- **Large models.** The largest is a GPT of 10.9 M parameters, and that one for its time only; losses are
+  of models up to 1.2 M. GPT-2 small was not trained, and ResNets have their arithmetic timed, not their
+  accuracy.
+- **Long runs.** 2 000 steps are the most.
+- **Accelerate's `LocalSGD`.** It averages whole models in fp32; its time was not taken.
+- **Many members.** At most 8 that compute, 64 that are simulated; [a cost model](scaling.md) says the
+  rest."""
+
+
+@dataclass(frozen=True)
+class ResultPage:
+    """A page in the folder of results."""
+
+    path: Path
+
+    @property
+    def date(self) -> str:
+        return self.path.stem[:10]
+
+    @property
+    def name(self) -> str:
+        """What was measured, without the date."""
+        return self.path.stem[11:]
+
+    @property
+    def title(self) -> str:
+        return self.path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+    def origin(self) -> str:
+        """Return by what command, when and on what machine, in a line."""
+        text = self.path.read_text(encoding="utf-8")
+        facts = re.findall(
+            r"^- (?:command: |date: |machine: )?(.*)$", text.partition("\n## ")[0], re.MULTILINE
+        )
+        return " · ".join([*facts, f"[page]({FROM_DOCS}{self.path.name})"])
+
+    def body(self) -> str:
+        """Return what follows its head; with pictures that are there, sections lower."""
+        text = self.path.read_text(encoding="utf-8").partition("\n- Python ")[2].partition("\n")[2]
+        text = re.sub(r"!\[(.*?)\]\((.*?)\)", self._picture, text)
+        return re.sub(r"^##", "####", text, flags=re.MULTILINE).strip()
+
+    def _picture(self, found: re.Match[str]) -> str:
+        file = found[2]
+        return f"![{found[1]}]({FROM_DOCS}{file})" if (RESULTS_FOLDER / file).exists() else ""
+
+
+def latest(kind: str) -> list[ResultPage]:
+    """Return the pages of a kind, the last one of each name."""
+    pages = {
+        page.name: page for page in map(ResultPage, sorted(RESULTS_FOLDER.glob(f"????-??-??-{kind}.md")))
+    }
+    return [pages[name] for name in sorted(pages) if name not in LEFT_OUT]
+
+
+def section(title: str, *kinds: str) -> Iterator[str]:
+    """Yield pages of some kinds whole, under a title."""
+    found = [page for kind in kinds for page in latest(kind)]
+    if found:
+        yield f"## {title}"
+    for page in found:
+        yield f"### {page.title} (`{page.name}`)\n\n{page.origin()}"
+        yield page.body()
+
+
+def adamw() -> Iterator[str]:
+    """Yield losses with AdamW, from their file."""
+    by_setting: dict[bench_adamw.Setting, list[bench_adamw.Record]] = {}
+    for record in bench_adamw.records(bench_adamw.RECORDS):
+        by_setting.setdefault(record.setting, []).append(record)
+    yield "## Loss after equally many tokens, with AdamW"
+    # The file's lines do not say where: the page of the same day does.
+    (page,) = latest("adamw")
+    command = "`python benchmarks/bench_adamw.py train …`, one line a training in `adamw.jsonl`"
+    yield f"{command} · {page.origin().partition(' · ')[2]}"
+    yield bench_adamw.EXPLANATION
+    yield f"![loss gap against bytes]({FROM_DOCS}{GAP_PICTURE}.png)"
+    for setting, of_setting in by_setting.items():
+        if bench_adamw.compared(of_setting):
+            yield f"### {bench_adamw.section_title(setting)}\n\n{bench_adamw.table(setting, by_setting)}"
+
+
+def gaps() -> dict[str, tuple[float, float, float]]:
+    """Return by method how many times fewer bytes than bf16, gap in percent, and half of its 95 % interval.
+
+    Of four members with AdamW, and of at least three seeds.
+    """
+    of_setting = [
+        record
+        for record in bench_adamw.records(bench_adamw.RECORDS)
+        if record.setting == bench_adamw.Setting()
+    ]
+    compared = bench_adamw.compared(of_setting)
+    exact = {run.lane.seed: run.outcome.loss for run in compared[EXACT]}
+    found = {}
+    for name, runs in compared.items():
+        percent = [
+            100 * (run.outcome.loss / exact[run.lane.seed] - 1) for run in runs if run.lane.seed in exact
+        ]
+        if name != EXACT and len(percent) >= MIN_SEEDS:
+            half = STUDENT_T[len(percent) - 1] * stdev(percent) / math.sqrt(len(percent))
+            found[name] = runs[0].outcome.times_fewer, fmean(percent), half
+    return dict(sorted(found.items(), key=lambda each: each[1][0]))
+
+
+def known() -> Iterator[str]:
+    """Yield what came of data that packages bring along, and what of it is missing."""
+    yield "## On data that packages bring along"
+    by_part: dict[tuple[str, str, int], list[bench_known.Record]] = {}
+    for record in bench_known.records(bench_known.RECORDS):
+        by_part.setdefault((record.task, record.optimizer, record.steps), []).append(record)
+    origins = [page.origin() for page in latest("known")]
+    command = "`python benchmarks/bench_known.py train`, one line a training in `known.jsonl`"
+    yield " · ".join([command, *(origin.partition(" · ")[2] for origin in origins)])
+    yield bench_known.EXPLANATION
+    for (task, optimizer, steps), of_part in by_part.items():
+        yield f"### {task}, {optimizer}, {steps} steps\n\n{bench_known.table(of_part)}"
+    wanted = {(task, optimizer) for task, each in bench_known.TASKS.items() for optimizer in each.rates}
+    missing = sorted(wanted - {(task, optimizer) for task, optimizer, _ in by_part})
+    if missing:
+        yield "Not measured yet: " + "; ".join(", ".join(each) for each in missing) + "."
+
+
+def advice() -> Iterator[str]:
+    """Yield how right the advice was, without its long table of every prediction."""
+    for page in latest("advice"):
+        yield f"## Predicted and measured steps\n\n{page.origin()}"
+        summary, table, *_, picture = page.body().split("\n\n")
+        yield "\n\n".join([summary, table, picture])
+
+
+def text() -> str:
+    """Return the whole page."""
+    parts = [
+        INTRODUCTION,
+        *adamw(),
+        *known(),
+        *section("Loss by matrix rank", "quality"),
+        *section("Time to the same loss", "time-to-loss", "steps-to-loss-adamw"),
+        *section("Whole steps over a slow link", "network-*"),
+        *section("Sharded models over a slow link", "sharded-*"),
+        *section("The arithmetic of a step", "codec*"),
+        *advice(),
+        NOT_MEASURED,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main() -> None:
+    import plots  # noqa: PLC0415 - the text needs no pictures
+
+    plots.gap_against_bytes(gaps(), RESULTS_FOLDER / GAP_PICTURE)
+    PAGE.write_text(text(), encoding="utf-8")
+    print(PAGE.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
