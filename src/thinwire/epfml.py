@@ -296,6 +296,7 @@ def _step_keeping_error(
     for parameter, mean in zip(parameters, means, strict=True):
         parameter.grad = mean
     optimizer.step()
+    # The error, to which the next backward pass adds its gradients.
     for parameter, left in zip(parameters, gradients, strict=True):
         parameter.grad = left
     return True

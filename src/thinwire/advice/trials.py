@@ -201,6 +201,7 @@ def has_changed(before: Trial, now: Trial) -> bool:
         before: When it was chosen.
         now: Since.
     """
+    # Where the host can't see waiting, it is NaN, which is never above: then the steps' time decides alone.
     bound = CHANGE * before.step_seconds
     return (
         abs(now.step_seconds - before.step_seconds) > bound

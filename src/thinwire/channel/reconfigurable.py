@@ -60,6 +60,7 @@ class ReconfigurableTransport(Transport):
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.all_gather`."""
+        # Views of `output`, as bytes: Gloo gathers some types only, and fills a tensor for each member.
         rows = list(_as_bytes(output).view(self.size, -1))
         options = AllgatherOptions()
         return self._started(purpose, lambda: self._group.allgather([rows], [_as_bytes(tensor)], options))

@@ -28,6 +28,7 @@ class Blocks:
     numels: tuple[int, ...]
     block: int
     num_members: int
+    # By device, and kept: made anew in each step they would be copied there from the host each time.
     _lengths: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
     _firsts: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
@@ -75,6 +76,7 @@ class Blocks:
         """Return where each block begins in the flat tensors, int64, on a device; made once for each."""
         if device not in self._firsts:
             offsets = list(accumulate(self.numels, initial=0))[:-1]
+            # Behind a tensor whose last block is short, blocks begin earlier by what it lacks.
             lags = [offset - self.block * first for offset, first in zip(offsets, self.starts, strict=False)]
             firsts = self.block * torch.arange(self.total) + self.spread(lags)
             self._firsts[device] = firsts.to(device)

@@ -113,6 +113,7 @@ def low_bit_mean(
     sent = kernels.encoded(flat, blocks, codebook, of_member)
     received = Coded.arrived((yield AllToAll(sent.message)), blocks.share)
     lost = flat.new_empty(own.stop - own.start, blocks.block) if keeps_lost else None
+    # By parameter and place, not by member: whoever averages a block draws the same for it.
     of_share = None if of_mean is None else of_mean.of(own)
     mean = kernels.averaged(received, blocks, own, codebook, of_share, lost, flat.dtype)
     coded = Coded.arrived((yield AllGather(mean.message.view(-1))), blocks.share)

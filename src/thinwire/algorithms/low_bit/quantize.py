@@ -177,6 +177,7 @@ class QuantizePlan(BucketPlan):
         )
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
         yield Commit(lambda: all_finite(found.scales.float()), writes=keeps_residual)
+        # Before the mean is written: it comes to lie where the values are.
         residual = found.unsent(values) if keeps_residual else None
         found.write(values)
         if values is not bucket.flat:

@@ -83,6 +83,7 @@ def approximate_whole(
         total = yield ShardSum(torch.cat([part.reshape(-1) for part in parts]))
         message = packed([total], dtype)
         own = unpacked(message if config.wire_dtype is not None else total, like=parts)
+        # Each shard averages a share: so it travels once between replicas, and not once for each shard.
         shard, num_shards = cuts[0].shard, cuts[0].num_shards
         length = -(-len(message) // num_shards)
         share = pad(message, (0, length * num_shards - len(message))).view(num_shards, length)[shard]
@@ -117,6 +118,7 @@ def norm_of_rows(term: Factors) -> torch.Tensor:
     Args:
         term: Its basis is this shard's rows of P̂.
     """
+    # From two Gram matrices of r × r: the product itself would have all the elements of the shard.
     grams = [side.double() @ side.double().mT for side in (term.basis, term.own)]
     squares = (grams[0] * grams[1]).sum(dim=(1, 2))
     return squares.clamp(min=0).sqrt().to(term.own.dtype).unsqueeze(1)

@@ -82,6 +82,7 @@ class BatchedPlan(LowRankPlan):
         if route.matrix_shape is None or route.matrix_rank is None:
             raise AssertionError("a compressed route has a shape and a rank")
         label, (rows, columns), scale = route.label, route.matrix_shape, bucket.loss_scale
+        # The bucket itself, unless it is of 16 bits: it takes up the residual, and the mean, in place.
         flat = bucket.flat.to(bucket.specs[0].memory_dtype)
         residual = _residual(bucket, memory)
         matrices = _rows(flat, columns)
@@ -95,6 +96,7 @@ class BatchedPlan(LowRankPlan):
         heights = [len(matrix) for matrix in matrices]
         dtype = self.config.message_dtype(bucket.flat.dtype)
         received: list[torch.Tensor] = []
+        # Of one part: both are rows of one square, and have its right factor in common.
         (right,) = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
             lefts = products(parts, [right] * len(parts), scale, add_error=iteration == 0)
@@ -108,6 +110,7 @@ class BatchedPlan(LowRankPlan):
             owns = projections(parts, lefts, scale, add_error=False)
             own = sum(owns[1:], start=owns[0])
             message = packed([own], dtype)
+            # Before the message is given away, in whose memory the mean comes to lie.
             (own,) = as_sent(self.config.wire_dtype, message, [own])
             mean = yield Mean(message)
             received.append(mean)

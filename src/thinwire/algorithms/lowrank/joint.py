@@ -63,6 +63,7 @@ def _multiplied(items: Sequence[Asked], multiply: Callable[..., list[torch.Tenso
     results: dict[int, torch.Tensor] = {}
     for some in _of_one_scale(item.loss_scale for item in items):
         given = [items[index] for index in some]
+        # All for the first time in the step, or none: a bucket asks for that as it starts, by itself.
         found = multiply(
             [item.group for item in given],
             [item.factor for item in given],
@@ -127,6 +128,7 @@ def all_copied(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch
     kinds: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in items:
         kinds.setdefault((target.device, target.dtype, source.dtype), []).append((target, source))
+    # Alike ones together: of mixed types or devices `_foreach` makes one copy after the other.
     for alike in kinds.values():
         torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
     return [target for target, _ in items]
@@ -136,6 +138,7 @@ def _of_one_scale(scales: Iterable[torch.Tensor | None]) -> list[list[int]]:
     """Return which items have one loss scale: a tensor of each bucket, but mostly of the same memory."""
     found: dict[object, list[int]] = {}
     for index, scale in enumerate(scales):
+        # By address: to compare the numbers, the host would wait for the device.
         key = None if scale is None else (scale.device, scale.data_ptr(), scale.dtype)
         found.setdefault(key, []).append(index)
     return list(found.values())

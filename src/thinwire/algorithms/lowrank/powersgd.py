@@ -206,6 +206,7 @@ class PowerSGD(LowRank):
         if self.factor_bits is None or not kinds:
             return routes
         missing = 0
+        # Left and right factors travel by themselves, so each of the two is filled up.
         for side in (0, 1):
             blocks = sum(num_blocks(shape[side], rank) for shape, rank in kinds if shape and rank)
             missing += -blocks % num_members
