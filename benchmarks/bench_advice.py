@@ -35,11 +35,10 @@ from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.probe import probe
 
 UNTIMED_ROUNDS = 3
-ROUNDS = 14
-LOCAL_STEPS = 40
-PROBE_SECONDS = 6.0
-ADVICE_SECONDS = 15.0
+PROBE_SECONDS = 4.0
+ADVICE_SECONDS = 8.0
 ACCURATE = 0.15
+BYTES = 64
 
 
 def new_convolutions() -> nn.Module:
@@ -52,7 +51,7 @@ def new_convolutions() -> nn.Module:
 
 def on_bytes(model: nn.Module) -> None:
     """A step on random bytes: their values change no time."""
-    inputs = torch.randint(256, (8, 65))
+    inputs = torch.randint(256, (8, BYTES + 1))
     logits = model(inputs[:, :-1])
     torch.autograd.backward(nn.functional.cross_entropy(logits.flatten(0, 1), inputs[:, 1:].flatten()))
 
@@ -65,6 +64,7 @@ def on_images(model: nn.Module) -> None:
 
 OneStep = Callable[[nn.Module], None]
 MODELS: dict[str, tuple[Callable[[], nn.Module], OneStep]] = {
+    "tiny GPT": (lambda: GPT(SIZES["tiny"]), on_bytes),
     "GPT": (lambda: GPT(SIZES["small"]), on_bytes),
     "LSTM": (new_lstm, on_bytes),
     "convolutions": (new_convolutions, on_images),
@@ -102,7 +102,7 @@ class Comparison:
         return self.measured[self.advised] / min(self.measured.values()) - 1
 
 
-def work(setting: Setting, out: Path) -> None:
+def work(setting: Setting, out: Path, rounds: int, local_steps: int) -> None:
     """On each host: predict, then measure."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -112,16 +112,16 @@ def work(setting: Setting, out: Path) -> None:
     # Any loss: this is about time.
     advice = thinwire.advise(build(), one_step, found, budget_seconds=ADVICE_SECONDS, budget_loss=math.inf)
     predicted = {each.name: each.step_seconds for each in advice.predictions}
-    measured = averaging_seconds(build, one_step)
+    measured = averaging_seconds(build, one_step, rounds)
     for way in LOCAL_VARIANTS:
         if way.name in predicted:  # not where a model has fewer layers than fragments
-            measured[way.name] = local_seconds(build(), one_step, way)
+            measured[way.name] = local_seconds(build(), one_step, way, local_steps)
     if dist.get_rank() == 0:
         out.write_text(json.dumps(asdict(Comparison(predicted, measured, advice.best.name))))
     leave_job()
 
 
-def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep) -> dict[str, float]:
+def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep, rounds: int) -> dict[str, float]:
     """Of a step with each algorithm: medians. They take turns, in another order each time.
 
     A large message leaves the link's burst allowance empty for whoever comes next.
@@ -131,7 +131,7 @@ def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep) -> dict
         models[name] = DistributedDataParallel(build())
         thinwire.attach(models[name], variant.algorithm)
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    for number in range(UNTIMED_ROUNDS + ROUNDS):
+    for number in range(UNTIMED_ROUNDS + rounds):
         names = list(models)
         random.Random(number).shuffle(names)
         for name in names:
@@ -144,12 +144,12 @@ def averaging_seconds(build: Callable[[], nn.Module], one_step: OneStep) -> dict
     return {name: median(each) for name, each in seconds.items()}
 
 
-def local_seconds(model: nn.Module, one_step: OneStep, way: LocalVariant) -> float:
+def local_seconds(model: nn.Module, one_step: OneStep, way: LocalVariant, steps: int) -> float:
     """Of a step with an averaging of the models now and then; its optimizer changes nothing."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     seconds = []
     with way.front(model, optimizer, every_steps=way.every_steps, **way.options):
-        for number in range(1 + max(2, LOCAL_STEPS // way.every_steps)):
+        for number in range(1 + max(1, steps // way.every_steps)):
             dist.barrier()
             start = time.perf_counter()
             for _ in range(way.every_steps):
@@ -161,12 +161,13 @@ def local_seconds(model: nn.Module, one_step: OneStep, way: LocalVariant) -> flo
     return float(median(seconds))
 
 
-def compared(setting: Setting, meanwhile: Callable[[], None]) -> Comparison:
+def compared(setting: Setting, arguments: argparse.Namespace, meanwhile: Callable[[], None]) -> Comparison:
     """Run one setting in the lab."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "comparison.json")
         script = [__file__, f"--work={out}", f"--models={setting.model}"]
         script += [f"--hosts={setting.hosts}", f"--rates={setting.rate}"]
+        script += [f"--rounds={arguments.rounds}", f"--local-steps={arguments.local_steps}"]
         run_in_lab(setting.hosts, setting.rate, script, meanwhile=meanwhile)
         return Comparison(**json.loads(out.read_text()))
 
@@ -207,8 +208,12 @@ def details(comparisons: dict[Setting, Comparison]) -> str:
 def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2])
+    parser.add_argument("--rates", nargs="+", default=["100mbit", "200mbit", "500mbit", "1gbit"])
+    parser.add_argument("--rounds", type=int, default=6, help="timed steps with each algorithm, in turn")
+    parser.add_argument(
+        "--local-steps", type=int, default=20, help="timed ones of what averages now and then, at least"
+    )
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -222,15 +227,16 @@ def main() -> None:
         for rate in arguments.rates
     ]
     if arguments.work is not None:
-        work(settings[0], arguments.work)
+        work(settings[0], arguments.work, arguments.rounds, arguments.local_steps)
         return
     kept = Kept("advice")
-    found = {setting: kept.find(**asdict(setting)) for setting in settings}
+    alike = {"rounds": arguments.rounds, "local_steps": arguments.local_steps}
+    found = {setting: kept.find(**asdict(setting), **alike) for setting in settings}
     missing = [setting for setting in settings if found[setting] is None]
     with Progress(len(missing), kept=kept.path) as progress:
         for number, setting in enumerate(missing):
-            comparison = compared(setting, partial(progress.show, number, setting))
-            kept.add(asdict(comparison), **asdict(setting))
+            comparison = compared(setting, arguments, partial(progress.show, number, setting))
+            kept.add(asdict(comparison), **asdict(setting), **alike)
             found[setting] = asdict(comparison)
             print(f"{setting}\n{table({setting: comparison})}", flush=True)
     comparisons = {setting: Comparison(**found[setting]) for setting in settings}
@@ -244,9 +250,9 @@ def main() -> None:
     text = page(
         "Predicted and measured steps",
         f"{len(settings)} settings in `thinwire lab`; {PROBE_SECONDS:g} s of probing and "
-        f"{ADVICE_SECONDS:g} s of advice in each, then {ROUNDS} steps with each of {len(priced())} "
-        f"algorithms in turn, and at least {LOCAL_STEPS} with each way of averaging models now and then. Any "
-        f"loss was accepted: this is about time. Over all {len(errors)} "
+        f"{ADVICE_SECONDS:g} s of advice in each, then {arguments.rounds} steps with each of {len(priced())} "
+        f"algorithms in turn, and at least {arguments.local_steps} with each way of averaging models now and "
+        f"then. Any loss was accepted: this is about time. Over all {len(errors)} "
         f"predictions the median error is {100 * median(errors):.0f} %, and {accurate} are within "
         f"{ACCURATE:.0%}. The advised algorithm was "
         f"at most {100 * max(each.regret for each in comparisons.values()):.0f} % slower than the fastest "
