@@ -15,78 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from elastic.in_turns import Faulty, Killed, Reached, Turn
 from thinwire import Watch, read_run
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Work, run_members
+from thinwire.channel import run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.reconfigurable import ReconfigurableTransport
-from thinwire.channel.wrapped import Wrapped
-from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, local_sgd
+from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, local_sgd, member
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StepError
 
 EVERY = 2
 VOTE = "whether all have received everything"
 FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
-
-
-class Reached:
-    """Waits until a member has made so many steps."""
-
-    def __init__(self, run: Run, steps: int) -> None:
-        self._run, self._steps = run, steps
-
-    @property
-    def is_complete(self) -> bool:
-        return any(local.steps >= self._steps for local in self._run.locals.values())
-
-    def who_is_missing(self) -> str:
-        return f"step {self._steps} is waited for"
-
-
-class Turn:
-    """Lets all others run once."""
-
-    is_over = False
-
-    @property
-    def is_complete(self) -> bool:
-        was_over, self.is_over = self.is_over, True
-        return was_over
-
-    def who_is_missing(self) -> str:
-        return "nobody"
-
-
-class Faulty(Wrapped):
-    """Fails what a member waits for, once, the nth time that a message's purpose has some words in it."""
-
-    def __init__(self, inner: Wrapped, words: str, place: int) -> None:
-        super().__init__(inner.transport)
-        self.words, self.place = words, place
-
-    def send(self, collective: Any, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]) -> Work:
-        work = start()
-        self.place -= self.words in purpose
-        return Cut(work) if self.words in purpose and self.place == 0 else work
-
-
-class Cut:
-    """A message that has come for the others, and not for this member."""
-
-    def __init__(self, work: Work) -> None:
-        self.work = work
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
-    def wait(self) -> None:
-        self.work.wait()
-        raise CommunicationError("the link was cut")
-
-
-class Killed(Exception):  # noqa: N818
-    pass
 
 
 def parameters_of(model: nn.Module) -> torch.Tensor:
@@ -131,7 +72,7 @@ class Run:
 
     def body(self, member: int) -> str:
         if self.joins_at[member]:
-            wait_for(Reached(self, self.joins_at[member]))
+            wait_for(Reached(self.locals.values, self.joins_at[member]))
             self.groups[member] = InProcessGroup(self.lighthouse)
         if member in self.faults:
             self.groups[member].transport = Faulty(self.groups[member].transport, *self.faults[member])
@@ -182,7 +123,7 @@ class Run:
             group.leave = lambda: None  # type: ignore[method-assign]
             raise Killed
         elif how == "away":
-            back_at = Reached(self, local.steps + 3 * EVERY)
+            back_at = Reached(self.locals.values, local.steps + 3 * EVERY)
             while not back_at.is_complete:
                 with suppress(CommunicationError):  # the others wait for it, and then go on without it
                     wait_for(back_at)
@@ -322,7 +263,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
 
 
 def test_a_handler_of_sigterm_that_is_not_pythons_ends_as_the_default_one() -> None:
-    with patch("signal.signal", return_value=None) as installed, local_sgd._on_sigterm(lambda: None):
+    with patch("signal.signal", return_value=None) as installed, member._on_sigterm(lambda: None):
         pass
     assert installed.call_args.args == (signal.SIGTERM, signal.SIG_DFL)
 
@@ -424,6 +365,9 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     seldom = PowerSGD(bytes_per_step=100, replan_every_steps=10**6)
     with pytest.raises(ConfigError, match="give a matrix rank instead of a budget"):
         LocalSGD(model, optimizer, every_steps=2, group=group, algorithm=seldom)
+    for setting in ("delay_steps", "warmup_steps"):
+        with pytest.raises(ConfigError, match=f"{setting} must be 0 where members come and go, got 2"):
+            DiLoCo(model, optimizer, group=group, **{setting: 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match='"steps" or "work"'):
         LocalSGD(model, optimizer, every_steps=2, group=group, weigh_by="tokens")  # type: ignore[arg-type]
     local = LocalSGD(model, optimizer, every_steps=2, group=group)

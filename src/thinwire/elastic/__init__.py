@@ -1,4 +1,6 @@
-"""Training whose members come and go: `LocalSGD` and `DiLoCo` over a group that changes between averagings.
+"""Training whose members come and go: over a group that changes between averagings.
+
+`LocalSGD` and `DiLoCo` average models every so many steps, `Steps` gradients at each.
 
 `TorchftGroup` finds the members through torchft's lighthouse (`pip install '.[elastic]'` in a clone).
 `InProcessGroup` has them in one process, for tests.
@@ -9,6 +11,7 @@ from thinwire.elastic.group import Group
 from thinwire.elastic.in_process import InProcessGroup, InProcessLighthouse
 from thinwire.elastic.local_sgd import LocalSGD
 from thinwire.elastic.membership import MembershipStats
+from thinwire.elastic.steps import Steps
 from thinwire.elastic.torchft_group import TorchftGroup
 from thinwire.errors import LeftError
 
@@ -20,5 +23,6 @@ __all__ = [
     "LeftError",
     "LocalSGD",
     "MembershipStats",
+    "Steps",
     "TorchftGroup",
 ]

@@ -38,6 +38,8 @@ class DiLoCo(LocalSGD):
         grad_scaler: As of `elastic.LocalSGD`.
         weigh_by: As of `elastic.LocalSGD`.
         leave_on_sigterm: As of `elastic.LocalSGD`.
+        delay_steps: As of `elastic.LocalSGD`.
+        warmup_steps: As of `elastic.LocalSGD`.
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
@@ -61,6 +63,8 @@ class DiLoCo(LocalSGD):
         grad_scaler: GradScaler | None = None,
         weigh_by: Literal["steps", "work"] = "steps",
         leave_on_sigterm: bool = True,
+        delay_steps: int = 0,
+        warmup_steps: int = 0,
     ) -> None:
         self._outer_lr = None if outer_lr is None else float(number("outer_lr", outer_lr, minimum=0))
         if outer_momentum is not None and not 0 <= number("outer_momentum", outer_momentum, minimum=0) < 1:
@@ -79,6 +83,8 @@ class DiLoCo(LocalSGD):
             outer_device=outer_device,
             weigh_by=weigh_by,
             leave_on_sigterm=leave_on_sigterm,
+            delay_steps=delay_steps,
+            warmup_steps=warmup_steps,
         )
 
     def _nesterov(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
-from itertools import chain
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -16,15 +11,14 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Description
 from thinwire.checks import checked_scaler, number, true_or_false, whole_count
 from thinwire.elastic.group import Group
-from thinwire.elastic.membership import Membership, MembershipStats
-from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.ddp_model import is_fsdp2
+from thinwire.elastic.member import Member, check_like, check_plans_once, group_of_environment, plain_module
+from thinwire.errors import ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.averagings import Flight
 from thinwire.fronts.local_sgd.fragment import (
+    Averaged,
     Fragment,
     averaged_tensors,
     fragments_of,
@@ -41,12 +35,9 @@ from thinwire.fronts.local_sgd.validation import (
     checked_streaming,
     described_outer,
     new_outer,
-    unwrapped,
 )
-from thinwire.sync import Engine, GradientSync
+from thinwire.sync import Engine
 from thinwire.sync.checksum import check_undamaged, with_checksum
-from thinwire.sync.precision import full_precision
-from thinwire.sync.stats import Stats
 
 __all__ = ["LocalSGD"]
 
@@ -58,7 +49,7 @@ KEYS = {
 }  # fmt: skip
 
 
-class LocalSGD:
+class LocalSGD(Member):
     """Train each process on its own for some steps, then average with whoever is there.
 
     As `thinwire.LocalSGD`, on a group whose members change: see there what is averaged. A member that dies,
@@ -89,6 +80,9 @@ class LocalSGD:
         weigh_by: What a member's change weighs: "steps" that it made, or "work", as given to `count_work`.
         leave_on_sigterm: Whether SIGTERM lets this member leave, after its next averaging. Only on the main
             thread.
+        delay_steps: 0; of `thinwire.LocalSGD` only, and so is `warmup_steps`: an averaging can be repeated
+            without the member that was lost as long as nobody has gone on from it.
+        warmup_steps: 0.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
     80 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
@@ -116,95 +110,43 @@ class LocalSGD:
         outer_device: torch.device | str | None = None,
         weigh_by: Literal["steps", "work"] = "steps",
         leave_on_sigterm: bool = True,
+        delay_steps: int = 0,
+        warmup_steps: int = 0,
     ) -> None:
+        _check_meets_at_once(delay_steps, warmup_steps)
         self._every_steps = whole_count("every_steps", every_steps, minimum=1)
         self._num_fragments, *_ = checked_streaming(self._every_steps, fragments, delay_steps=0, mix=None)
         check_outer(outer)
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
-        self.module, ddp = unwrapped(model)
-        if ddp is not None:
-            raise AttachError(
-                "a DDP model's process group can't change; pass the plain module, and do not call "
-                "init_process_group: the members find each other through the lighthouse"
-            )
-        if is_fsdp2(self.module):
-            raise AttachError(
-                f"{type(self.module).__name__} is sharded by fully_shard; a member that comes and goes is "
-                "one process with a whole model. thinwire.LocalSGD averages sharded ones"
-            )
-        if algorithm.plans_anew:
-            raise ConfigError(
-                f"{algorithm} makes a new plan now and then, behind the averaging; members that come and go "
-                "need one plan: give a matrix rank instead of a budget"
-            )
+        module = plain_module(model)
+        check_plans_once(algorithm)
         self._average_buffers = true_or_false("average_buffers", average_buffers)
         self._outer_device = checked_device(outer_device)
         self._grad_scaler = checked_scaler(grad_scaler)
-        averaged = self._averaged_now()
-        self._optimizer = checked_optimizer(optimizer, averaged, self.module)
-        self._leave_on_sigterm = true_or_false("leave_on_sigterm", leave_on_sigterm)
+        true_or_false("leave_on_sigterm", leave_on_sigterm)
+
+        def averaged_now() -> list[Averaged]:
+            return averaged_tensors(module, ignored=(), buffers=self._average_buffers)
+
+        averaged = averaged_now()
+        self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._weigh_by = weigh_by
         self._make_outer = outer
         parts = parts_of(averaged, self._num_fragments)
-        self._group = _torchft_group() if group is None else group
-        specs = [each.spec for each in averaged]
-        self._engine = Engine(algorithm, self._group.transport, specs, parts=parts)
-        self._sync = GradientSync(self._engine)
-        self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
-        self._membership = Membership(self._group, self._engine, _Front(self))
+        group = group_of_environment() if group is None else group
+        engine = Engine(algorithm, group.transport, [each.spec for each in averaged], parts=parts)
+        super().__init__(module, averaged_now, engine, group, _Front(self), leave_on_sigterm=leave_on_sigterm)
         self._fragments: tuple[Fragment, ...] = ()
         self._outer: torch.optim.Optimizer | None = None
-        self._entered: Mapping[str, object] = {}
-        self._attached = ExitStack()
-        self._is_inside = self._shows_average = False
-        self._steps = self._steps_here = self._turns = self._pending_steps = 0
+        self._shows_average = False
+        self._turns = self._pending_steps = 0
         self._work: list[float] = []  # of this member since each fragment's last averaging
-        self.observers: list[Callable[[bool], None]] = []
-
-    @property
-    def sync(self) -> GradientSync:
-        """What averages the changes: its plan and its figures."""
-        return self._sync
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
         """The outer optimizer, from entry on."""
         return self._outer
-
-    @property
-    def steps(self) -> int:
-        """Steps so far; a member that joins takes over those of the others."""
-        return self._steps
-
-    @property
-    def is_leaving(self) -> bool:
-        """Whether this member leaves after its next averaging."""
-        return self._membership.is_leaving
-
-    @property
-    def has_left(self) -> bool:
-        """Whether this member has left."""
-        return self._membership.has_left
-
-    def membership(self) -> MembershipStats:
-        """Return who has come and gone so far, as this member has seen it."""
-        return replace(self._membership.stats)
-
-    def numbers(self) -> dict[str, float]:
-        """Return `membership()` by name, as a `thinwire.Watch` logs it."""
-        return {name: float(value) for name, value in vars(self._membership.stats).items()}
-
-    def stats(self) -> Stats:
-        """Return what was sent, and how much less that is than data-parallel; as of `thinwire.LocalSGD`."""
-        return self._compared(self._sync.stats())
-
-    def counts(self) -> Stats:
-        """Return `stats()` without errors; see `Engine.counts`."""
-        return self._compared(self._engine.counts())
-
-    def _compared(self, stats: Stats) -> Stats:
-        return replace(stats, steps=self._steps, gradient_bytes=self._steps_here * self._gradient_bytes)
 
     def __str__(self) -> str:
         fragments = f", fragments={self._num_fragments}" if self._num_fragments > 1 else ""
@@ -226,10 +168,6 @@ class LocalSGD:
         self._check_inside("count_work()")
         added = float(number("amount", amount, minimum=0))
         self._work = [work + added for work in self._work]
-
-    def leave(self) -> None:
-        """Leave after the next averaging, handing over what this member has not transmitted."""
-        self._membership.is_leaving = True
 
     # The context.
 
@@ -255,18 +193,10 @@ class LocalSGD:
         if self._make_outer is not None:
             parameters = outer_parameters(averaged, self._fragments)
             self._outer = new_outer(self._make_outer, parameters, self._engine.algorithm)
-        self._entered = {each.name: each.identity for each in averaged}
         with ExitStack() as attached:
-            attached.callback(self._membership.leave)
-            attached.callback(setattr, self, "_is_inside", False)
-            if self._leave_on_sigterm and threading.current_thread() is threading.main_thread():
-                attached.enter_context(_on_sigterm(self.leave))
-            # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
-            with suppress(LeftError), full_precision(self._device):
-                self._membership.average()
+            attached.enter_context(self._joined())
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
             self._attached = attached.pop_all()
-        self._is_inside = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
@@ -274,8 +204,8 @@ class LocalSGD:
         with self._attached:
             if kind is None and self._pending_steps and not self.has_left:
                 self.leave()
-                with suppress(LeftError), full_precision(self._device):
-                    self._membership.average()
+                with suppress(LeftError):
+                    self._average()
         return kind is not None and issubclass(kind, LeftError) and self.has_left
 
     @contextmanager
@@ -303,8 +233,7 @@ class LocalSGD:
         if self._weigh_by == "steps":
             self._work = [work + 1 for work in self._work]
         if self._pending_steps >= self._steps_to_turn():
-            with full_precision(self._device):  # the step may stand under autocast
-                self._membership.average()
+            self._average()
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
 
@@ -322,35 +251,12 @@ class LocalSGD:
     def _due(self) -> int:
         return self._turns % self._num_fragments
 
-    @property
-    def _device(self) -> torch.device:
-        return self._fragments[0].lasts[0][0].tensor.device
-
     def _check_inside(self, call: str) -> None:
-        if self.has_left:
-            raise LeftError(f"{call} came after this member has left its group; end the loop")
-        if not self._is_inside:
-            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        super()._check_inside(call)
         if self._shows_average:
             raise StepError(
                 f"{call} came inside averaged(), where the model is the last average; leave that first"
             )
-        now = {each.name: each.identity for each in self._averaged_now()}
-        differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
-        if differing:
-            raise StepError(
-                f"the model's trainable parameters or buffers are others than on entry: {differing[:4]}; "
-                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
-            )
-
-    def _averaged_now(self) -> Any:
-        return averaged_tensors(self.module, ignored=(), buffers=self._average_buffers)
-
-    def _not_averaged(self) -> dict[str, torch.Tensor]:
-        """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
-        names = {each.name for each in self._averaged_now()}
-        held = chain(self.module.named_parameters(), self.module.named_buffers())
-        return {name: tensor.detach() for name, tensor in held if name not in names}
 
 
 class _Flying:
@@ -428,7 +334,7 @@ class _Front:
                 "last_average": {each.name: last for each, last in lasts},
                 "not_averaged": local._not_averaged(),
                 "sync": local._engine.common_state(),
-                "residual_of": tuple(sorted(local._engine.memory[ERROR])),
+                "residual_of": local._residual_of(),
                 "outer": None if outer is None else outer.state_dict(),
             }
         )
@@ -441,20 +347,15 @@ class _Front:
         check_undamaged(state)
         lasts = {each.name: last for fragment in local._fragments for each, last in fragment.lasts}
         others = local._not_averaged()
-        _check_like("last_average", state["last_average"], lasts)
-        _check_like("not_averaged", state["not_averaged"], others)
+        check_like("last_average", state["last_average"], lasts)
+        check_like("not_averaged", state["not_averaged"], others)
         loaded = local._engine.check_state_dict(state["sync"])
         if local._outer is not None:
             try:
                 local._outer.load_state_dict(dict(state["outer"]))
             except (ValueError, TypeError) as error:
                 raise StateError(f"the group's state is of another outer optimizer: {error}") from error
-        local._engine.load(loaded)
-        for spec in local._engine.specs:
-            # A residual of zeros: on which parameters there is one decides what messages look like.
-            if spec.name in state["residual_of"]:
-                zeros = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=local._device)
-                local._engine.put_error(spec.name, zeros)
+        local._load(loaded, state["residual_of"])
         for fragment in local._fragments:
             fragment.take(state["last_average"])
             for each, last in fragment.lasts:
@@ -488,33 +389,20 @@ class _Front:
         local._turns += 1
 
 
-def _check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    if tensors.keys() != own.keys() or any(
-        tensors[name].shape != own[name].shape or tensors[name].dtype != own[name].dtype for name in own
-    ):
-        raise StateError(
-            f"the group's {key} is of other tensors than this member's model; start the same script as the "
-            "others"
+def _check_meets_at_once(delay_steps: object, warmup_steps: object) -> None:
+    """Refuse averagings that members go on from before they know that all have them, and a warm-up.
+
+    Raises:
+        ConfigError: They are not 0.
+    """
+    if delay_steps != 0:
+        raise ConfigError(
+            f"delay_steps must be 0 where members come and go, got {delay_steps!r}: an averaging in which a "
+            "member is lost is repeated with what the others have learnt until then, so they wait for its "
+            "end; take a larger every_steps, or fragments, to send less at a time"
         )
-
-
-@contextmanager
-def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` on SIGTERM while this is open."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        leave()
-
-    previous = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        # None is a handler that was not installed from Python; it can't be put back from here.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-
-def _torchft_group() -> Group:
-    # Imported here: torchft is an extra, and a group of another kind does without.
-    from thinwire.elastic.torchft_group import TorchftGroup  # noqa: PLC0415
-
-    return TorchftGroup()
+    if warmup_steps != 0:
+        raise ConfigError(
+            f"warmup_steps must be 0 where members come and go, got {warmup_steps!r}: who joins later would "
+            "not have had it; train on one machine first, and start members from what it has saved"
+        )

@@ -345,9 +345,9 @@ class Membership:
         if self._group.transport.rank in broken:
             self.leave()
             raise StepError(
-                "the parameters or buffers of this member are not finite (inf or NaN); nothing was averaged, "
-                "and it has left the group. Find what diverged (learning rate, loss, fp16 without a "
-                "GradScaler); started again, it takes the model of the others"
+                "what this member holds (parameters, buffers or gradients) is not finite (inf or NaN); "
+                "nothing was averaged, and it has left the group. Find what diverged (learning rate, loss, "
+                "fp16 without a GradScaler); started again, it takes the model of the others"
             )
         if broken:
             raise _TryAgainError(f"what members {broken} hold is not finite, and they leave")

@@ -1,0 +1,246 @@
+"""What fronts of members that come and go have in common: who they are, how they join, leave and count."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from itertools import chain
+from types import FrameType
+
+import torch
+from torch import nn
+
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.elastic.group import Group
+from thinwire.elastic.membership import Front, Membership, MembershipStats
+from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
+from thinwire.fronts.ddp_model import is_fsdp2
+from thinwire.fronts.local_sgd.fragment import Averaged
+from thinwire.fronts.local_sgd.validation import unwrapped
+from thinwire.sync import Engine, GradientSync
+from thinwire.sync.precision import full_precision
+from thinwire.sync.state import LoadedState
+from thinwire.sync.stats import Stats
+
+__all__ = ["Member", "check_like", "check_plans_once", "group_of_environment", "plain_module"]
+
+
+class Member:
+    """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`.
+
+    Args:
+        module: The model.
+        averaged: Returns what is averaged of it, as it is now.
+        engine: Averages, over the group's transport.
+        group: Who is there.
+        front: What `Membership` lets average.
+        leave_on_sigterm: As of `elastic.LocalSGD`.
+
+    Attributes:
+        module: As given.
+        observers: Are called after every step, with True; see `thinwire.Watch`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        averaged: Callable[[], list[Averaged]],
+        engine: Engine,
+        group: Group,
+        front: Front,
+        *,
+        leave_on_sigterm: bool,
+    ) -> None:
+        self.module = module
+        self.observers: list[Callable[[bool], None]] = []
+        self._averaged_now, self._engine, self._group = averaged, engine, group
+        self._leave_on_sigterm = leave_on_sigterm
+        self._sync = GradientSync(engine)
+        self._membership = Membership(group, engine, front)
+        first = averaged()
+        self._device = first[0].tensor.device
+        self._gradient_bytes = sum(each.spec.gradient_bytes for each in first if not each.is_buffer)
+        self._entered: Mapping[str, object] = {}
+        self._attached = ExitStack()
+        self._is_inside = False
+        self._steps = self._steps_here = 0
+
+    @property
+    def sync(self) -> GradientSync:
+        """What averages: its plan and its figures."""
+        return self._sync
+
+    @property
+    def steps(self) -> int:
+        """Steps so far; a member that joins takes over those of the others."""
+        return self._steps
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this member leaves after its next averaging."""
+        return self._membership.is_leaving
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this member has left."""
+        return self._membership.has_left
+
+    def membership(self) -> MembershipStats:
+        """Return who has come and gone so far, as this member has seen it."""
+        return replace(self._membership.stats)
+
+    def numbers(self) -> dict[str, float]:
+        """Return `membership()` by name, as a `thinwire.Watch` logs it."""
+        return {name: float(value) for name, value in vars(self._membership.stats).items()}
+
+    def stats(self) -> Stats:
+        """Return what was sent, and how much less that is than exact data-parallel training."""
+        return self._compared(self._sync.stats())
+
+    def counts(self) -> Stats:
+        """Return `stats()` without errors; see `Engine.counts`."""
+        return self._compared(self._engine.counts())
+
+    def _compared(self, stats: Stats) -> Stats:
+        return replace(stats, steps=self._steps, gradient_bytes=self._steps_here * self._gradient_bytes)
+
+    def leave(self) -> None:
+        """Leave after the next averaging, handing over what this member has not transmitted."""
+        self._membership.is_leaving = True
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Join, and leave at the end of the context. Collective.
+
+        Raises:
+            AgreementError: This member is configured otherwise than the others; they go on.
+            StateError: What the others have sent is damaged, or does not fit.
+            CommunicationError: Nobody, or too few, came in `wait_seconds`.
+        """
+        self._entered = {each.name: each.identity for each in self._averaged_now()}
+        with ExitStack() as attached:
+            attached.callback(self._membership.leave)
+            attached.callback(setattr, self, "_is_inside", False)
+            if self._leave_on_sigterm and threading.current_thread() is threading.main_thread():
+                attached.enter_context(_on_sigterm(self.leave))
+            # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
+            with suppress(LeftError):
+                self._average()
+            self._is_inside = True
+            yield
+
+    def _average(self) -> None:
+        with full_precision(self._device):  # the step may stand under autocast
+            self._membership.average()
+
+    def _check_inside(self, call: str) -> None:
+        if self.has_left:
+            raise LeftError(f"{call} came after this member has left its group; end the loop")
+        if not self._is_inside:
+            raise StepError(f"{call} was called outside the context; call it inside: with local: …")
+        now = {each.name: each.identity for each in self._averaged_now()}
+        differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
+        if differing:
+            raise StepError(
+                f"the model's trainable parameters or buffers are others than on entry: {differing[:4]}; "
+                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
+            )
+
+    def _not_averaged(self) -> dict[str, torch.Tensor]:
+        """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
+        names = {each.name for each in self._averaged_now()}
+        held = chain(self.module.named_parameters(), self.module.named_buffers())
+        return {name: tensor.detach() for name, tensor in held if name not in names}
+
+    def _residual_of(self) -> tuple[str, ...]:
+        return tuple(sorted(self._engine.memory[ERROR]))
+
+    def _load(self, loaded: LoadedState, residual_of: tuple[str, ...]) -> None:
+        """Go on from the others' common state, without a residual."""
+        self._engine.load(loaded)
+        for spec in self._engine.specs:
+            # A residual of zeros: on which parameters there is one decides what messages look like.
+            if spec.name in residual_of:
+                zeros = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=self._device)
+                self._engine.put_error(spec.name, zeros)
+
+
+def plain_module(model: object) -> nn.Module:
+    """Return the module that a member trains.
+
+    Raises:
+        AttachError: A DDP or a sharded model.
+        ConfigError: It is no module.
+    """
+    module, ddp = unwrapped(model)
+    if ddp is not None:
+        raise AttachError(
+            "a DDP model's process group can't change; pass the plain module, and do not call "
+            "init_process_group: the members find each other through the lighthouse"
+        )
+    if is_fsdp2(module):
+        raise AttachError(
+            f"{type(module).__name__} is sharded by fully_shard; a member that comes and goes is "
+            "one process with a whole model. thinwire.LocalSGD averages sharded ones"
+        )
+    return module
+
+
+def check_plans_once(algorithm: Algorithm) -> None:
+    """Refuse an algorithm that chooses anew at run time.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if algorithm.plans_anew:
+        raise ConfigError(
+            f"{algorithm} makes a new plan now and then, behind the averaging; members that come and go "
+            "need one plan: give a matrix rank instead of a budget"
+        )
+
+
+def check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what the group has sent, if it is of other tensors than this member's.
+
+    Args:
+        key: What they are.
+        tensors: As sent.
+        own: This member's.
+
+    Raises:
+        StateError: They differ in names, shapes or types.
+    """
+    if tensors.keys() != own.keys() or any(
+        tensors[name].shape != own[name].shape or tensors[name].dtype != own[name].dtype for name in own
+    ):
+        raise StateError(
+            f"the group's {key} is of other tensors than this member's model; start the same script as the "
+            "others"
+        )
+
+
+@contextmanager
+def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` on SIGTERM while this is open."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        leave()
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        # None is a handler that was not installed from Python; it can't be put back from here.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
+def group_of_environment() -> Group:
+    """Return a `TorchftGroup` as the environment says."""
+    # Imported here: torchft is an extra, and a group of another kind does without.
+    from thinwire.elastic.torchft_group import TorchftGroup  # noqa: PLC0415
+
+    return TorchftGroup()

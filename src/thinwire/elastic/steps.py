@@ -1,0 +1,295 @@
+"""`elastic.Steps`: gradients averaged at every step, with whoever is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.algorithms import Algorithm
+from thinwire.channel import Description
+from thinwire.checks import number, true_or_false
+from thinwire.elastic.group import Group
+from thinwire.elastic.member import Member, check_like, check_plans_once, group_of_environment, plain_module
+from thinwire.errors import LeftError, StateError, StepError
+from thinwire.fronts.local_sgd.fragment import Averaged, averaged_tensors, buckets_of
+from thinwire.fronts.local_sgd.validation import checked_optimizer
+from thinwire.sync import Engine
+from thinwire.sync.checksum import check_undamaged, with_checksum
+from thinwire.sync.step import Step
+
+__all__ = ["Steps"]
+
+STATE_VERSION = 1
+KEYS = {
+    "version", "lineage", "step", "averaged", "not_averaged", "optimizer", "sync", "residual_of",
+    "checksum",
+}  # fmt: skip
+
+
+class Steps(Member):
+    """Average the gradients of every step with whoever is there, and take the optimizer's step.
+
+    What `thinwire.attach` does for a DDP model, on a group whose members change. `step()` stands in the
+    place of `optimizer.step()`. If a member is lost meanwhile, the averaging is done again among those who
+    are left, with the same gradients, and then all take the same step: parameters and optimizer are the same
+    on all members to the bit, after each. A member that joins receives model, optimizer and counters, and
+    then takes the step of the others with them. Residuals, leaving, and members that vanish: as
+    `elastic.DiLoCo`.
+
+    Each step asks the lighthouse who is there, which takes milliseconds near it, and a round trip more over
+    the slow link than `thinwire.attach` needs; all is sent after the backward pass. Where that is too much,
+    `elastic.DiLoCo` asks every so many steps.
+
+    Args:
+        model: A module; not a DDP model, whose group can't change. Buffers are not averaged.
+        optimizer: Trains the model. A schedule of its learning rate should go by `steps`: a member that joins
+            takes over the optimizer's settings, and not the scheduler's count. Without a `GradScaler`, which
+            would let some members skip a step.
+        algorithm: How the gradients become their mean over the group.
+        group: Who is there; None for `TorchftGroup()`.
+        leave_on_sigterm: Whether SIGTERM lets this member leave, after its next step. Only on the main
+            thread.
+
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 80 bytes from each member before it and
+    8 bytes behind it. When members change, as of `elastic.LocalSGD`.
+
+    Raises:
+        ConfigError: An argument is wrong, or the optimizer does not train this model, or the algorithm
+            chooses anew at run time (a budget of PowerSGD).
+        AttachError: A DDP or a sharded model.
+        GradientError: A parameter can't be averaged by the algorithm.
+
+    Examples:
+        >>> from thinwire import PowerSGD, elastic
+        >>> model = nn.Linear(64, 32)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> group = elastic.InProcessGroup(elastic.InProcessLighthouse())  # else elastic.TorchftGroup()
+        >>> with elastic.Steps(model, optimizer, PowerSGD(matrix_rank=2), group=group) as steps:
+        ...     while steps.steps < 3:
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         steps.step()
+        >>> steps.membership().averagings
+        3
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        algorithm: Algorithm,
+        *,
+        group: Group | None = None,
+        leave_on_sigterm: bool = True,
+    ) -> None:
+        module = plain_module(model)
+        check_plans_once(algorithm)
+        true_or_false("leave_on_sigterm", leave_on_sigterm)
+        averaged = averaged_tensors(module, ignored=(), buffers=False)
+        self._optimizer = checked_optimizer(optimizer, averaged, module)
+        self._buckets = buckets_of(averaged)
+        self._layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
+        group = group_of_environment() if group is None else group
+        super().__init__(
+            module,
+            lambda: averaged_tensors(module, ignored=(), buffers=False),
+            Engine(algorithm, group.transport, [each.spec for each in averaged]),
+            group,
+            _Front(self),
+            leave_on_sigterm=leave_on_sigterm,
+        )
+        self._work = 0.0  # that this member's gradients are of; 0 once they are applied
+
+    def __str__(self) -> str:
+        return f"elastic.Steps, {self.sync.algorithm}"
+
+    def __enter__(self) -> Steps:
+        """Join: wait until the others, and enough of them, are there, and start from what they hold.
+
+        A member that joins takes part in a step of the others, to which it adds nothing.
+
+        Raises:
+            StepError: It was entered before.
+            AgreementError: This member is configured otherwise than the others; they go on.
+            StateError: What the others have sent is damaged, or does not fit.
+            CommunicationError: Nobody, or too few, came in `wait_seconds`.
+        """
+        if self._entered:
+            raise StepError("this context has been entered before; make a new one")
+        with ExitStack() as attached:
+            attached.enter_context(self._joined())
+            self._attached = attached.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        """Leave. Swallows `LeftError`."""
+        self._attached.close()
+        return kind is not None and issubclass(kind, LeftError)
+
+    def step(self, work: float = 1.0) -> None:
+        """Average the gradients with whoever is there, and let the optimizer step. Collective.
+
+        The gradients are the means afterwards. A parameter without one counts as zeros.
+
+        Args:
+            work: What this member's gradients weigh: such as the tokens that their mean is over.
+
+        Raises:
+            StepError: Outside the context, or this member's gradients are not finite; it has left then.
+            LeftError: This member has left, after this step, as it was asked to; the context swallows it.
+            CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
+            ConfigError: `work` is not a number, or negative.
+        """
+        self._check_inside("step()")
+        self._work = float(number("work", work, minimum=0))
+        self._average()
+        for observer in tuple(self.observers):  # a copy: one may leave while it is called
+            observer(True)
+
+    def _held(self) -> dict[str, torch.Tensor]:
+        return {each.name: each.tensor.detach() for bucket in self._buckets for each in bucket}
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """Return the gradients by bucket, flat; zeros where there is none."""
+        flats = [
+            bucket[0].value.new_zeros(sum(spec.numel for spec in specs))
+            for bucket, specs in zip(self._buckets, self._layout, strict=True)
+        ]
+        for each, part in self._parts(flats):
+            if each.tensor.grad is not None:
+                part.copy_(each.tensor.grad)
+        return flats
+
+    def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
+        """Yield each parameter with its part of what is flat: a view in its shape and order of memory."""
+        for bucket, specs, flat in zip(self._buckets, self._layout, flats, strict=True):
+            offset = flat.storage_offset()
+            for each, spec in zip(bucket, specs, strict=True):
+                part = flat.as_strided(spec.shape, spec.stride, offset)
+                yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
+                offset += spec.numel
+
+
+class _Prepared:
+    """A step whose messages have all come; with its commit, the means become the gradients."""
+
+    def __init__(self, steps: Steps, step: Step, flats: list[torch.Tensor]) -> None:
+        self._steps, self._step, self._flats = steps, step, flats
+
+    def commit(self) -> None:
+        """As `Prepared.commit`."""
+        committed = self._step.finish()
+        # An algorithm without memory commits whatever has come: nobody has looked at its means.
+        if not committed or not all(bool(flat.isfinite().all()) for flat in self._flats):
+            raise StepError(
+                "the mean gradient is not finite though that of each member is: it has left the range of the "
+                "type it travels in, on all members alike, and no step was taken. Average in another one"
+            )
+        for each, mean in self._steps._parts(self._flats):
+            each.tensor.grad = mean
+
+    def abandon(self) -> None:
+        """As `Prepared.abandon`."""
+        self._step.abandon()
+
+
+class _Front:
+    """What `Membership` sees of `Steps`."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+
+    @property
+    def step(self) -> int:
+        """As `Front.step`."""
+        return self._steps._steps
+
+    def weight(self, turns_ahead: int = 0) -> float:
+        """As `Front.weight`."""
+        return 0.0 if turns_ahead else self._steps._work
+
+    def is_finite(self, turns_ahead: int = 0) -> bool:
+        """As `Front.is_finite`."""
+        return all(bool(flat.isfinite().all()) for flat in self._steps._gradients())
+
+    def described(self) -> Description:
+        """As `Front.described`."""
+        steps = self._steps
+        return {
+            **steps._engine.described("a step"),
+            "torch": torch.__version__.partition("+")[0],
+            "group": steps._group.kind,
+            "kind": type(steps).__name__,
+            "optimizer": type(steps._optimizer).__name__,
+        }
+
+    def state(self) -> Mapping[str, Any]:
+        """As `Front.state`."""
+        steps = self._steps
+        return with_checksum(
+            {
+                "version": STATE_VERSION,
+                "lineage": steps._membership.lineage,
+                "step": steps._steps,
+                "averaged": steps._held(),
+                "not_averaged": steps._not_averaged(),
+                "optimizer": steps._optimizer.state_dict(),
+                "sync": steps._engine.common_state(),
+                "residual_of": steps._residual_of(),
+            }
+        )
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """As `Front.adopt`."""
+        steps = self._steps
+        if state.keys() != KEYS or state["version"] != STATE_VERSION:
+            raise StateError("what the group has sent to start from is of another version of Thinwire")
+        check_undamaged(state)
+        held = steps._held()
+        others = steps._not_averaged()
+        check_like("averaged", state["averaged"], held)
+        check_like("not_averaged", state["not_averaged"], others)
+        loaded = steps._engine.check_state_dict(state["sync"])
+        try:
+            steps._optimizer.load_state_dict(dict(state["optimizer"]))
+        except (ValueError, TypeError) as error:
+            raise StateError(f"the group's state is of another optimizer: {error}") from error
+        steps._load(loaded, state["residual_of"])
+        for name, tensor in (held | others).items():
+            tensor.copy_((state["averaged"] | state["not_averaged"])[name])
+        steps._steps = int(state["step"])
+        steps._work = 0.0
+
+    def prepare(self, scale: float) -> _Prepared:
+        """As `Front.prepare`."""
+        steps = self._steps
+        engine, flats = steps._engine, steps._gradients()
+        for flat in flats:
+            flat.mul_(scale)
+        engine.agree()
+        step = engine.begin(pipelined=True)
+        try:
+            with engine.clock.inside(engine.traffic):
+                for specs, flat in zip(steps._layout, flats, strict=True):
+                    step.start(engine.open(specs, flat.device, is_agreed=True), flat)
+                while step.advance():
+                    pass
+        except BaseException:
+            step.abandon()
+            raise
+        return _Prepared(steps, step, flats)
+
+    def committed(self, step: int, *, was_averaged: bool) -> None:
+        """As `Front.committed`."""
+        steps = self._steps
+        if not was_averaged:
+            return
+        # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
+        steps._optimizer.step()
+        steps._work = 0.0
+        steps._steps = step + 1
+        steps._steps_here += 1

@@ -1,0 +1,194 @@
+"""`elastic.Steps`: gradients averaged at every step by members of one process that come, go and vanish."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.in_turns import Faulty, Killed, Reached, Turn
+from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import run_members
+from thinwire.channel.in_process import wait_for
+from thinwire.elastic import InProcessGroup, InProcessLighthouse, Steps
+from thinwire.errors import AgreementError, ConfigError, LeftError, StepError
+
+VOTE = "whether all have received everything"
+FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
+LR = 0.1
+
+
+class Run:
+    """Members that train up to a step, with random gradients; for the settings see that of `LocalSGD`.
+
+    `held` has, by step and member, its parameters and all of its optimizer's numbers after it; `put_in`, by
+    step and member, its gradient.
+    """
+
+    def __init__(
+        self,
+        joins_at: list[int],
+        *,
+        steps: int = 6,
+        ends: dict[int, tuple[int, str]] | None = None,
+        faults: dict[int, tuple[str, int]] | None = None,
+        algorithms: dict[int, Algorithm] | None = None,
+        adam: bool = True,
+        works: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
+        algorithm: Algorithm = FEW_BITS,
+    ) -> None:
+        self.joins_at, self.steps, self.adam, self.works = joins_at, steps, adam, works
+        self.ends, self.faults = ends or {}, faults or {}
+        self.algorithm, self.algorithms = algorithm, algorithms or {}
+        self.fronts: dict[int, Steps] = {}
+        self.held: dict[tuple[int, int], torch.Tensor] = {}
+        self.put_in: dict[int, dict[int, torch.Tensor]] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.lighthouse = InProcessLighthouse(1, 60.0)
+        self.groups = {
+            member: InProcessGroup(self.lighthouse) for member, step in enumerate(joins_at) if not step
+        }
+        self.results = run_members(len(joins_at), self.body)
+
+    def body(self, member: int) -> str:
+        if self.joins_at[member]:
+            wait_for(Reached(self.fronts.values, self.joins_at[member]))
+            self.groups[member] = InProcessGroup(self.lighthouse)
+        if member in self.faults:
+            self.groups[member].transport = Faulty(self.groups[member].transport, *self.faults[member])
+        try:
+            return self.train(member)
+        except Killed:
+            return "killed"
+        except Exception as error:
+            self.errors[member] = error
+            return type(error).__name__
+
+    def train(self, member: int) -> str:
+        torch.manual_seed(member)
+        model = nn.Linear(32, 16)
+        parameters = list(model.parameters())
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=LR)
+        if self.adam:
+            optimizer = torch.optim.AdamW(parameters, lr=LR)
+        draws = torch.Generator().manual_seed(100 + member)
+        group, algorithm = self.groups[member], self.algorithms.get(member, self.algorithm)
+        steps = self.fronts[member] = Steps(model, optimizer, algorithm, group=group, leave_on_sigterm=False)
+        end_step, end = self.ends.get(member, (-1, ""))
+        with steps:
+            self.note(member, optimizer)
+            while steps.steps < self.steps:
+                if steps.steps == end_step and end == "leave":
+                    steps.leave()
+                elif steps.steps == end_step:
+                    group.leave = lambda: None  # type: ignore[method-assign]
+                    raise Killed
+                for parameter in parameters:
+                    parameter.grad = torch.randn(parameter.shape, generator=draws)
+                flat = torch.cat([each.grad.flatten() for each in parameters if each.grad is not None])
+                self.put_in.setdefault(steps.steps, {})[member] = flat.double()
+                steps.step(self.works[member])
+                wait_for(Turn())
+                self.note(member, optimizer)
+        return "left" if steps.is_leaving else "done"
+
+    def note(self, member: int, optimizer: torch.optim.Optimizer) -> None:
+        numbers = [each for group in optimizer.param_groups for each in group["params"]]
+        numbers += [each for state in optimizer.state.values() for each in state.values()]
+        self.held[self.fronts[member].steps, member] = torch.cat(
+            [each.detach().flatten() for each in numbers]
+        )
+
+    def check_equal(self) -> None:
+        for step in {step for step, _ in self.held} - {0}:
+            held = [numbers for (at, _), numbers in self.held.items() if at == step]
+            assert all(torch.equal(each, held[0]) for each in held), f"step {step}"
+
+
+def test_members_that_come_go_and_vanish_take_the_same_steps() -> None:
+    run = Run([0, 0, 0, 2], ends={1: (3, "leave"), 2: (4, "kill")})
+    assert run.results == ["done", "left", "killed", "done"]
+    run.check_equal()
+    stats = run.fronts[0].membership()
+    assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (2, 6, 1, 1, 1)
+    assert stats.lost_error > 0
+    assert [len(run.put_in[step]) for step in range(6)] == [3, 3, 3, 4, 2, 2]
+    assert run.fronts[0].stats().compression_ratio > 2
+
+
+def test_the_step_is_along_the_mean_of_what_each_has_learnt_from() -> None:
+    run = Run([0, 0], steps=1, adam=False, works=(1.0, 3.0), algorithm=AllReduce())
+    mean = (run.put_in[0][0] + 3 * run.put_in[0][1]) / 4
+    moved = run.held[1, 0].double() - run.held[0, 0].double()
+    torch.testing.assert_close(moved, -LR * mean, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", [FEW_BITS, PowerSGD(matrix_rank=2)])
+def test_movement_and_mean_residual_are_all_mean_gradients(algorithm: Algorithm) -> None:
+    run = Run([0, 0, 0, 2], adam=False, ends={1: (3, "leave")}, algorithm=algorithm)
+    assert run.results == ["done", "left", "done", "done"]
+    true = -LR * torch.stack([torch.stack([*each.values()]).mean(0) for each in run.put_in.values()]).sum(0)
+    moved = run.held[6, 0].double() - run.held[0, 0].double()
+    errors = [run.fronts[member]._engine.memory[ERROR] for member in (0, 2, 3)]
+    names = [name for name, _ in nn.Linear(1, 1).named_parameters()]
+    zeros = {"weight": torch.zeros(512), "bias": torch.zeros(16)}
+    owed = [torch.cat([{**zeros, **error}[name].flatten() for name in names]).double() for error in errors]
+    mean_owed = torch.stack(owed).mean(0)
+    assert mean_owed.norm() > 0.05 * true.norm() / LR  # it was compressed
+    assert (moved - LR * mean_owed - true).norm() < 3e-6 * true.norm()
+
+
+@pytest.mark.parametrize("words", [VOTE, "round 1", "who takes part"])
+def test_a_step_that_fails_is_repeated_with_the_same_gradients(words: str) -> None:
+    calm = Run([0, 0, 0])
+    run = Run([0, 0, 0], faults=dict.fromkeys(range(3), (words, 3)))
+    run.check_equal()
+    assert run.fronts[0].membership().retries == 1
+    assert torch.equal(run.held[6, 0], calm.held[6, 0])
+
+
+def test_who_misses_the_last_message_alone_takes_the_step_late() -> None:
+    calm, run = Run([0, 0, 0]), Run([0, 0, 0], faults={1: (VOTE, 3)})
+    assert run.results == ["done"] * 3
+    run.check_equal()
+    assert torch.equal(run.held[2, 0], calm.held[2, 0])
+    assert (2, 1) not in run.held  # it took that step together with the next one
+    assert run.fronts[1].membership().averagings == 6
+    assert 2 not in {step for step, put_in in run.put_in.items() if 1 in put_in}
+
+
+def test_who_is_configured_otherwise_is_refused_and_the_others_go_on() -> None:
+    run = Run([0, 0, 2], algorithms={2: AllReduce()})
+    assert run.results == ["done", "done", "AgreementError"]
+    assert isinstance(run.errors[2], AgreementError)
+    run.check_equal()
+
+
+def test_what_does_not_go_is_told() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = InProcessGroup(InProcessLighthouse())
+    options: dict[str, Any] = {"group": group, "leave_on_sigterm": False}
+    with pytest.raises(ConfigError, match="give a matrix rank instead of a budget"):
+        Steps(model, optimizer, PowerSGD(bytes_per_step=100, replan_every_steps=10**6), **options)
+    with pytest.raises(ConfigError, match="holds none of the model's"):
+        Steps(nn.Linear(4, 4), optimizer, AllReduce(), **options)
+    steps = Steps(model, optimizer, AllReduce(), **options)
+    with pytest.raises(StepError, match="outside the context"):
+        steps.step()
+    with steps:
+        model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(ConfigError, match="work"):
+            steps.step(-1)
+        model.weight.grad = torch.full((4, 4), torch.inf)
+        before = model.weight.detach().clone()
+        with pytest.raises(StepError, match="gradients"):
+            steps.step()
+        assert torch.equal(model.weight, before)
+        with pytest.raises(LeftError, match="has left"):
+            steps.step()
+    with pytest.raises(StepError, match="entered before"):
+        steps.__enter__()
