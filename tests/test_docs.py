@@ -36,7 +36,7 @@ def source() -> list[str]:
 
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_a_sentence_that_is_explained_is_one_that_is_raised(sentence: str, source: list[str]) -> None:
-    parts = [part.strip() for part in sentence.split("…") if len(part.strip()) > 3]
+    parts = [part.strip(" .;") for part in sentence.split("…") if len(part.strip(" .;")) > 3]
     assert parts
     assert any(all(part in text for part in parts) for text in source), parts
 
