@@ -7,7 +7,12 @@ export PYTHONDONTWRITEBYTECODE :=
 
 STAGES := lint types docs compiled tests alone
 
-.PHONY: demo test test-triton $(STAGES) bench soak clean
+# What no framework, tool or demo is needed for.
+CORE := tests/algorithms tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
+	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
+OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
+
+.PHONY: demo test test-triton test-torch test-wheel $(STAGES) bench soak clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
@@ -55,6 +60,35 @@ test-triton: .venv/.installed
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev-triton]'
 	$(BIN)/python -m pytest tests/triton_ready tests/gpu_ready
 
+# The core on another torch, in an environment of its own: make test-torch VERSION=2.6.0 PYTHON=python3.10
+test-torch: $(OTHER)/.installed
+	$(OTHER)/bin/python tests/preloaded.py
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal -m 'not alone' $(CORE)
+
+# Without constraints: they are of one Python.
+$(OTHER)/.installed: pyproject.toml
+	$(if $(VERSION),,$(error say which torch: make test-torch VERSION=2.6.0))
+	$(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check 'torch==$(VERSION)' -e '.[test]'
+	touch $@
+
+# What a release is made of, installed beside nothing but torch, then with the command line.
+RELEASE := build/release
+BARE := $(RELEASE)/bare/bin
+test-wheel:
+	rm -rf $(RELEASE) && mkdir -p $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)/builder
+	$(RELEASE)/builder/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.25'
+	$(RELEASE)/builder/bin/hatchling build --target sdist --directory $(RELEASE)
+	$(RELEASE)/builder/bin/pip wheel --quiet --disable-pip-version-check --no-deps -w $(RELEASE) $(RELEASE)/*.tar.gz
+	$(PYTHON) -m venv $(RELEASE)/bare
+	$(BARE)/pip install --quiet --disable-pip-version-check -c constraints.txt $(RELEASE)/*.whl
+	$(BARE)/python -I tests/released.py $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
+	OMP_NUM_THREADS=1 $(BARE)/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 examples/plain_ddp.py
+	$(BARE)/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(RELEASE)/*.whl)[cli]"
+	$(BARE)/thinwire --help
+	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
+
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
 	$(BIN)/python benchmarks/bench_quality.py
@@ -70,4 +104,4 @@ soak: .venv/.installed
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-torch-* build

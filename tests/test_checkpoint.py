@@ -429,7 +429,9 @@ def _dcp_to_the_bit(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], float]:
     model, sync = new_model()
     train(model, range(4))
-    saving = {"model": model.module, "sync": sync}
+    # Copies: of what is on the CPU torch 2.6 makes none before training goes on.
+    parameters = {name: each.clone() for name, each in model.module.state_dict().items()}
+    saving = {"model": parameters, "sync": sync}
     if asynchronous:
         group = dist.new_group()  # of its own: it is used by another thread while training goes on
         future: Any = dcp_async_save(saving, checkpoint_id=folder / "dcp", process_group=group)

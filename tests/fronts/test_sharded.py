@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
@@ -36,6 +38,24 @@ from thinwire.simulation import Simulation
 from training import error_of
 
 POWER = PowerSGD(matrix_rank=2)
+
+runs_on_cpus = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream(), "record_event"), reason="FSDP2 of this torch does not run on CPUs"
+)
+pytestmark = runs_on_cpus
+
+REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
+
+# In torch 2.9 what `replicate` holds is no FSDPModule yet; torch 2.6 has none.
+needs_replicate = pytest.mark.skipif(
+    find_spec(REPLICATE) is None or not hasattr(import_module(REPLICATE), "ReplicateModule"),
+    reason="this torch has no replicate() that is FSDP2's",
+)
+
+
+def replicated(model: nn.Module) -> Any:
+    """Let `replicate` hold a model whole on every process."""
+    return import_module(REPLICATE).replicate(model)
 
 
 class Language(nn.Module):
@@ -578,6 +598,7 @@ def _start() -> bool:
     return agreed(model) and all(torch.equal(model.seen, other) for other in everyones(model.seen))
 
 
+@needs_replicate
 def test_a_replicated_model_is_averaged_by_the_algorithm_alone(pool4: Pool) -> None:
     for difference, ratio, steps, is_agreed in pool4.run(_replicated):
         assert difference <= 1e-6
@@ -587,9 +608,7 @@ def test_a_replicated_model_is_averaged_by_the_algorithm_alone(pool4: Pool) -> N
 
 
 def _replicated() -> tuple[float, float, int, bool]:
-    native: Any
-    ours: Any
-    native, ours = (replicate(wide(seed=each)) for each in (5, 5 + dist.get_rank()))
+    native, ours = (replicated(wide(seed=each)) for each in (5, 5 + dist.get_rank()))
     sync = attach(ours, AllReduce())
     for model in (native, ours):
         train(model, range(2), flag="set_requires_all_reduce")
@@ -600,6 +619,25 @@ def _replicated() -> tuple[float, float, int, bool]:
 
 
 # Refusals
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_manual_backward_finalization"), reason="this torch ends passes by itself"
+)
+def test_a_model_that_is_finalized_by_hand_is_refused_before_its_pass(pool4: Pool) -> None:
+    for message, ratio, is_agreed in pool4.run(_finalized_by_hand):
+        assert "set_manual_backward_finalization(False)" in message
+        assert ratio > 1.2
+        assert is_agreed
+
+
+def _finalized_by_hand() -> tuple[str, float, bool]:
+    model, sync = attached(POWER, wide())
+    model.set_manual_backward_finalization(True)
+    message = error_of(lambda: train(model, range(1)))
+    model.set_manual_backward_finalization(False)
+    train(model, range(2))
+    return message, sync.stats().compression_ratio, agreed(model)
 
 
 def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import crash
-from fronts.test_sharded import backward, flat, language, mesh_of, sharded
+from fronts.test_sharded import backward, flat, language, mesh_of, runs_on_cpus, sharded
 from pool import Pool
 from thinwire import CommunicationError, PowerSGD, Watch, read_run
 from thinwire.algorithms.error_feedback import ERROR
@@ -19,6 +19,7 @@ from thinwire.fronts.attach import attach
 from thinwire.sync import engine_of
 from thinwire.testing import fail_at, faults
 
+pytestmark = runs_on_cpus
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
 LOST, AT = 3, 2  # the second shard of the second replica, in the third step
 TIMEOUT_SECONDS = 2.0

@@ -9,15 +9,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fronts.test_sharded import agreed, flat, language, mesh_of, sharded, tokens_of
+from fronts.test_sharded import (
+    agreed,
+    flat,
+    language,
+    mesh_of,
+    needs_replicate,
+    replicated,
+    runs_on_cpus,
+    sharded,
+    tokens_of,
+)
 from pool import Pool
 from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize
 from thinwire.channel import InProcessTransport, run_members
 from training import error_of
 
+pytestmark = runs_on_cpus
 EVERY = 2
 
 
@@ -259,7 +269,6 @@ def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
             "native": "a mesh of two dimensions",
             "subgroup": "whose replicas are its fast groups",
             "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
-            "replicate": "pass the plain module instead",
             "mesh": "process_group=mesh.get_group()",
             "join": "a sharded model can't be joined",
         }.items():
@@ -275,14 +284,23 @@ def _refused() -> dict[str, str]:
 
     with LocalSGD(model, optimizer, every_steps=2, mesh=mesh) as local:
         joined = error_of(local.join_hook)
-    replicated: Any = replicate(language())
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     return {
         "no replicas": error(model),
         "native": error(sharded(language(), mesh), mesh=mesh),
         "subgroup": error(model, mesh=mesh, subgroup=mesh["shard"].get_group()),
         "FSDP1": error(old),
-        "replicate": error(replicated),
         "mesh": error(language(), mesh=mesh["replicate"]),
         "join": joined,
     }
+
+
+@needs_replicate
+def test_a_replicated_model_is_refused(pool4: Pool) -> None:
+    for message in pool4.run(_refused_replicated):
+        assert "pass the plain module instead" in message
+
+
+def _refused_replicated() -> str:
+    model = replicated(language())
+    return error_of(lambda: LocalSGD(model, adamw(model), every_steps=2))

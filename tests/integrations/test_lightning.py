@@ -578,6 +578,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ThinwireStrategy(thinwire.auto, on_nonfinite="zero"),
         "functools.partial",
     ),
+    "no choice for what is not finite": (
+        lambda: ThinwireStrategy(POWER, on_nonfinite="skip"),  # type: ignore[arg-type]
+        'on_nonfinite must be "nan", "zero" or "raise", got',
+    ),
+    "a hook, which has its state's choice for what is not finite": (
+        lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, on_nonfinite="zero"),
+        "would have no effect with a ddp_comm_hook",
+    ),
     "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
     "no steps": (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),
     "not DDP": (lambda: register_ddp_comm_hook(nn.Linear(2, 2), None, hooks.allreduce_hook), "got Linear"),  # type: ignore[arg-type]

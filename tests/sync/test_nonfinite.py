@@ -21,7 +21,6 @@ from thinwire import AllReduce, Cast, ConfigError, LocalSGD, NonfiniteError, Pow
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.simulation import Simulation
 from training import error_of
 
@@ -311,8 +310,6 @@ class _Listening(logging.Handler):
 def test_other_choices_are_refused(bad: Any) -> None:
     with pytest.raises(ConfigError, match=r'on_nonfinite must be "nan", "zero" or "raise", got'):
         hooks.PowerSGDState(None, on_nonfinite=bad)
-    with pytest.raises(ConfigError, match=r'on_nonfinite must be "nan", "zero" or "raise", got'):
-        ThinwireStrategy(POWER, on_nonfinite=bad)
 
 
 @pytest.mark.parametrize("choice", ["zero", "raise"])
@@ -330,8 +327,7 @@ def test_what_would_not_reach_all_or_have_no_effect_is_refused(pool2: Pool) -> N
         assert "this model is a plain module" in told[2]
         assert "does not go with a subgroup" in told[3]
         assert "does not go with averaging within subgroups" in told[4]
-        assert "would have no effect with a ddp_comm_hook" in told[5]
-        assert "process 0 has on_nonfinite zero, process 1 has on_nonfinite nan" in told[6]
+        assert "process 0 has on_nonfinite zero, process 1 has on_nonfinite nan" in told[5]
 
 
 def _refused() -> list[str]:
@@ -344,7 +340,6 @@ def _refused() -> list[str]:
         error_of(lambda: LocalSGD(plain, optimizer, every_steps=2, on_nonfinite="zero")),
         error_of(lambda: LocalSGD(model, of_ddp, every_steps=2, subgroup=group, on_nonfinite="raise")),
         error_of(lambda: hooks.PostLocalSGDState(None, group, 3, on_nonfinite="raise")),
-        error_of(lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, on_nonfinite="zero")),
     ]
     thinwire.attach(model, POWER, on_nonfinite="zero" if dist.get_rank() == 0 else "nan")
     told.append(error_of(lambda: torch.autograd.backward(loss_of(model, 0))))

@@ -148,7 +148,7 @@ class ShardedFront:
 
         Raises:
             StepError: The last pass has left gradients that are not averaged, or parameters have come in
-                that are not known.
+                that are not known, or gradients would come outside of the backward pass.
         """
         # In a backward pass: an activation checkpoint computes the whole model anew.
         if torch._C._current_graph_task_id() != -1:
@@ -158,6 +158,12 @@ class ShardedFront:
                 "the last backward pass has ended without averaging over the replicas: by an exception (if "
                 "it was raised on all processes, call abandon() first), or with gradients from inside of a "
                 "reentrant activation checkpoint (use use_reentrant=False); restart all from a checkpoint"
+            )
+        if self._sharded.is_finalized_by_hand:
+            raise StepError(
+                "the model is set to be finalized by hand (set_manual_backward_finalization(True)), and "
+                "gradients are averaged over the replicas at the end of the backward pass; call "
+                "set_manual_backward_finalization(False)"
             )
         strangers = [p for p in self._sharded.parameters if p.requires_grad and id(p) not in self._bucket_of]
         if strangers:

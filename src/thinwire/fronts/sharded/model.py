@@ -109,7 +109,8 @@ class ShardedModel:
             _ = self.waits_for_more, list(self.parameters), self.is_replicated
         except AttributeError as error:
             raise AttachError(
-                f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); use torch 2.13"
+                f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); "
+                "use a torch from 2.6 to 2.15"
             ) from error
 
     @property
@@ -119,6 +120,11 @@ class ShardedModel:
         return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
             state._state_ctx.is_last_backward for state in self._states
         )
+
+    @property
+    def is_finalized_by_hand(self) -> bool:
+        """Whether the user calls `finalize_backward`, as torch 2.15 allows."""
+        return any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self._states)
 
     @property
     def parameters(self) -> Iterator[torch.nn.Parameter]:

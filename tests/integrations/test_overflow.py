@@ -1,0 +1,110 @@
+"""Overflows leave no trace through Lightning and Accelerate either: as `sync/test_overflow.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from lightning.pytorch.plugins.precision.amp import MixedPrecision
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.data import DataLoader
+
+from accelerated import several_processes
+from integrations.test_accelerate import new_handler
+from integrations.test_lightning import Regression, fit
+from pool import Pool
+from sync.test_overflow import POWER, STEPS, Result, assert_the_same, huge, loss_of, new_model, overflows
+from thinwire import GradientSync
+from thinwire.integrations.lightning import ThinwireStrategy
+
+OVERFLOWING = {1: 1, 2: 0, 4: 1}  # batches, and the process on which each overflows
+
+
+class Overflowing(Regression):
+    """Overflows in some batches on one process."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        loss = super().training_step(batch)
+        return huge(loss) if OVERFLOWING.get(batch_idx) == self.global_rank else loss
+
+
+def test_overflows_leave_no_trace_in_lightning(pool2: Pool, tmp_path: Path) -> None:
+    for disturbed, healthy in pool2.run(_in_lightning, tmp_path):
+        assert_the_same(disturbed, healthy)
+        assert (disturbed[2], healthy[2]) == (3, 0)
+        assert (disturbed[3], healthy[3]) == ([2.0**11], [1.0])
+        assert disturbed[4] > 3
+
+
+def _in_lightning(folder: Path) -> tuple[Result, Result]:
+    every = torch.randn(6, 8, 32, generator=torch.Generator().manual_seed(dist.get_rank()))
+    kept = every[[number for number in range(6) if number not in OVERFLOWING]]
+    return _lightning(folder, 2.0**14, every, Overflowing), _lightning(folder, 1.0, kept, Regression)
+
+
+def _lightning(folder: Path, scale: float, rows: Tensor, model: type[Regression]) -> Result:
+    strategy, scaler = ThinwireStrategy(POWER), GradScaler("cpu", init_scale=scale)
+    _, trained = fit(
+        strategy,
+        folder,
+        epochs=1,
+        plugins=[WithScaler(scaler)],
+        model=model,
+        data=DataLoader(rows.flatten(0, 1), batch_size=8),  # type: ignore[arg-type]
+        use_distributed_sampler=False,
+    )
+    return result_of(trained, strategy.sync, scaler)
+
+
+class WithScaler(MixedPrecision):
+    """Loss scaling without 16-bit arithmetic, so that results can be compared to the bit."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        super().__init__("16-mixed", "cpu", scaler)
+
+    def autocast_context_manager(self) -> Any:
+        return torch.autocast("cpu", enabled=False)
+
+
+def result_of(model: nn.Module, sync: GradientSync, scaler: GradScaler) -> Result:
+    stats = sync.stats()
+    parameters = [p.detach().clone() for p in model.parameters()]
+    error = dict(sync.state_dict()["error"])
+    return parameters, error, stats.nonfinite_steps, [scaler.get_scale()], stats.compression_ratio
+
+
+def test_overflows_leave_no_trace_in_accelerate(pool2: Pool) -> None:
+    for disturbed, healthy in pool2.run(_in_accelerate):
+        assert_the_same(disturbed, healthy)
+        assert (disturbed[2], healthy[2]) == (5, 0)
+        assert disturbed[4] > 3
+
+
+def _in_accelerate() -> tuple[Result, Result]:
+    scalers = [GradScaler("cpu", init_scale=2.0**14), GradScaler("cpu", init_scale=1.0)]
+    return _accelerate(scalers[0], overflows(2)), _accelerate(scalers[1], {})
+
+
+def _accelerate(scaler: GradScaler, overflowing: dict[int, int]) -> Result:
+    with several_processes():
+        handler = new_handler()
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+        accelerator.scaler = scaler  # on CPUs Accelerate makes none of its own
+        plain = new_model()
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+
+        def step(loss: Tensor) -> None:
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for number in range(STEPS):
+            if number in overflowing:
+                loss = loss_of(model, 77 + number)
+                step(huge(loss) if overflowing[number] == dist.get_rank() else loss)
+            step(loss_of(model, number))
+        return result_of(model, handler.sync, scaler)
