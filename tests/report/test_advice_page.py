@@ -7,6 +7,7 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 from advice.test_loss import EVERYTHING, ONE, advice_of
+from thinwire.advice.words import losses_of
 from thinwire.report.advice import advice_page
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,6 +39,9 @@ def test_the_page_needs_nothing_else_and_shows_everything() -> None:
         assert 0 < float(circle.get("cx", "")) < width
         assert 0 < float(circle.get("cy", "")) < height
     assert html.count("<details") == 5
+    # By the numbers of the table, and outside of what scrolls on a phone.
+    assert html.count("<li value=") == len(advice.predictions)
+    assert html.index("</table>") < html.index(losses_of(advice.predictions[0]))
 
 
 def test_faster_stands_to_the_left_and_less_loss_below() -> None:
