@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Empty means that bytecode is kept: to compile the tests takes seconds, in several processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-STAGES := lint types docs compiled tests alone
+STAGES := lint types docs compiled tests alone triton
 
 # What no framework, tool or demo is needed for.
 CORE := tests/algorithms tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
@@ -23,7 +23,7 @@ demo: .venv/.demo
 test: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
 	@$(MAKE) --no-print-directory --jobs 3 try-alone try-types try-compiled
-	@$(MAKE) --no-print-directory --jobs 3 try-tests try-docs try-lint
+	@$(MAKE) --no-print-directory --jobs 3 try-tests try-docs try-lint try-triton
 	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
 	@echo "all passed:" $(STAGES)
 
@@ -49,11 +49,17 @@ build/.compiled: .venv/.installed $(wildcard src/thinwire/algorithms/kernels/num
 	@mkdir -p build && touch $@
 
 tests: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone' --ignore tests/triton_ready
 
 # Only files that have one: to import the others takes longer than some of these tests.
 alone: .venv/.installed
 	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+
+# In processes of their own: where another test has imported Triton, its interpreter stays off.
+triton: .venv/.installed
+	@if $(BIN)/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)'; \
+	then nice -n 19 $(BIN)/python -m pytest -m 'not long' tests/triton_ready; \
+	else echo "NO TRITON HERE: none of its kernels was tested (make test-triton)"; fi
 
 # Triton is a large wheel that only GPUs need: its kernels run here in its interpreter, and are compiled for GPUs.
 test-triton: .venv/.installed

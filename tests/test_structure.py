@@ -142,6 +142,7 @@ def test_the_public_names() -> None:
         "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "NonfiniteError",
         "Plan", "PowerSGD", "Quantize", "StateError",
         "Stats", "StepError", "ThinwireError", "TopK", "__version__", "attach", "hooks", "join",
+        "check_replicas",
         "JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Watch", "read_run",
     }  # fmt: skip
 

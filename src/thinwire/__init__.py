@@ -24,6 +24,7 @@ from thinwire.errors import (
 from thinwire.fronts.attach import attach
 from thinwire.fronts.join import join
 from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
+from thinwire.fronts.replicas import check_replicas
 from thinwire.plan import Plan
 from thinwire.sync import GradientSync
 from thinwire.sync.stats import Stats
@@ -65,6 +66,7 @@ __all__ = [
     "all_gather_grad",
     "attach",
     "auto",
+    "check_replicas",
     "hooks",
     "join",
     "read_run",

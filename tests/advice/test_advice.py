@@ -210,6 +210,41 @@ def test_a_stopwatch_notes_what_was_sent_and_waited_for_and_the_others_send_the_
     assert (total.item(), received.view(-1).tolist()) == (6.0, [7.0] * 3)
 
 
+def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events here are recorded a millisecond apart, and have no times before the device was waited for."""
+    recorded: list[object] = []
+    is_done: list[torch.device] = []
+
+    class Event:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            assert (device.type, enable_timing) == ("cuda", True)
+
+        def record(self, stream: object) -> None:
+            assert stream == "its stream"
+            recorded.append(self)
+
+        def elapsed_time(self, end: Event) -> float:
+            assert is_done
+            return float(recorded.index(end) - recorded.index(self))
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "its stream")
+    monkeypatch.setattr(torch.accelerator, "synchronize", is_done.append)
+    device = torch.device("cuda", 1)
+    stopwatch = Stopwatch(3, device)
+    stopwatch.start()
+    work = stopwatch.transport.mean(torch.ones(2), "a mean")
+    stopwatch.transport.all_reduce(torch.ones(1), "never waited for")
+    work.wait()
+    timeline = stopwatch.timeline()
+    assert is_done == [device]
+    assert timeline.seconds == 0.004
+    assert [(each.at_seconds, each.waited_seconds) for each in timeline.sent] == [
+        (0.001, 0.003),
+        (0.002, 0.004),
+    ]
+
+
 def test_in_the_table_less_is_better_everywhere() -> None:
     """Half the time is 50, not 2.00, as in the words below it; where there is no room, names fold."""
     long = predicted(f"PowerSGD({60 * '_'})", 49, 51, 3, 10)

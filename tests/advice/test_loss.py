@@ -246,10 +246,12 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
 
 def test_what_makes_it_less_certain_is_said() -> None:
     probe = Probe(8, "nccl", "cuda", [], [], [])
-    (of_another_world, of_another_device) = _notes("SGD", probe, 2)
+    (of_another_world, of_another_device) = _notes("SGD", probe, 2, torch.device("cpu"))
     assert "The probe is of 8 processes, this job has 2: what is predicted is for 8." in of_another_world
     assert "messages on cuda" in of_another_device
-    assert list(_notes("AdamW", replace(probe, device="cpu"), 1)) == []
+    assert list(_notes("AdamW", replace(probe, device="cpu"), 1, torch.device("cpu"))) == []
+    (of_buckets,) = _notes("AdamW", probe, 8, torch.device("cuda", 3))
+    assert "bucket_cap_mb=10_000" in of_buckets
 
 
 # Averaging now and then

@@ -6,6 +6,7 @@ Two Gloo processes share the GPU, so that something is averaged; NCCL runs with 
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,7 @@ from thinwire.algorithms.kernels.dispatch import (
     projections,
     reconstruct,
 )
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write
 from thinwire.algorithms.kernels.torch_codes import TorchCodes
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 from thinwire.algorithms.kernels.triton.limits import OLDEST_CAPABILITY
@@ -41,8 +42,11 @@ from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
 from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
 from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
+from thinwire.channel import InProcessTransport
+from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
+from thinwire.sync import Engine
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]
@@ -383,6 +387,38 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
         codes.decode(coded, blocks, codebook, each)
     assert torch.equal(*decoded)
     assert coded.message.nbytes < flat.nbytes / 3
+
+
+@needs_gpu
+@pytest.mark.parametrize("healthy", [True, False])
+def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) -> None:
+    flag = torch.tensor(healthy, device="cuda")
+    for kernels in (kernels_for(torch.empty(1, device="cuda"), 4), TorchKernels()):
+        draw = torch.Generator("cuda").manual_seed(0)
+        matrix, error = (torch.randn(70, 64, device="cuda", generator=draw) for _ in range(2))
+        left, own = (torch.randn(1, 4, size, device="cuda", generator=draw) for size in (70, 64))
+        before = error.clone()
+        group = MatrixGroup(["a"], [matrix], [error], 4)
+        kernels.reconstruct([group], [[error]], [[Factors(left, own, own)]], None, flag)
+        assert matrix.isnan().all() == (not healthy)
+        assert torch.equal(error, before) == (not healthy)
+        gradient, new, old = torch.zeros(5000, device="cuda"), own.clone(), torch.zeros_like(own)
+        items = [Write(gradient, torch.ones_like(gradient), None), Write(new, None, old)]
+        written = kernels.write(items, flag)
+        assert gradient.isnan().all() == (not healthy)
+        assert healthy is bool(gradient.nan_to_num(0.0).sum() == 5000)
+        assert torch.equal(written[1], own if healthy else old)
+
+
+@needs_gpu
+def test_what_does_not_overlap_is_timed_by_events() -> None:
+    start = time.perf_counter()
+    engine = Engine(PowerSGD(matrix_rank=2), InProcessTransport.group(1)[0])
+    specs = (ParameterSpec.of("weight", torch.empty(400, 300, device="cuda")),)
+    for _ in range(STEPS):
+        engine.average([(specs, torch.randn(400 * 300, device="cuda"))])
+    torch.cuda.synchronize()
+    assert 0 < engine.stats().exposed_seconds < time.perf_counter() - start
 
 
 @needs_gpu

@@ -90,9 +90,11 @@ def test_gpt2_small_by_matrix_rank(matrix_rank: int) -> None:
 
 
 GPT2_SMALL_BY_TRITON: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
-    "rank 1": (PowerSGD(matrix_rank=1), torch.float32, {}, Limit(40, 8.1)),
-    "rank 8": (PowerSGD(matrix_rank=8), torch.float32, {}, Limit(40, 8.2)),
-    "rank 32": (PowerSGD(matrix_rank=32), torch.float32, {}, Limit(40, 8.8)),
+    "rank 1": (PowerSGD(matrix_rank=1), torch.float32, {}, Limit(39, 8.1)),
+    "rank 8": (PowerSGD(matrix_rank=8), torch.float32, {}, Limit(39, 8.2)),
+    "rank 32": (PowerSGD(matrix_rank=32), torch.float32, {}, Limit(39, 8.8)),
+    # No more than with one, and no wait.
+    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(39, 8.1, 0)),
     "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(35, 12.2)),
     "loss scale": (
         PowerSGD(matrix_rank=4),
@@ -118,7 +120,7 @@ def scale(device: torch.device) -> torch.Tensor:
 SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
     "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(339, 45.4)),
     "loss scale": (PowerSGD(matrix_rank=4), torch.float32, {"loss_scale": scale}, Limit(415, 12.3)),
-    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(430, 10.3, 0)),
+    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(424, 10.3, 0)),
     "alternating": (PowerSGD(matrix_rank=4, alternating=True), torch.float32, {}, Limit(267, 9.2)),
     "batched": (BatchedPowerSGD(), torch.float32, {}, Limit(395, 11.1)),
 }

@@ -17,7 +17,10 @@ from triton_ready.interpreting import quiet
 
 pytestmark = quiet
 
-every_bits = pytest.mark.parametrize("bits", CODEBOOKS)
+QUICK = {8, 4, 1}
+every_bits = pytest.mark.parametrize(
+    "bits", [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in CODEBOOKS]
+)
 SHORT = Blocks((300, 3, 0, 128, 1, 65), 64, 2)
 WHOLE = Blocks((144, 288), 144, 2)
 TRITON, PYTORCH = TritonCodes(), TorchCodes()

@@ -12,7 +12,7 @@ import torch
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm, accelerators
 from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
 from thinwire.algorithms.kernels.triton.triton_kernels import SPLIT_ROWS, TritonKernels
@@ -100,11 +100,14 @@ def test_a_step_is_that_of_float64(case: str) -> None:
     ):
         for index, matrix in enumerate(group.matrices):
             basis, exact = left[index].double().T, left[index].double().T @ mean[index].double()
+            if healthy is False:
+                assert matrix.isnan().all()
+                assert not errors[index].any()
+                continue
             # The interpreter does not round to bf16 as GPUs do.
             assert relative(matrix, exact) < (8e-3 if dtype == torch.bfloat16 else 5e-4)
             rest = of_group[index] - basis @ own[index].double() + exact - matrix.double()
-            expected = rest / factor if healthy is not False else torch.zeros(())
-            assert (errors[index].double() - expected).norm() < 1e-5
+            assert (errors[index].double() - rest / factor).norm() < 1e-5
     assert before[0][0] is not None
     assert torch.equal(groups[0].errors[0], before[0][0])  # type: ignore[arg-type]
 
@@ -130,7 +133,14 @@ def test_forgotten_residuals_and_several_terms() -> None:
     assert relative(group.matrices[0], exact) < 1e-6
 
 
-@pytest.mark.parametrize(("matrix_rank", "length"), [(3, 1030), (17, 20)])
+@pytest.mark.parametrize(
+    ("matrix_rank", "length"),
+    [
+        (3, 40),
+        pytest.param(3, 1030, marks=pytest.mark.long),
+        pytest.param(17, 20, marks=pytest.mark.long),
+    ],
+)
 def test_bases_are_those_of_pytorch(matrix_rank: int, length: int) -> None:
     """Of several lengths, with a dependent row, a dead one that is replaced, and one that is not."""
     draw = Drawing()
@@ -155,6 +165,29 @@ def test_whether_all_is_finite(value: float) -> None:
     tensors = [torch.ones(5000), torch.ones(3)]
     tensors[0][4999] = value
     assert TRITON.all_finite(tensors) == (value == 1.0)
+
+
+@pytest.mark.parametrize("healthy", [None, True, False])
+def test_what_a_step_leaves_is_written_as_by_pytorch(healthy: bool | None) -> None:
+    """Means of two types in a healthy step, else NaN; what is remembered stays, or is what was before."""
+    flag = None if healthy is None else torch.tensor(healthy)
+    found = []
+    for kernels in (TRITON, PYTORCH):
+        draw = Drawing()
+        items = [
+            Write(torch.zeros(5000), draw(5000), None),
+            Write(torch.zeros(3, dtype=torch.float16), draw(3), None),
+            Write(torch.zeros(0), draw(0), None),
+            *(Write(draw(2, 7), None, draw(2, 7)) for _ in range(2)),
+        ]
+        new, old = items[-1].target.clone(), items[-1].unhealthy
+        written = kernels.write(items, flag)
+        assert old is not None
+        assert torch.equal(written[-1], old if healthy is False else new)
+        assert written[0].isnan().all() == (healthy is False)
+        found.append([each.nan_to_num(7.0) for each in written])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.fixture
@@ -202,6 +235,7 @@ RUNS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.usefixtures("by_triton")
 def test_runs_are_those_of_pytorch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,8 +101,8 @@ def advise(
     runs.
 
     Raises:
-        ConfigError: `one_step` does not run a backward pass, the model is on a GPU, or an argument is out of
-            range.
+        ConfigError: `one_step` does not run a backward pass, the model is on several devices, or an argument
+            is out of range.
         AttachError: There is no process group, or the model can't be wrapped.
     """
     if not 0 < budget_seconds < math.inf or not 0 <= least_gain < 1:
@@ -120,13 +120,14 @@ def advise(
     given = getattr(model, "_orig_mod", model)
     # A copy, so that neither gradients nor hooks are left behind on the user's.
     module = copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given)
-    if any(parameter.is_cuda for parameter in module.parameters()):
-        raise ConfigError(
-            "advise times the host, which is not when a GPU works: give it the model on the CPU"
-        )
+    devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}
+    if len(devices) > 1:
+        places = " and ".join(sorted(map(str, devices)))
+        raise ConfigError(f"advise times the work of one device, got a model on {places}; put it on one")
+    (device,) = devices
     probe = measure_network() if probe is None else probe
     with _alone(module) as ddp, ExitStack() as entered:
-        bench = _Bench(ddp, one_step, probe.world_size, entered)
+        bench = _Bench(ddp, one_step, Stopwatch(probe.world_size, device), entered)
         bench.run(budget_seconds, transport, progress)
         # While they are there: what the fronts keep goes with them.
         memory_bytes = {code: front.engine.memory_bytes() for code, front in bench.fronts.items()}
@@ -167,7 +168,7 @@ def advise(
         least_gain=least_gain,
         budget_loss=budget_loss,
         optimizer=optimizer,
-        notes=tuple(_notes(optimizer, probe, transport.size)),
+        notes=tuple(_notes(optimizer, probe, transport.size, device)),
     )
 
 
@@ -205,7 +206,7 @@ def _with_losses(
     ]
 
 
-def _notes(optimizer: str | None, probe: Probe, num_processes: int) -> Iterator[str]:
+def _notes(optimizer: str | None, probe: Probe, num_processes: int, device: torch.device) -> Iterator[str]:
     """Yield what makes the advice less certain, in words."""
     if optimizer is None:
         known = " and ".join(known_optimizers())
@@ -218,8 +219,13 @@ def _notes(optimizer: str | None, probe: Probe, num_processes: int) -> Iterator[
             f"The probe is of {probe.world_size} processes, this job has {num_processes}: what is predicted "
             f"is for {probe.world_size}."
         )
-    if probe.device != "cpu":
-        yield f"The probe is of messages on {probe.device}; what is timed here runs on the CPU."
+    if device.type != "cpu":
+        yield (
+            "Each bucket has launches of its own: where no message could hide behind the backward pass, "
+            "DistributedDataParallel(..., bucket_cap_mb=10_000) makes one bucket of them all."
+        )
+    if probe.device != device.type:
+        yield f"The probe is of messages on {probe.device}; what is timed here runs on {device.type}."
 
 
 def _agreed(predictions: Sequence[Prediction], transport: Transport) -> list[Prediction]:
@@ -264,10 +270,9 @@ class _Bench:
     """Steps with every algorithm in turn, so that a busy machine slows all of them."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, one_step: OneStep, world_size: int, entered: ExitStack
+        self, ddp: DistributedDataParallel, one_step: OneStep, stopwatch: Stopwatch, entered: ExitStack
     ) -> None:
-        self.ddp, self.one_step = ddp, one_step
-        self.stopwatch = Stopwatch(world_size)
+        self.ddp, self.one_step, self.stopwatch = ddp, one_step, stopwatch
         self.variants = priced()
         self.fronts: dict[str, BucketFront] = {
             code: front_of(ddp, variant.algorithm, self.stopwatch.transport)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from thinwire.channel import Collective, Operation, Recording, Transport, Work, message_bytes_of, wire_bytes
+from thinwire.sync.streams import marked
 
 __all__ = ["Echo", "Network", "Sent", "Stopwatch", "Timeline"]
 
@@ -79,36 +82,50 @@ class Stopwatch:
 
     Args:
         size: Members of the group. What they bring is handled as if it had come.
+        device: That computes. On an accelerator its own events are timed: when it has made a message, and
+            when its stream would wait for one.
 
     Attributes:
         transport: To send steps' messages through.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: torch.device | None = None) -> None:
+        self._device = torch.device("cpu") if device is None else device
+        self._mark: Callable[[], Any] = time.perf_counter
+        if self._device.type != "cpu":
+            # On the stream that computes there: hooks may have another one than the training loop.
+            self._mark = partial(marked, self._device)
         # Nobody is on the other side, and nothing is waited for: what is timed is this process's own work.
-        self.transport = Recording(Echo(size))
-        self._start = 0.0
+        self.transport = Recording(Echo(size), self._mark)
+        self._start: Any = 0.0
 
     def start(self) -> None:
         """Begin a step."""
         # Before the clock is read: what was noted between steps is no part of one.
         self.transport.notes.clear()
-        self._start = time.perf_counter()
+        self._start = self._mark()
 
     def timeline(self) -> Timeline:
         """End the step and return what it did."""
-        seconds = time.perf_counter() - self._start
+        end = self._mark()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)  # until then events have no times
         sent = [
             Sent(
-                note.sent_seconds - self._start,
+                self._seconds_until(note.sent_at),
                 note.handed_bytes,
                 # What nobody waits for must have come when the next step begins.
-                seconds if note.awaited_seconds is None else note.awaited_seconds - self._start,
+                self._seconds_until(end if note.awaited_at is None else note.awaited_at),
                 note.collective,
             )
             for note in self.transport.notes
         ]
-        return Timeline(tuple(sent), seconds)
+        return Timeline(tuple(sent), self._seconds_until(end))
+
+    def _seconds_until(self, mark: Any) -> float:
+        if self._device.type == "cpu":
+            return float(mark - self._start)
+        return float(self._start.elapsed_time(mark)) / 1e3
 
 
 class Echo(Transport):

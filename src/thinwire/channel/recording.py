@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,16 +24,16 @@ class Note:
         shape: Of the tensor that this member handed over.
         dtype: Of the same.
         purpose: As its sender gave it.
-        sent_seconds: When it was sent, on the clock `time.perf_counter`.
-        awaited_seconds: When its sender first waited for it, on the same clock; None before that.
+        sent_at: When it was sent: what the clock of `Recording` gave.
+        awaited_at: When its sender first waited for it, likewise; None before that.
     """
 
     collective: Collective
     shape: tuple[int, ...]
     dtype: torch.dtype
     purpose: str
-    sent_seconds: float = field(default=0.0, compare=False)
-    awaited_seconds: float | None = field(default=None, compare=False)
+    sent_at: Any = field(default=0.0, compare=False)
+    awaited_at: Any = field(default=None, compare=False)
 
     @property
     def handed_bytes(self) -> int:
@@ -45,34 +46,37 @@ class Recording(Wrapped):
 
     Args:
         transport: Carries the messages.
+        clock: Returns what marks the present moment.
 
     Attributes:
         notes: The messages so far.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, clock: Callable[[], Any] = time.perf_counter) -> None:
         super().__init__(transport)
         self.notes: list[Note] = []
+        self._clock = clock
 
     def send(
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
         """As `Wrapped.send`; note it, and when it is waited for."""
         # Of the tensor its shape and type alone: kept whole, it would keep a gradient's memory.
-        note = Note(collective, tuple(tensor.shape), tensor.dtype, purpose, time.perf_counter())
+        note = Note(collective, tuple(tensor.shape), tensor.dtype, purpose, self._clock())
         self.notes.append(note)
-        return _NotedWork(start(), note)
+        return _NotedWork(start(), note, self._clock)
 
 
 @dataclass(frozen=True)
 class _NotedWork:
     work: Work
     note: Note
+    clock: Callable[[], Any]
 
     def is_completed(self) -> bool:
         return self.work.is_completed()
 
     def wait(self) -> None:
-        if self.note.awaited_seconds is None:  # the first time: later ones wait for nothing
-            self.note.awaited_seconds = time.perf_counter()
+        if self.note.awaited_at is None:  # the first time: later ones wait for nothing
+            self.note.awaited_at = self.clock()
         self.work.wait()

@@ -262,7 +262,11 @@ def _looked_at(step: Callable[[], None]) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         torch.cuda.synchronize()
-    launches = sum(str(event.device_type).endswith("CUDA") for event in profile.events() or [])
+    # But for our own ranges, which later versions show on the device as well.
+    launches = sum(
+        str(event.device_type).endswith("CUDA") and not event.name.startswith("thinwire:")
+        for event in profile.events() or []
+    )
     with warnings.catch_warnings(record=True) as caught:
         # The host's waits are told as warnings, one each; Python would drop those that repeat.
         warnings.simplefilter("always")

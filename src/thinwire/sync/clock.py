@@ -1,12 +1,16 @@
-"""Where a step's time goes, as the host sees it."""
+"""Where a step's time goes, as the host sees it; what did not overlap, as an accelerator does."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 from thinwire.channel import Traffic
+from thinwire.sync.streams import marked
 
 __all__ = ["StepClock"]
 
@@ -16,13 +20,28 @@ class StepClock:
 
     Attributes:
         arithmetic_seconds: Inside, and not waiting for messages.
-        exposed_seconds: From each step's last gradients being ready to `end_step`.
+        device: Of the gradients.
     """
 
     def __init__(self) -> None:
-        self.arithmetic_seconds = self.exposed_seconds = 0.0
-        self._ready = 0.0
+        self.arithmetic_seconds = 0.0
+        self.device = torch.device("cpu")
+        self._exposed_seconds = 0.0
+        self._ready: tuple[float, torch.device, torch.Event | None] = (0.0, self.device, None)
+        self._unread: deque[tuple[torch.Event, torch.Event]] = deque()
         self._is_inside = False
+
+    @property
+    def exposed_seconds(self) -> float:
+        """From each step's last gradients being ready to `end_step`.
+
+        On an accelerator by its own events, without the steps that it has not ended yet.
+        """
+        # In the order of the steps: what is behind one that has not ended has not ended either.
+        while self._unread and self._unread[0][1].query():
+            start, end = self._unread.popleft()
+            self._exposed_seconds += start.elapsed_time(end) / 1e3
+        return self._exposed_seconds
 
     @contextmanager
     def inside(self, traffic: Traffic, *, are_ready: bool = True) -> Iterator[None]:
@@ -40,7 +59,7 @@ class StepClock:
         start, waited = time.perf_counter(), traffic.waiting_seconds
         self._is_inside = True
         if are_ready:
-            self._ready = start
+            self._ready = (start, self.device, marked(self.device))
         try:
             yield
         finally:
@@ -50,4 +69,13 @@ class StepClock:
 
     def end_step(self) -> None:
         """Note that all means are there."""
-        self.exposed_seconds += time.perf_counter() - self._ready
+        start, device, event = self._ready
+        # Of the same device: there is no time between events of two.
+        end = None if event is None else marked(device)
+        # The host is ahead of an accelerator: its own clock would tell when the work was issued.
+        if event is None or end is None:
+            self._exposed_seconds += time.perf_counter() - start
+        else:
+            self._unread.append((event, end))
+            # Read as soon as they may be, so that they do not become many; nobody waits for them.
+            _ = self.exposed_seconds

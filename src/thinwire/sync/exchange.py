@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from thinwire.algorithms import (
     ShardSum,
     all_finite,
 )
+from thinwire.algorithms.joining import as_one
 from thinwire.channel import Transport, Work
 from thinwire.errors import CommunicationError, ConfigError
 
@@ -398,21 +398,10 @@ def _sent_means(messages: Sequence[Mean], transport: Transport, purpose: str) ->
                 "AllGather and AllToAll carry every type"
             )
     # One alone is not copied, so its mean comes to lie where the request was.
-    flat = tensors[0] if len(tensors) == 1 else _as_one(tensors)
+    flat = tensors[0] if len(tensors) == 1 else as_one(tensors)
     work = transport.mean(flat, purpose)
     sizes = [tensor.numel() for tensor in tensors]
     return _Sent(work, flat, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes))
-
-
-def _as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return flat tensors one after the other: a view if they lie so already, given away as they are."""
-    start, total = tensors[0].storage_offset(), sum(tensor.numel() for tensor in tensors)
-    starts = accumulate((tensor.numel() for tensor in tensors[:-1]), initial=start)
-    is_one = len({each.untyped_storage()._cdata for each in tensors}) == 1
-    is_dense = all(each.is_contiguous() for each in tensors)
-    if is_one and is_dense and [each.storage_offset() for each in tensors] == list(starts):
-        return tensors[0].as_strided((total,), (1,))
-    return torch.cat(list(tensors))
 
 
 def _sent_gathers(messages: Sequence[AllGather | ShardGather], transport: Transport, purpose: str) -> _Sent:

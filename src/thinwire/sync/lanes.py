@@ -24,6 +24,9 @@ from thinwire.version import __version__
 
 __all__ = ["Lanes", "Parts"]
 
+# Steps of which the host does not learn whether they were finite.
+COUNTED_TOGETHER = 256
+
 logger = logging.getLogger(__name__)
 
 Parts: TypeAlias = Sequence[Sequence[tuple[ParameterSpec, ...]]]
@@ -75,7 +78,8 @@ class Lanes:
         self.local_is_mean = True  # there is nothing yet
         self.expected = ExpectedBuckets()
         self.device = torch.device("cpu")
-        self._unseen: torch.Tensor | None = None
+        self._unseen: list[torch.Tensor] = []  # which steps were healthy
+        self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
         self._transport = transport
         self._traffic = traffic
         self._open: dict[tuple[ParameterSpec, ...], Lane] = {}
@@ -118,15 +122,23 @@ class Lanes:
         # The same slots: what is written behind the commit is written for all parts.
         return Memory((step - self.nonfinite_steps) // self.num_parts, self.memory.slots)
 
-    def count_unseen(self, was_nonfinite: torch.Tensor) -> None:
+    def count_unseen(self, is_healthy: torch.Tensor) -> None:
         """Count a step of which the host does not learn whether it was finite."""
-        # Added up where it is: to read it would make the host wait in every step.
-        counted = was_nonfinite.long()
-        self._unseen = counted if self._unseen is None else self._unseen.add_(counted)
+        # Added up where they are, since to read one makes the host wait; and seldom, since each sum is a
+        # launch.
+        self._unseen.append(is_healthy)
+        if len(self._unseen) == COUNTED_TOGETHER:
+            self._unseen_nonfinite = self._recent_nonfinite() + self._unseen_nonfinite
+            self._unseen = []
 
     def unseen_nonfinite_steps(self) -> int:
         """Return how many of those were not. Cost: a host synchronisation, if there were any."""
-        return 0 if self._unseen is None else int(self._unseen)
+        recent = self._recent_nonfinite() if self._unseen else 0
+        return int(recent + self._unseen_nonfinite)
+
+    def _recent_nonfinite(self) -> torch.Tensor:
+        device = self._unseen[-1].device
+        return (~torch.stack([each.to(device) for each in self._unseen])).sum()
 
     # What is planned.
 
@@ -351,7 +363,7 @@ class Lanes:
         self.memory = memory
         # Laid out when lanes are opened: in which order of memory, and on which device, is not known before.
         self._unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
-        self.nonfinite_steps, self._unseen = loaded.skipped_steps, None
+        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.local_is_mean, self._loaded_checksum = True, loaded.checksum
         self.expected = ExpectedBuckets(loaded.buckets, is_resumed=True)
         self._plan_anew()

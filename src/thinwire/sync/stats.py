@@ -28,7 +28,8 @@ class Stats:
         arithmetic_seconds: Time the host spent in Thinwire without being blocked. With an accelerator, that
             of issuing the work.
         exposed_seconds: Time from each step's last gradients being ready until all means were there: what
-            did not overlap the backward pass.
+            did not overlap the backward pass. With an accelerator by its own events, without the steps that
+            it has not ended yet.
         relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient
             plus error. Only with error feedback.
         error_norm: By route, ‖M − P̂P̂ᵀM‖: this process's residual after the last step, unscaled.

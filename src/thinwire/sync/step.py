@@ -100,6 +100,7 @@ class Step:
                 f"the bucket of {lane.specs[0].name} is in flight in another step; finish or abandon that "
                 "first"
             )
+        self._clock.device = flat.device
         with self._clock.inside(self._traffic), full_precision(flat.device):
             self._streams.note(flat.device)  # before anything is launched for the bucket
             self._came.append(lane.specs)
@@ -267,7 +268,7 @@ class Step:
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             self._commit_unseen(is_healthy, fill)
-            self._all_lanes.count_unseen(~is_healthy)
+            self._all_lanes.count_unseen(is_healthy)
             return True
         start = time.perf_counter()
         committed = bool(is_healthy)  # waits for an accelerator

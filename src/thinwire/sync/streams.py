@@ -6,12 +6,22 @@ import torch
 
 from thinwire.errors import StepError
 
-__all__ = ["Streams", "current_stream", "refuse_capture"]
+__all__ = ["Streams", "current_stream", "marked", "refuse_capture"]
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which this thread launches a device's kernels; None where there is none."""
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+def marked(device: torch.device) -> torch.Event | None:
+    """Return an event of this thread's stream of a device, timed; None where there is no stream."""
+    stream = current_stream(device)
+    if stream is None:
+        return None
+    event = torch.Event(device, enable_timing=True)
+    event.record(stream)
+    return event
 
 
 class Streams:

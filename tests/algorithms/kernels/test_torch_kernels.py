@@ -9,7 +9,7 @@ import torch
 
 from thinwire.algorithms import accelerators
 from thinwire.algorithms.kernels import torch_kernels
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, stacked
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_all_into, round_into, stacked
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 
 KERNELS = TorchKernels()
@@ -132,3 +132,27 @@ def test_what_was_sent_is_subtracted() -> None:
     )
     KERNELS.subtract_own([group], [factors])
     torch.testing.assert_close(group.matrices[0], before - factors.own[0].t() @ factors.basis[0])
+
+
+@pytest.mark.parametrize("healthy", [None, True, False])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_what_a_gradient_cannot_hold_goes_to_its_residual(
+    scale: float | None, healthy: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once as one by one, beyond the range of fp16 too; of a step that is not healthy nothing goes."""
+    loss_scale = None if scale is None else torch.tensor(scale)
+    means = [factor_of(40, seed=seed) for seed in (1, 2)]
+    means[0][3], means[1][4] = 1e6, -3e38
+    expected = [(torch.empty(40).half(), factor_of(40, seed=seed)) for seed in (3, 4)]
+    before = [error.clone() for _, error in expected]
+    found = [(torch.empty(40).half(), error.clone()) for _, error in expected]
+    for mean, (gradient, error) in zip(means, expected, strict=True):
+        round_into(gradient, mean.clone(), error, loss_scale)
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    gradients, errors = ([each[place] for each in found] for place in (0, 1))
+    flag = None if healthy is None else torch.tensor(healthy)
+    round_all_into(gradients, [mean.clone() for mean in means], errors, loss_scale, flag)
+    for (gradient, error), (wanted, rest), was in zip(found, expected, before, strict=True):
+        assert torch.equal(gradient, wanted)
+        assert torch.equal(error, was if healthy is False else rest)
+    assert errors[0][3] > 1e5 or healthy is False

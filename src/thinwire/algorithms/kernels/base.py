@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, Write
 
 __all__ = ["Kernels"]
 
@@ -85,7 +85,8 @@ class Kernels(Protocol):
                 forget it. They may be the tensors that the group itself has as `errors`.
             terms: Of each group the iterations of the step; their approximations add up.
             loss_scale: What the loss was multiplied by, None for 1.
-            is_healthy: One bool, not read back: if it is false, errors stay as they were. None for true.
+            is_healthy: One bool, not read back: if it is false, errors stay as they were and gradients become
+                NaN. None for true.
         """
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
@@ -94,6 +95,17 @@ class Kernels(Protocol):
         Args:
             groups: The matrices, updated in place.
             factors: Of each group those of the iteration.
+        """
+
+    def write(self, items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
+        """Write what a step leaves, by whether it is healthy.
+
+        Args:
+            items: What. Targets that stay in a healthy step are given away.
+            is_healthy: One bool, not read back; None for true.
+
+        Returns:
+            Of each item the target; or, if that was to stay, a tensor in its place.
         """
 
     def orthonormal_rows(

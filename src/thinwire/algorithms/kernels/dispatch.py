@@ -17,7 +17,7 @@ import torch
 
 from thinwire.algorithms.kernels.base import Kernels
 from thinwire.algorithms.kernels.codes import CodeKernels
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, Write
 from thinwire.algorithms.kernels.numba.limits import FACTOR_ROWS
 from thinwire.algorithms.kernels.torch_codes import TorchCodes
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
@@ -38,6 +38,7 @@ __all__ = [
     "projections",
     "reconstruct",
     "subtract_own",
+    "write",
 ]
 
 
@@ -253,6 +254,18 @@ def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> N
     """As `Kernels.subtract_own`, each group by its backend."""
     for kernels, share in _shares(groups).items():
         kernels.subtract_own([groups[index] for index in share], [factors[index] for index in share])
+
+
+def write(items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
+    """As `Kernels.write`, each tensor by its backend."""
+    shares: dict[Kernels, list[int]] = {}
+    for index, item in enumerate(items):
+        shares.setdefault(kernels_for(item.target, 1), []).append(index)
+    results: dict[int, torch.Tensor] = {}
+    for kernels, share in shares.items():
+        written = kernels.write([items[index] for index in share], is_healthy)
+        results.update(zip(share, written, strict=True))
+    return [results[index] for index in range(len(items))]
 
 
 def orthonormal_rows(

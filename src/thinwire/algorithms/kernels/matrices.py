@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -21,6 +21,7 @@ __all__ = [
     "Factors",
     "MatrixGroup",
     "Terms",
+    "Write",
     "add_errors",
     "add_scaled",
     "joined",
@@ -85,6 +86,21 @@ class Factors:
 
 Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
+
+
+class Write(NamedTuple):
+    """What becomes of a tensor at the end of a step.
+
+    Attributes:
+        target: Contiguous.
+        healthy: What it becomes in a healthy step, contiguous, in any floating type; None to leave it as it
+            is.
+        unhealthy: What it becomes in any other, contiguous, of its shape and type; None for NaN.
+    """
+
+    target: torch.Tensor
+    healthy: torch.Tensor | None
+    unhealthy: torch.Tensor | None
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

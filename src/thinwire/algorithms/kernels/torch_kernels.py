@@ -17,12 +17,14 @@ import torch
 from torch.nn.functional import pad, threshold
 
 from thinwire.algorithms import accelerators
+from thinwire.algorithms.joining import as_one
 from thinwire.algorithms.kernels.base import Kernels
 from thinwire.algorithms.kernels.matrices import (
     DEPENDENT_BELOW,
     Factors,
     MatrixGroup,
     Terms,
+    Write,
     add_errors,
     add_scaled,
     joined,
@@ -127,8 +129,13 @@ class TorchKernels(Kernels):
         elif written:
             torch._foreach_copy_(written, left_over)
         # The residuals are out of the matrices; now those may be overwritten.
-        for group, found in zip(groups, terms, strict=True):
-            pairs = [term.pair(term.mean) for term in found]
+        means = [[term.pair(term.mean) for term in found] for found in terms]
+        if is_healthy is not None:
+            # Copies of the small factors: a basis may be the one that the next step starts from.
+            lefts = [pairs[0][0] for pairs in means]
+            spoiled = torch._foreach_mul(lefts, _one_or_nan(is_healthy, lefts[0].dtype))
+            means = [[(left, pairs[0][1]), *pairs[1:]] for left, pairs in zip(spoiled, means, strict=True)]
+        for group, pairs in zip(groups, means, strict=True):
             batch = _batch_for(group)
             if batch is None:
                 _reconstruct_each(group, None, pairs[-1], pairs, loss_scale)
@@ -148,6 +155,33 @@ class TorchKernels(Kernels):
             for matrix, left, right in zip(group.matrices, *found.pair(found.own), strict=True):
                 for block in _row_blocks(matrix):
                     matrix[block].addmm_(left[:, block].t(), right, alpha=-1)
+
+    def write(self, items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
+        """As `Kernels.write`, with a few launches for all items of one type."""
+        results = [item.target for item in items]
+        overwritten: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        kept: dict[object, list[tuple[int, torch.Tensor, torch.Tensor]]] = defaultdict(list)
+        for index, (target, healthy, unhealthy) in enumerate(items):
+            if healthy is not None:
+                overwritten[target.device, target.dtype, healthy.dtype].append((target, healthy))
+            elif unhealthy is not None:
+                kept[target.device, target.dtype].append((index, target, unhealthy))
+        for alike in overwritten.values():
+            targets = [target for target, _ in alike]
+            torch._foreach_copy_(targets, [healthy for _, healthy in alike])
+            if is_healthy is not None:
+                # To fill where a condition holds there is no operation on many tensors.
+                torch._foreach_mul_(targets, _one_or_nan(is_healthy, targets[0].dtype))
+        if is_healthy is None:
+            return results
+        for some in kept.values():
+            indices, new, old = zip(*some, strict=True)
+            # The old ones are one already, where the step before has returned them.
+            chosen = torch.where(is_healthy, as_one(new), as_one(old))
+            parts = chosen.split_with_sizes([each.numel() for each in new])
+            for index, target, part in zip(indices, new, parts, strict=True):
+                results[index] = part.view_as(target)
+        return results
 
     def orthonormal_rows(
         self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
@@ -220,6 +254,11 @@ def _reconstruct_each(
                     torch.mm(left[index][:, block].t(), right[index], out=matrix[block])
                 else:
                     matrix[block].addmm_(left[index][:, block].t(), right[index])
+
+
+def _one_or_nan(is_healthy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # One over one, or zero over zero.
+    return torch.true_divide(is_healthy, is_healthy).to(dtype)
 
 
 def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:

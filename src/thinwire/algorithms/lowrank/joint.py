@@ -8,18 +8,18 @@ from typing import NamedTuple
 import torch
 
 from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import MatrixGroup, Terms
+from thinwire.algorithms.kernels.matrices import MatrixGroup, Terms, Write
 from thinwire.algorithms.lowrank.packing import packed
 
 __all__ = [
     "Asked",
     "Reconstruction",
-    "all_copied",
     "all_divided",
     "all_packed",
     "all_products",
     "all_projections",
     "all_reconstructed",
+    "all_written",
 ]
 
 
@@ -119,19 +119,13 @@ def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torc
     return [results[index] for index in range(len(items))]
 
 
-def all_copied(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Copy tensors to others, and return those.
+def all_written(items: Sequence[tuple[Write, torch.Tensor | None]]) -> list[torch.Tensor]:
+    """As `Kernels.write`, of all buckets.
 
     Args:
-        items: Where to and what, of one number of elements.
+        items: What, and whether the step is healthy: one tensor for all.
     """
-    kinds: dict[object, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for target, source in items:
-        kinds.setdefault((target.device, target.dtype, source.dtype), []).append((target, source))
-    # Alike ones together: of mixed types or devices `_foreach` makes one copy after the other.
-    for alike in kinds.values():
-        torch._foreach_copy_([target for target, _ in alike], [source for _, source in alike])
-    return [target for target, _ in items]
+    return dispatch.write([item for item, _ in items], items[0][1] if items else None)
 
 
 def _of_one_scale(scales: Iterable[torch.Tensor | None]) -> list[list[int]]:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 
-from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning, Slot
+from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.kernels.dispatch import kernels_for
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_all_into, widened
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write, round_all_into, widened
 from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of_rows
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.budget import measured, within_bytes, within_error
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.joint import Reconstruction, all_copied, all_reconstructed
+from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed, all_written
 from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
-from thinwire.algorithms.lowrank.unseen import spoiled_unless, written_where
 from thinwire.algorithms.lowrank.wire import FactorWire, coded_bytes, num_blocks
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, Cut, ParameterSpec
@@ -328,6 +327,13 @@ class PowerSGD(LowRank):
         return within_bytes(spectra, self.bytes_per_step - others)
 
 
+def _before(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
+    """Return what was kept where a tensor is to be; zeros if there was nothing like it."""
+    kind = (tensor.shape, tensor.dtype, tensor.device)
+    is_alike = was is not None and (was.shape, was.dtype, was.device) == kind
+    return was if was is not None and is_alike else torch.zeros_like(tensor)
+
+
 def _sent_bytes(plan: BucketPlan) -> int:
     return sum(route.message_bytes for route in plan.routes)
 
@@ -430,14 +436,27 @@ class PowerSGDPlan(LowRankPlan):
         # What is dropped only the host can take back: then the engine copies memory, and puts it back.
         drops = any(names[index] in memory[slot] for index in self.uncompressed for slot in (ERROR, SENT))
         is_healthy = yield Commit(AllFinite(tuple(found.received)), writes_where=not drops)
+        count = len(self.uncompressed)
+        targets = [gradients[index] for index in self.uncompressed]
+        writes = [
+            Write(target, mean, None)
+            for target, mean in zip(targets, found.uncompressed[:count], strict=True)
+        ]
         # Not on the CPU, nor with `host_check`: there the generator is closed where the step is not healthy.
         if is_healthy is not None:
             before = {slot: memory[slot] for slot in remembered}
             before[BASIS] = by_label(labels, found.starts)
-            remembered = yield from self._kept_where(is_healthy, remembered, before)
-            # Before `reconstruct` multiplies by them: so gradients become NaN without a pass of their own.
-            means = [term.mean for of_group in found.terms for term in of_group]
-            yield Jointly(spoiled_unless, [(is_healthy, each) for each in [*means, *found.uncompressed]])
+            writes += [
+                Write(tensor, None, _before(tensor, before[slot].get(label)))
+                for slot, tensors in remembered.items()
+                for label, tensor in tensors.items()
+            ]
+        placed = yield Jointly(all_written, [(each, is_healthy) for each in writes])
+        if is_healthy is not None:
+            kept = iter(placed[count:])
+            remembered = {
+                slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()
+            }
         written = [
             [errors[name].view(shape_group.shape) for name in group.labels] if errors else None
             for shape_group, group in zip(self.shape_groups, groups, strict=True)
@@ -461,30 +480,12 @@ class PowerSGDPlan(LowRankPlan):
         round_all_into(rounded, [wide for _, wide in copied], of_names, bucket.loss_scale, is_healthy)
         for slot, tensors in {ERROR: errors, **remembered}.items():
             memory[slot].update(tensors)
-        count = len(self.uncompressed)
-        targets = [gradients[index] for index in self.uncompressed]
-        yield Jointly(all_copied, list(zip(targets, found.uncompressed[:count], strict=True)))
         # With nothing of the bucket in front, since of nothing at all there is no `cat`.
         remaining = torch.cat([bucket.flat[:0], *found.uncompressed[count:]])
         sent_names = [names[index] for index in self.uncompressed]
         keep_remainder(memory, sent_names, sent, remaining)
         for name in sent_names:
             memory[SENT].pop(name, None)
-
-    def _kept_where(
-        self,
-        is_healthy: torch.Tensor,
-        remembered: dict[Slot, dict[str, torch.Tensor]],
-        before: Mapping[Slot, Mapping[str, torch.Tensor]],
-    ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
-        """Return what is to be remembered if the step is healthy, else what was before."""
-        places = [(slot, label) for slot, tensors in remembered.items() for label in tensors]
-        items = [(is_healthy, remembered[slot][label], before[slot].get(label)) for slot, label in places]
-        kept = yield Jointly(written_where, items)
-        chosen: dict[Slot, dict[str, torch.Tensor]] = {slot: {} for slot in remembered}
-        for (slot, label), tensor in zip(places, kept, strict=True):
-            chosen[slot][label] = tensor
-        return chosen
 
     def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
         """Return gradients and residuals as matrices: views, or copies in fp32 where kernels need them."""

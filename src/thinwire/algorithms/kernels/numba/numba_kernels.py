@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.algorithms.kernels.base import Kernels
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, add_errors, replaced
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, Write, add_errors, replaced
 from thinwire.algorithms.kernels.numba import bases, passes
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 
@@ -80,6 +80,10 @@ class NumbaKernels(Kernels):
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
         """As `Kernels.subtract_own`, by PyTorch's products."""
         self._others.subtract_own(groups, factors)
+
+    def write(self, items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
+        """As `Kernels.write`, by PyTorch's."""
+        return self._others.write(items, is_healthy)
 
     def orthonormal_rows(
         self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None

@@ -1,7 +1,7 @@
 """The kernels of low-rank steps. Each serves many matrices: a program looks up which tile of which it has.
 
 M, which no memory holds, is a gradient plus its residual times the loss scale: every kernel adds them as it
-reads them. So no kernel but `settle` writes to either, and 16-bit gradients need no copy in fp32.
+reads them. So no kernel but `reconstruct` writes to either, and 16-bit gradients need no copy in fp32.
 
 Parameters, where a kernel has them:
     table: For each matrix a row of int64, addresses and sizes, as `triton_kernels` writes them.
@@ -22,7 +22,17 @@ Parameters, where a kernel has them:
 import triton
 import triton.language as tl
 
-__all__ = ["add_splits", "finite", "gram", "gram_again", "orthonormal", "products", "projections", "settle"]
+__all__ = [
+    "add_splits",
+    "finite",
+    "gram",
+    "gram_again",
+    "orthonormal",
+    "products",
+    "projections",
+    "reconstruct",
+    "write",
+]
 
 
 @triton.jit
@@ -39,6 +49,7 @@ def _pointer(address, G: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _scale_at(address):
     """Return the loss scale; 1 where there is none."""
+    # As a block of one, since only blocks are loaded under a mask; address 0 must not be read.
     at = address.to(tl.pointer_type(tl.float32)) + tl.arange(0, 1)
     none = address + tl.zeros((1,), tl.int64) == 0
     return tl.sum(tl.load(at, ~none, other=1.0), axis=0)
@@ -48,6 +59,7 @@ def _scale_at(address):
 def _matrix(table, m, WIDTH: tl.constexpr, G: tl.constexpr, ALIGNED: tl.constexpr):
     """Return gradient, residual, rows that have one, loss scale, rows, columns and matrix rank."""
     row = table + m * WIDTH
+    # An address from memory says nothing of alignment or type; what is known the compiler must be told.
     g = _pointer(tl.load(row), G, ALIGNED)
     address = tl.load(row + 1)
     e = _pointer(address, "f", ALIGNED)
@@ -84,6 +96,7 @@ def products(
 ):  # fmt: skip
     """Multiply: (M Q)ᵀ. Rows of the table: what `_matrix` reads, Qᵀ, the result. A tile has all columns."""
     pid = tl.program_id(0)
+    # 64 bits from here on: a matrix may have more elements than 32 can count.
     m = tl.load(tiles + 2 * pid).to(tl.int64)
     g, e, known, scale, rows, columns, rank = _matrix(table, m, 8, G, ALIGNED)
     q = _pointer(tl.load(table + m * 8 + 6), "f", False)
@@ -122,6 +135,7 @@ def projections(
     left = _pointer(tl.load(table + m * 8 + 6), "f", False)
     part = _pointer(tl.load(table + m * 8 + 7), "f", False)
     tile = tl.load(tiles + 2 * pid + 1).to(tl.int64)
+    # Tiles side by side first: they share the rows of the left factor, which then stay in cache.
     across = (columns + COLUMNS - 1) // COLUMNS
     split = tile // across
     j = (tile - split * across) * COLUMNS + tl.arange(0, COLUMNS)
@@ -160,7 +174,7 @@ def add_splits(table, tiles, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def settle(
+def reconstruct(
     table, tiles, is_healthy,
     G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
     LIMIT: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr,
@@ -182,6 +196,7 @@ def settle(
     down = tile // across
     i = down * ROWS + tl.arange(0, ROWS)
     j = (tile - down * across) * COLUMNS + tl.arange(0, COLUMNS)
+    # Read before either is written: the new residual mostly lies where the old one does.
     w = _tile(g, e, known, scale, rows, columns, i, j)
     left = _pointer(tl.load(row + 7), "f", False)
     own = _pointer(tl.load(row + 8), "f", False)
@@ -207,24 +222,54 @@ def settle(
             b = _factor(_pointer(tl.load(row + 10 + 2 * term), "f", False), rank, columns, j, R)
             total = tl.dot(tl.trans(a), b, total, input_precision=DOT)
     at = i[:, None] * columns + j[None, :]
+    kept = tl.where(address == 0, 0, rows)
+    if is_healthy is not None:
+        good = tl.load(is_healthy) != 0
+        kept = tl.where(good, kept, 0)
+        total = tl.where(good, total, float("nan"))
     if LIMIT > 0:
-        # What the type can't hold of a mean stays here.
+        # What the type can't hold of a mean stays here. A NaN stays one: minimum and maximum would drop it.
         fitting = tl.where(total == total, tl.minimum(tl.maximum(total, -LIMIT), LIMIT), total)
         rounded = fitting.to(g.dtype.element_ty)
         w += total - rounded.to(tl.float32)
     else:
         rounded = total
-    kept = tl.where(address == 0, 0, rows)
-    if is_healthy is not None:
-        kept = tl.where(tl.load(is_healthy) != 0, kept, 0)
+    # In units of the unscaled loss, by a division that is rounded alike on every GPU.
     one = tl.full(w.shape, 1.0, tl.float32)
     tl.store(new + at, w * tl.div_rn(one, one * scale), (i < kept)[:, None] & (j < columns)[None, :])
     tl.store(g + at, rounded, (i < rows)[:, None] & (j < columns)[None, :])
 
 
 @triton.jit
+def write(table, tiles, is_healthy, G: tl.constexpr, SOURCE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write what a step leaves.
+
+    Rows of the table: target; what it becomes in a healthy step, of type SOURCE (0: it stays); what in any
+    other, of the target's type (0: NaN); elements.
+    """
+    pid = tl.program_id(0)
+    row = table + tl.load(tiles + 2 * pid).to(tl.int64) * 4
+    new, old, elements = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    at = tl.load(tiles + 2 * pid + 1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    # Nothing is read of what is not to be written, nor written of what stays.
+    from_new = tl.where(new == 0, 0, elements)
+    from_old = 0 * elements
+    if is_healthy is not None:
+        good = tl.load(is_healthy) != 0
+        from_old = tl.where(good, 0, elements)
+        from_new = tl.where(good, from_new, 0)
+    x = tl.load(_pointer(new, SOURCE, False) + at, at < from_new, other=0.0).to(tl.float32)
+    there = at < tl.where(old == 0, 0, from_old)
+    y = tl.load(_pointer(old, G, False) + at, there, other=float("nan")).to(tl.float32)
+    target = _pointer(tl.load(row), G, False)
+    found = tl.where(at < from_old, y, x).to(target.dtype.element_ty)
+    tl.store(target + at, found, at < tl.maximum(from_new, from_old))
+
+
+@triton.jit
 def _gram(y, R: tl.constexpr):
     """Return the products of all rows with each other, (R, R)."""
+    # Row by row, and not by `tl.dot`: tensor cores have fp64 on some GPUs only, with other last bits.
     r = tl.arange(0, R)
     found = tl.zeros((R, R), tl.float64)
     for a in range(R):
@@ -255,6 +300,7 @@ def _inverse_root(grams, DEPENDENT: tl.constexpr, ARE_SCALED: tl.constexpr, R: t
         scale = tl.full((R,), 1.0, tl.float64)
     else:
         scale = tl.where(lengths > 0, 1.0 / tl.sqrt(tl.where(lengths > 0, lengths, 1.0)), 0.0)
+    # Of rows of length one: whether a row depends on others is a question of angles.
     cosines = grams * scale[:, None] * scale[None, :]
     inverse = eye
     for row in range(R):
@@ -285,6 +331,7 @@ def _added_up(parts, chunks, R: tl.constexpr):
 
 @triton.jit
 def _diagonal(parts, chunks, R: tl.constexpr):
+    # In the order of `_added_up`, or a row could be dead in one kernel and not in the next.
     r = tl.arange(0, R)
     total = tl.zeros((R,), tl.float64)
     for chunk in range(chunks):
@@ -317,6 +364,7 @@ def gram(table, tiles, R: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constex
     length = tl.load(row + 4)
     rank = tl.load(row + 5)
     r = tl.arange(0, R)
+    # In float64: the products of nearly dependent rows cancel.
     total = tl.zeros((R, R), tl.float64)
     for k in range(0, tl.minimum(length - chunk * CHUNK, CHUNK), COLUMNS):
         y = _factor(x, rank, length, chunk * CHUNK + k + tl.arange(0, COLUMNS), R).to(tl.float64)
@@ -341,6 +389,7 @@ def gram_again(
     rank = tl.load(row + 5)
     chunks = tl.load(row + 6)
     r = tl.arange(0, R)
+    # Every program adds up all chunks: to wait for one that has done it, it would need another launch.
     grams = _added_up(parts, chunks, R)
     eye = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(tl.float64)
     dead = (tl.sum(grams * eye, axis=1) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
@@ -381,6 +430,7 @@ def orthonormal(
     dead = (_diagonal(parts, chunks, R) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
     second = _inverse_root(_added_up(parts + chunks * R * R, chunks, R), DEPENDENT, True, R)
     first = tl.load(parts + 2 * chunks * R * R + r[:, None] * R + r[None, :])
+    # Both at once, so that the rows are read a third time and not a fourth.
     weights = _applied(second, first, R)
     for k in range(0, tl.minimum(length - chunk * CHUNK, CHUNK), COLUMNS):
         at = chunk * CHUNK + k + tl.arange(0, COLUMNS)
@@ -396,5 +446,6 @@ def finite(table, tiles, flags, G: tl.constexpr, COLUMNS: tl.constexpr):
     row = table + tl.load(tiles + 2 * pid).to(tl.int64) * 2
     x = _pointer(tl.load(row), G, False)
     at = tl.load(tiles + 2 * pid + 1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    # Below infinity, of which NaN is neither side.
     values = tl.abs(tl.load(x + at, at < tl.load(row + 1), other=0.0).to(tl.float32))
     tl.store(flags + pid, tl.min((values < float("inf")).to(tl.int32), axis=0).to(tl.int8))

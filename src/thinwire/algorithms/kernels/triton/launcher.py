@@ -34,6 +34,7 @@ def launch(
         reads: What it reads, for who counts bytes.
         writes: What it writes, likewise.
     """
+    # Of parameters without elements; CUDA refuses a grid of none.
     if programs == 0:
         return
     # Triton launches on the current device, which need not be that of the tensors.

@@ -11,11 +11,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-__all__ = ["table_of", "tiles_of"]
+__all__ = ["padded", "table_of", "tiles_of"]
 
+# Of a step there are tens; those of bucket layouts and addresses that are gone fall out at the other end.
 MAX_TABLES = 1024
 
 _kept: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
+
+
+def padded(size: int) -> int:
+    """Return the next power of two: tiles have no other sizes."""
+    return 1 << (size - 1).bit_length()
 
 
 def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
@@ -50,6 +56,7 @@ def _on_device(
 ) -> torch.Tensor:
     # One for each stream: on another one the copy need not have arrived.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    # By all of its contents: an address that was freed and given to another tensor is the same address still.
     key = (device, stream, *what)
     found = _kept.get(key)
     if found is None:
@@ -59,6 +66,7 @@ def _on_device(
             table = table.pin_memory()
         found = _kept[key] = table.to(device, non_blocking=True)
         if len(_kept) > MAX_TABLES:
+            # A kernel that still reads it comes before whatever its stream gives the memory to.
             _kept.popitem(last=False)
     else:
         _kept.move_to_end(key)

@@ -12,6 +12,7 @@ import torch
 from thinwire.algorithms.kernels.codes import CodeKernels
 from thinwire.algorithms.kernels.torch_codes import TorchCodes
 from thinwire.algorithms.kernels.triton import launcher
+from thinwire.algorithms.kernels.triton.tables import padded
 from thinwire.algorithms.low_bit.blocks import Blocks
 from thinwire.algorithms.low_bit.codebooks import Codebook
 from thinwire.algorithms.low_bit.coded import Coded, block_bytes
@@ -23,7 +24,7 @@ __all__ = ["TritonCodes"]
 ELEMENTS = 1024
 
 # Products and sums are rounded one by one, as PyTorch rounds them: then the mean is the same to the bit.
-OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 8}
 
 
 class TritonCodes(CodeKernels):
@@ -36,6 +37,7 @@ class TritonCodes(CodeKernels):
         """As `CodeKernels.encoded`; one launch."""
         if blocks.block > ELEMENTS:
             return self._others.encoded(flat, blocks, codebook, draws)
+        # Addresses are reckoned from the first number on.
         flat, members = flat.contiguous(), blocks.num_members
         coded = _empty(blocks, codebook, members, flat.device)
         launcher.launch(
@@ -156,19 +158,13 @@ def _places(blocks: Blocks, device: torch.device) -> tuple[torch.Tensor | None, 
     return (None, None) if blocks.are_whole else (blocks.firsts(device), blocks.lengths(device))
 
 
-def _padded(block: int) -> int:
-    """Return the next power of two: tiles have no other sizes."""
-    return 1 << (block - 1).bit_length()
-
-
 def _programs(count: int, block: int) -> int:
-    return -(-count // (ELEMENTS // _padded(block)))
+    return -(-count // (ELEMENTS // padded(block)))
 
 
 def _of_rows(blocks: Blocks) -> dict[str, object]:
-    padded = _padded(blocks.block)
-    sizes = {"BLOCK": blocks.block, "PADDED": padded, "ROWS": ELEMENTS // padded}
-    return {**sizes, "WHOLE": blocks.are_whole}
+    width = padded(blocks.block)
+    return {"BLOCK": blocks.block, "PADDED": width, "ROWS": ELEMENTS // width, "WHOLE": blocks.are_whole}
 
 
 def _of_codebook(codebook: Codebook) -> dict[str, object]:

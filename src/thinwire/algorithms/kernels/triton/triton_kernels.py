@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from thinwire.algorithms.kernels.base import Kernels
-from thinwire.algorithms.kernels.matrices import DEPENDENT_BELOW, Factors, MatrixGroup, Terms
+from thinwire.algorithms.kernels.matrices import DEPENDENT_BELOW, Factors, MatrixGroup, Terms, Write
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 from thinwire.algorithms.kernels.triton import launcher
-from thinwire.algorithms.kernels.triton.tables import table_of, tiles_of
+from thinwire.algorithms.kernels.triton.tables import padded, table_of, tiles_of
 
 __all__ = ["TritonKernels"]
 
@@ -25,8 +25,9 @@ DOT_ROWS = 16
 # Rows of a matrix that one program of a projection adds up: a fixed number, whatever the GPU.
 SPLIT_ROWS = 512
 
-# Columns of a factor that one program of an orthonormalisation has, and how many numbers it holds at a time.
-CHUNK, HELD = 1024, 4096
+# Columns of a factor that one program of an orthonormalisation has, and holds at a time: few, as a division
+# in fp64 is a subroutine on sm_80: around it registers that are full would be put aside.
+CHUNK, COLUMNS = 1024, 128
 
 ELEMENTS = 4096  # of a program that only looks at each
 
@@ -90,6 +91,7 @@ class TritonKernels(Kernels):
             factors = _each([lefts[index] for index in some])
             outs = _each([results[index] for index in some])
             device = factors[0].device
+            # Parts and a second launch, and no atomic additions: those come in another order every time.
             splits = [-(-row[3] // SPLIT_ROWS) for row in rows]
             sizes = [count * out.numel() for count, out in zip(splits, outs, strict=True)]
             parts = outs[0].new_empty(sum(sizes)).split_with_sizes(sizes)
@@ -135,13 +137,14 @@ class TritonKernels(Kernels):
         scale = _scale(loss_scale)
         for some in _of_one_type(groups, [len(found) for found in terms]):
             given, found = [groups[index] for index in some], [terms[index] for index in some]
-            shape, rows = _Shape(given, settles=True), _rows(given, scale)
+            shape, rows = _Shape(given, reconstructs=True), _rows(given, scale)
             nothing: list[torch.Tensor | None] = [None]
             new = [
                 error
                 for index, group in zip(some, given, strict=True)
                 for error in (errors[index] or nothing * len(group.matrices))
             ]
+            # Of the terms before it `subtract_own` has taken what was sent.
             last = [each[-1] for each in found]
             # Of each matrix: the left and right factor that was sent, and those of the means.
             factors = [
@@ -161,9 +164,10 @@ class TritonKernels(Kernels):
             ]
             counts = [-(-row[3] // shape.rows) * -(-row[4] // shape.columns) for row in rows]
             dtype = given[0].matrices[0].dtype
+            # In fp32 a mean beyond the range is infinite, and its step is not healthy.
             limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
             launcher.launch(
-                "compiled_matrices.settle",
+                "compiled_matrices.reconstruct",
                 sum(counts),
                 [
                     table_of(table, device),
@@ -179,6 +183,36 @@ class TritonKernels(Kernels):
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
         """As `Kernels.subtract_own`, by PyTorch's products: of M it is the gradient that becomes less."""
         self._others.subtract_own(groups, factors)
+
+    def write(self, items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
+        """As `Kernels.write`, in place, by one launch; what stays is read and written in other steps only."""
+        kinds: dict[tuple[torch.dtype, torch.dtype], list[Write]] = {}
+        for item in items:
+            # What stays is put back from its own type.
+            source = item.target if item.healthy is None else item.healthy
+            if item.healthy is not None or is_healthy is not None:
+                kinds.setdefault((item.target.dtype, source.dtype), []).append(item)
+        for (dtype, source_dtype), alike in kinds.items():
+            targets, device = [item.target for item in alike], alike[0].target.device
+            counts = [-(-target.numel() // ELEMENTS) for target in targets]
+            addresses = [
+                tuple(0 if tensor is None else tensor.data_ptr() for tensor in item) for item in alike
+            ]
+            table = [(*row, target.numel()) for row, target in zip(addresses, targets, strict=True)]
+            launcher.launch(
+                "compiled_matrices.write",
+                sum(counts),
+                [
+                    table_of(table, device),
+                    tiles_of(counts, device),
+                    None if is_healthy is None else is_healthy.view(torch.int8),
+                ],
+                {"G": LETTERS[dtype], "SOURCE": LETTERS[source_dtype], "COLUMNS": ELEMENTS, **_OPTIONS},
+                device,
+                reads=[item.healthy for item in alike if item.healthy is not None],
+                writes=[item.target for item in alike if item.healthy is not None],
+            )
+        return [item.target for item in items]
 
     def orthonormal_rows(
         self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
@@ -196,13 +230,14 @@ class TritonKernels(Kernels):
             )
         )
         results = [flat.view_as(batch) for flat, batch in zip(results, batches, strict=True)]
-        rows = _padded(max(batch.shape[1] for batch in batches))
+        rows = padded(max(batch.shape[1] for batch in batches))
         factors, outs = _each(batches), _each(results)
         instead: list[torch.Tensor | None] = [None] * len(factors)
         if drawn is not None:
             instead = [each for batch, each in zip(batches, drawn, strict=True) for _ in batch]
         counts = [-(-factor.shape[1] // CHUNK) for factor in factors]
-        # Of each chunk two Gram matrices, and of each matrix a transform.
+        # Of each chunk two Gram matrices, and of each matrix a transform. Freed when this returns: the
+        # allocator hands the memory out again on this stream only, behind what reads it here.
         sizes = [(2 * count + 1) * rows * rows for count in counts]
         room = torch.empty(sum(sizes), dtype=torch.float64, device=device).split_with_sizes(sizes)
         table = table_of(
@@ -221,8 +256,9 @@ class TritonKernels(Kernels):
             device,
         )
         tiles = tiles_of(counts, device)
-        sizes_of_tiles = {"R": rows, "COLUMNS": min(256, HELD // rows), "CHUNK": CHUNK, **_OPTIONS}
-        sizes_of_tiles["num_warps"] = 8 if rows > DOT_ROWS else 4
+        sizes_of_tiles = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **_OPTIONS}
+        sizes_of_tiles["num_warps"] = 8 if rows < DOT_ROWS else 16
+        # Three launches, since the programs of one can't wait for each other.
         for kernel, writes in (("gram", room), ("gram_again", room), ("orthonormal", outs)):
             launcher.launch(
                 f"compiled_matrices.{kernel}",
@@ -239,6 +275,7 @@ class TritonKernels(Kernels):
         """As `Kernels.all_finite`, in two launches."""
         device = tensors[0].device
         counts = [-(-tensor.numel() // ELEMENTS) for tensor in tensors]
+        # One byte of each program, and no common one: to write that, they would have to take turns.
         flags = torch.empty(sum(counts), dtype=torch.int8, device=device)
         launcher.launch(
             "compiled_matrices.finite",
@@ -263,24 +300,27 @@ _OPTIONS = {"enable_fp_fusion": True, "num_warps": 4}
 class _Shape:
     """The tiles of a launch."""
 
-    def __init__(self, groups: Sequence[MatrixGroup], *, settles: bool = False) -> None:
+    def __init__(self, groups: Sequence[MatrixGroup], *, reconstructs: bool = False) -> None:
         self._groups = groups
-        self.factor_rows = _padded(max(group.matrix_rank for group in groups))
+        self.factor_rows = padded(max(group.matrix_rank for group in groups))
         self._warps = 4
         if self.factor_rows >= DOT_ROWS:
             self.rows, self.columns = 32, 64
         else:
             # What a program adds up, factor rows · rows · columns, stays in its registers.
-            # A loop over its rows unrolled, a factor of eight would not leave settle enough of them.
-            self.rows = (8 if self.factor_rows > 4 else 16) if settles else max(16, 64 // self.factor_rows)
+            # A loop over its rows unrolled, a factor of eight would not leave `reconstruct` enough of them.
+            few = 8 if self.factor_rows > 4 else 16
+            self.rows = few if reconstructs else max(16, 64 // self.factor_rows)
             self.columns = 128
-            self._warps = 8 if self.factor_rows > 4 and not settles else 4
+            self._warps = 8 if self.factor_rows > 4 and not reconstructs else 4
 
     def constants(self, written: Sequence[torch.Tensor | None] = ()) -> dict[str, object]:
         """Return the compile-time arguments, and options."""
+        # Three products of TF32 halves come to fp32; AMD's tensor cores have no TF32.
         dot = "ieee" if torch.version.hip else "tf32x3"
         errors = [error for group in self._groups for error in group.errors]
         touched = [each for each in [*_matrices(self._groups), *errors, *written] if each is not None]
+        # Told to the compiler, which else reads one number at a time: an address from a table may be any.
         is_aligned = all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in touched)
         return {
             "G": LETTERS[self._groups[0].matrices[0].dtype],
@@ -294,11 +334,6 @@ class _Shape:
         }
 
 
-def _padded(matrix_rank: int) -> int:
-    """Return the next power of two: tiles have no other sizes."""
-    return 1 << (matrix_rank - 1).bit_length()
-
-
 def _of_one_type(groups: Sequence[MatrixGroup], also: Sequence[int] | None = None) -> Iterator[list[int]]:
     """Yield the groups, by index, that one launch may serve: of one type of gradients."""
     found: dict[object, list[int]] = {}
@@ -309,6 +344,7 @@ def _of_one_type(groups: Sequence[MatrixGroup], also: Sequence[int] | None = Non
 
 
 def _scale(loss_scale: torch.Tensor | None) -> torch.Tensor | None:
+    # Not read here: a kernel gets its address, and the host need not wait for its value.
     return None if loss_scale is None else loss_scale.float()
 
 
@@ -336,6 +372,7 @@ def _room(groups: Sequence[MatrixGroup], lengths: Sequence[int]) -> list[torch.T
     sizes = [count * rows * length for count, rows, length in shapes]
     if not sizes:
         return []
+    # In one piece, in the order in which they are sent: so a message of them is not joined first.
     flat = torch.empty(sum(sizes), device=groups[0].matrices[0].device)
     return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
 
@@ -346,6 +383,7 @@ def _each(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _whole(batch: torch.Tensor) -> torch.Tensor:
+    # A copy lives as long as the caller's list of it: a kernel that was launched has its address alone.
     return batch if len(batch) == 0 or batch[0].is_contiguous() else batch.contiguous()
 
 

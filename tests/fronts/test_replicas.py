@@ -1,0 +1,52 @@
+"""Whether all processes hold the same model, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire
+from pool import Pool
+from thinwire.fronts import replicas
+from thinwire.fronts.replicas import fingerprint
+
+
+def test_one_changed_bit_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every type and layout, in pieces or at once, and where the sum of all bits stays the same."""
+    plain = torch.arange(1.0, 25.0).view(4, 6)
+    kinds = [plain, plain.bfloat16(), plain.double(), plain.t(), torch.complex(plain, plain), plain.bool()]
+    for tensor in kinds:
+        before = fingerprint([tensor]).tolist()
+        assert fingerprint([tensor.clone()]).tolist() == before
+        other = tensor.clone()
+        other[2, 3] = 0
+        assert fingerprint([other]).tolist() != before
+    up, down = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])
+    up[0] = torch.nextafter(up[0], torch.tensor(2.0))
+    up[1] = torch.nextafter(up[1], torch.tensor(2.0))
+    a, b = fingerprint([up]).tolist(), fingerprint([down]).tolist()
+    assert a[0] == b[0]
+    assert a[1] != b[1]
+    assert fingerprint([torch.tensor(0.0)]).tolist() != fingerprint([torch.tensor(-0.0)]).tolist()
+    monkeypatch.setattr(replicas, "WORDS_AT_ONCE", 5)
+    assert fingerprint([plain]).tolist() == fingerprint([plain.clone()]).tolist()
+
+
+def test_processes_whose_models_drift_apart_are_told(pool2: Pool) -> None:
+    for size, message in pool2.run(_drifting):
+        assert size == 2
+        assert "of 1 of 2 processes (ranks 1) are not those of process 0" in message
+
+
+def _drifting() -> tuple[int, str]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    thinwire.check_replicas(model)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.bias[2] = torch.nextafter(model.bias[2], torch.tensor(1.0))
+    with pytest.raises(thinwire.AgreementError) as caught:
+        thinwire.check_replicas(model)
+    return dist.get_world_size(), str(caught.value)
