@@ -41,7 +41,7 @@ def test_the_page_needs_nothing_else_and_shows_everything() -> None:
     assert html.count("<details") == 5
     # By the numbers of the table, and outside of what scrolls on a phone.
     assert html.count("<li value=") == len(advice.predictions)
-    assert html.index("</table>") < html.index(losses_of(advice.predictions[0]))
+    assert html.index("</table>") < html.index(f'<li value="1">{losses_of(advice.predictions[0])}')
 
 
 def test_faster_stands_to_the_left_and_less_loss_below() -> None:
