@@ -128,6 +128,12 @@ def random_gradients(
     layout: Sequence[tuple[ParameterSpec, ...]], *, num_workers: int, seed: int
 ) -> Gradients:
     """By worker and bucket: a part that all workers share, and one of their own."""
+    drawn = _drawn(tuple(layout), num_workers, seed)
+    return [[flat.clone() for flat in of_worker] for of_worker in drawn]
+
+
+@lru_cache(maxsize=128)
+def _drawn(layout: tuple[tuple[ParameterSpec, ...], ...], num_workers: int, seed: int) -> Gradients:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(bucket: tuple[ParameterSpec, ...]) -> torch.Tensor:

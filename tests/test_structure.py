@@ -6,6 +6,7 @@ import ast
 import graphlib
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,10 +50,16 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
+@cache
 def imported_by(name: str) -> set[str]:
     """The package's modules that a module imports: at the top, lazily, for types, or by `import_module`."""
     imported = set()
-    for node in ast.walk(ast.parse(MODULES[name].read_text())):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
@@ -197,11 +204,12 @@ def test_every_error_is_in_the_tree_and_in_its_picture() -> None:
         assert name in (errors.__doc__ or "")
 
 
+@cache
 def documented_functions() -> list[tuple[str, ast.FunctionDef]]:
     """The public functions, methods and properties of the package, with where they stand."""
     found = []
-    for name, path in MODULES.items():
-        tree = ast.parse(path.read_text())
+    for name in MODULES:
+        tree = tree_of(name)
         classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
         owners: list[ast.Module | ast.ClassDef] = [tree, *classes]
         for owner in owners:
