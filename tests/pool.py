@@ -111,6 +111,8 @@ class Pools:
 def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers: Any) -> None:
     """A process of the pool: join the group, then run what comes."""
     warnings.simplefilter("error")
+    # Of the compiler's own accesses, and of the version of Python.
+    warnings.filterwarnings("ignore", module=r"torch\._dynamo")
     with Path(folder, f"stacks-{process_rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         dist.init_process_group(

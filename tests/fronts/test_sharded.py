@@ -46,10 +46,10 @@ pytestmark = runs_on_cpus
 
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"
 
-# In torch 2.9 what `replicate` holds is no FSDPModule yet; torch 2.6 has none.
+# That of torch 2.9 averages over a mesh of two dimensions; torch 2.6 has none.
 needs_replicate = pytest.mark.skipif(
     find_spec(REPLICATE) is None or not hasattr(import_module(REPLICATE), "ReplicateModule"),
-    reason="this torch has no replicate() that is FSDP2's",
+    reason="this torch has no replicate() over one dimension",
 )
 
 
@@ -644,6 +644,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
     for found in pool4.run(_refused):
         for case, words in {
             "native HSDP": 'fully_shard(module, mesh=mesh["shard"])',
+            "replicas of one shard": "wrap the plain module in DistributedDataParallel",
             "no replicas": 'mesh=mesh["replicate"] to thinwire.attach or LocalSGD',
             "world": "different shards of one replica",
             "both": "pass one of them",
@@ -661,6 +662,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
 
 def _refused() -> dict[str, str]:
     mesh = mesh_of()
+    alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("replicate", "shard"))
     twice, _ = attached(POWER)
     partly = language()
     for block in partly.blocks:
@@ -674,6 +676,7 @@ def _refused() -> dict[str, str]:
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     return {
         "native HSDP": error_of(lambda: attach(sharded(language(), mesh), POWER, mesh=mesh)),
+        "replicas of one shard": error_of(lambda: attach(sharded(language(), alone), POWER)),
         "no replicas": error_of(lambda: attach(plain, POWER)),
         "world": error_of(lambda: attach(plain, POWER, process_group=dist.group.WORLD)),
         "both": error_of(lambda: attach(plain, POWER, mesh=mesh, process_group=dist.group.WORLD)),

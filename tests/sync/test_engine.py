@@ -342,7 +342,7 @@ def test_products_are_in_full_precision_whatever_the_user_has_set(precision: str
 def _of_products() -> str:
     """The precision of a GPU's products; torch 2.6 has no name for it."""
     if hasattr(torch._C, "_get_fp32_precision_getter"):
-        return torch.backends.cuda.matmul.fp32_precision
+        return str(torch.backends.cuda.matmul.fp32_precision)
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 

@@ -148,6 +148,12 @@ class ShardedModel:
             names = tuple(info.mesh.mesh_dim_names or ())
             # FSDP2 reduces over both dimensions, in its own pass.
             if info.shard_mesh_dim is not None and info.replicate_mesh_dim is not None:
+                if info.mesh.size(info.shard_mesh_dim) == 1:
+                    raise AttachError(
+                        "the model's mesh has one shard for each replica, as replicate() of torch 2.9 makes "
+                        "it, so PyTorch averages whole gradients before anybody can compress them; wrap the "
+                        "plain module in DistributedDataParallel, or use replicate() of torch 2.13"
+                    )
                 shard = f'mesh["{names[info.shard_mesh_dim]}"]' if names else "a mesh of the shards alone"
                 replicate = f'mesh["{names[info.replicate_mesh_dim]}"]' if names else "that of the replicas"
                 raise AttachError(
