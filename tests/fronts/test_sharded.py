@@ -174,11 +174,18 @@ EXACT: dict[str, Case] = {
 def test_exact_averaging_is_native_hsdp(pool4: Pool) -> None:
     for found in pool4.run(_against_native):
         assert found["world"] == 4
+        assert found["sums"] <= 1e-6
         for case, (steps, _, _, tolerance, _) in EXACT.items():
             difference, scale, steps_here, is_agreed = found[case]
             assert is_agreed
             assert steps_here == steps, case  # one each, whatever the accumulation
             assert difference <= tolerance * scale, case
+
+
+def divided_by(model: Any, factor: float) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(factor)
 
 
 def _against_native() -> dict[str, Any]:
@@ -191,6 +198,11 @@ def _against_native() -> dict[str, Any]:
         expected = flat(native)
         difference = (flat(ours) - expected).abs().max().item()
         found[case] = (difference, expected.abs().max().item(), sync.steps, agreed(ours))
+    native, (ours, _) = sharded(language(), mesh_of()), attached(AllReduce())
+    # Sums over all processes: ours are the mean of two replicas' sums, so these are twice as large.
+    divided_by(native, 1.0)
+    divided_by(ours, 0.5)
+    found["sums"] = distance(gradients_of(ours, range(1)), gradients_of(native, range(1)))
     return found
 
 

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig as StockConfig
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
+from accelerated import several_processes
 from fronts.test_sharded import agreed, flat, language, mesh_of, sharded, train
 from integrations.test_lightning import Regression, fit, lightning_environment
+from integrations.test_transformers import new_trainer
 from pool import Pool
 from thinwire import AllReduce, PowerSGD
 from thinwire.integrations.accelerate import ParallelismConfig
+from thinwire.integrations.transformers import attach as attach_trainer
 from training import error_of
 
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
@@ -70,6 +79,78 @@ def prepared(config: Any) -> tuple[Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about how Accelerate asks for the mesh
         return fsdp2_prepare_model(accelerator, language()), mesh
+
+
+@contextmanager
+def sharding_on_cpus() -> Iterator[None]:
+    """Let Accelerate shard on CPUs: its state says what it says where there are accelerators."""
+    init = AcceleratorState.__init__
+
+    def sharding(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if kwargs.get("fsdp_plugin") is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, kwargs["fsdp_plugin"]
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    with (
+        several_processes(),
+        patch.object(AcceleratorState, "__init__", sharding),
+        patch.dict(os.environ),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of torch, about how Accelerate asks for the mesh
+        yield
+
+
+def sharding_trainer(folder: Path, config: Any, **settings: Any) -> Any:
+    return new_trainer(
+        str(folder),
+        fsdp=True,
+        fsdp_config={"transformer_layer_cls_to_wrap": ["GPT2Block"]},
+        parallelism_config=config,
+        gradient_accumulation_steps=2,
+        **settings,
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trainer_shards_and_resumes(pool4: Pool, tmp_path: Path) -> None:
+    """Its parts that shard, save and load are its own; that it does so on CPUs is not."""
+    for found in pool4.run(_trainer, tmp_path):
+        assert found["ratio"] > 2
+        assert found["agreed"]
+        assert found["straight"] == found["resumed"]
+        assert found["steps"] == 4
+        is_agreed, ratio = found["local"]  # shards of models, averaged every so many steps
+        assert is_agreed
+        assert ratio > 2
+        assert "leaves no replicas to Thinwire" in found["stock"]
+
+
+def _trainer(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, settings in {
+        "straight": {},
+        "resumed": {"resume_from_checkpoint": f"{folder}/checkpoint-2"},
+    }.items():
+        with sharding_on_cpus():
+            config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+            trainer = sharding_trainer(folder, config, max_steps=4, save_steps=2)
+            callback = attach_trainer(trainer, POWER)
+            trainer.train(**settings)
+            found[name] = flat(trainer.model).double().sum().item()
+            found["agreed"], found["ratio"] = agreed(trainer.model), callback.sync.stats().compression_ratio
+            found["steps"] = callback.sync.stats().steps
+        dist.barrier()
+    with sharding_on_cpus():
+        trainer = sharding_trainer(folder, config, max_steps=2, save_strategy="no")
+        callback = attach_trainer(trainer, partial(thinwire.DiLoCo, every_steps=2))
+        trainer.train()
+        found["local"] = (agreed(trainer.model), callback.sync.stats().compression_ratio)
+    with sharding_on_cpus():
+        stock = sharding_trainer(folder, StockConfig(dp_replicate_size=2, dp_shard_size=2))
+        found["stock"] = error_of(lambda: attach_trainer(stock, POWER))
+    return found
 
 
 class Sharded(Regression):

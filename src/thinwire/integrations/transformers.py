@@ -6,14 +6,15 @@
     thinwire_callback = attach(trainer, thinwire.PowerSGD(matrix_rank=4, warmup_steps=100))
     trainer.train()
 
-The Trainer wraps its model in DDP inside `train`, so attaching happens there. What is remembered goes
-into the Trainer's checkpoints, and compression shows in its logs.
+The Trainer wraps its model in DDP, or shards it, inside `train`, so attaching happens there. What is
+remembered goes into the Trainer's checkpoints, and compression shows in its logs.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,9 @@ def attach(
     nothing to attach.
 
     Args:
-        trainer: Any `transformers.Trainer` that trains with DDP (not with FSDP or DeepSpeed).
+        trainer: Any `transformers.Trainer` that trains with DDP; or with FSDP2, if its `args` have the
+            `ParallelismConfig` of `thinwire.integrations.accelerate`, by which shards of different replicas
+            meet (see docs/sharded.md). Not with DeepSpeed.
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
             train on their own, and their models are averaged every so many steps, before each evaluation and
@@ -83,7 +86,8 @@ def attach(
     Raises:
         ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
             with what makes a `LocalSGD`, or `on_nonfinite` with that or `auto`, where it has no effect.
-        AttachError: The trainer is attached already. (A model that can't be attached shows in `train`.)
+        AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
+            can't be attached shows in `train`.)
     """
     if not isinstance(trainer, Trainer):
         raise ConfigError(f"expected a transformers.Trainer, got {trainer!r}")
@@ -91,6 +95,14 @@ def attach(
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, ThinwireCallback) for callback in callbacks):
         raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
+    if trainer.is_fsdp_enabled:
+        config = trainer.accelerator.parallelism_config
+        if config is None or not config.dp_replicate_enabled or len(config.fsdp_dim_names) != 1:
+            raise AttachError(
+                "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
+                "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
+                "with the ParallelismConfig of thinwire.integrations.accelerate"
+            )
     callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, checked_on_nonfinite(on_nonfinite))
     if makes_auto(algorithm):
         if on_nonfinite != "nan":
@@ -175,7 +187,7 @@ class ThinwireCallback(TrainerCallback):
             kwargs: What else the Trainer passes.
 
         Raises:
-            AttachError: The Trainer's model is not DDP's, or a hyper-parameter search is run.
+            AttachError: The Trainer's model is neither DDP's nor FSDP2's, or a hyper-parameter search is run.
             StateError: The checkpoint can't be found, or has no state of this model.
         """
         # The Trainer wraps no model then, and there is nobody to average with.
@@ -185,12 +197,14 @@ class ThinwireCallback(TrainerCallback):
             raise AttachError(
                 "hyperparameter_search is not supported: its checkpoints have folders of their own"
             )
-        model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
+        accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
+        scaler, is_sharded = accelerator.scaler, self._trainer.is_fsdp_enabled
+        options = {"mesh": accelerator.torch_device_mesh["dp_replicate"]} if is_sharded else {}
         if not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm):
             # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
             if self.local is not None:
                 self.local.__exit__(AttachError, None, None)
-            local = new_local(self._algorithm, model, self._trainer.optimizer, scaler)
+            local = new_local(partial(self._algorithm, **options), model, self._trainer.optimizer, scaler)
             if state.global_step > 0:
                 local.load_state_dict(self._saved_state(args, state))
             self.local, self._sync = local.__enter__(), local.sync
@@ -199,10 +213,10 @@ class ThinwireCallback(TrainerCallback):
         if model is not self._model:
             if isinstance(self._algorithm, Algorithm):
                 self._sync = attach_model(
-                    model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite
+                    model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite, **options
                 )
             elif makes_auto(self._algorithm):
-                self.auto = self._algorithm(model, self._trainer.optimizer, grad_scaler=scaler)
+                self.auto = self._algorithm(model, self._trainer.optimizer, grad_scaler=scaler, **options)
                 self._sync = self.auto.sync
             self._model = model
         # The step is the checkpoint's here: the Trainer has resumed.
