@@ -78,7 +78,8 @@ def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:
     assert first.pairs[0].processes == (0, 1)
     assert first.latency_seconds > 0
     assert first.average_seconds(sizes[2]) == first.timings[2].median_seconds
-    assert first.average_seconds(10 * sizes[-1]) > first.average_seconds(sizes[-1])
+    # Of no bandwidth that can be told, on a busy machine, large messages take as long as the largest.
+    assert first.average_seconds(10 * sizes[-1]) >= first.average_seconds(sizes[-1])
 
 
 def _probed_here() -> Probe:

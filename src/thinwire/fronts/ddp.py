@@ -186,7 +186,12 @@ class BucketFront:
             # Frozen ones only: behind those that are trained they would begin a step of their own.
             return completed_future(flat)
         try:
-            self._watch_the_pass()
+            # A look at the pass's end whether all buckets came; one inside another has an end of its own. -1:
+            # outside of any pass, where a process without input shadows the others.
+            current = torch._C._current_graph_task_id()
+            if current not in (-1, self._watched_pass):
+                self._watched_pass = current
+                Variable._execution_engine.queue_callback(self._check_finished)
             divide_by_contributors(bucket.parameters(), flat)
             # As one: gradients that wait until a lane is opened, for processes to agree, are ready.
             with self.engine.clock.inside(self.engine.traffic):
@@ -224,14 +229,6 @@ class BucketFront:
             return 0
         check_options(model)
         return _num_trained(model._module_parameters) if model.static_graph else 0
-
-    def _watch_the_pass(self) -> None:
-        """Queue a look at its end whether all buckets came. One inside another has an end of its own."""
-        # -1: outside of any pass, where a process without input shadows the others.
-        current = torch._C._current_graph_task_id()
-        if current not in (-1, self._watched_pass):
-            self._watched_pass = current
-            Variable._execution_engine.queue_callback(self._check_finished)
 
     def _check_finished(self) -> None:
         """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.
