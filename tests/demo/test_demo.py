@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -13,12 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 import crash
 import forking
 from launcher import WITHOUT_PACKAGE, run_python, started_python
 from thinwire import cli, local_job
 from thinwire.cli.demo import FOOTNOTE, summary_table
+from thinwire.cli.progress import shown_progress
 from thinwire.demo.launch import JobError, run_job
 from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
@@ -338,6 +341,30 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert powersgd < fp16 / 4
 
 
+def test_in_a_pipe_a_line_tells_the_time_left() -> None:
+    out = io.StringIO()
+    options = DemoOptions(algorithms=("fp16",), steps=100)
+    with shown_progress(Console(file=out), options) as show:
+        for number in range(1, 12):
+            show(
+                TrainedStep(
+                    algorithm="fp16",
+                    processes=2,
+                    step=number,
+                    loss=2.0,
+                    step_seconds=0.5,
+                    waiting_seconds=0.1,
+                    messages=1,
+                    message_bytes=100,
+                    gradient_bytes=400,
+                )
+            )
+    first, last = out.getvalue().splitlines()
+    assert first.endswith(" 50 s left")
+    assert "step  10/100" in last
+    assert last.endswith(" 45 s left")
+
+
 def children_of(process_id: int) -> list[int]:
     """The processes that a process has started and not waited for."""
     path = Path(f"/proc/{process_id}/task/{process_id}/children")
@@ -370,7 +397,9 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
             assert all(address.is_loopback for address in addresses)
         os.killpg(demo.pid, signal.SIGINT)
         assert demo.wait() == 130
-        assert demo.stderr.read() == "thinwire: stopped by SIGINT; every process has ended\n"
+        said = demo.stderr.read()
+        assert said.startswith("thinwire: stopped by SIGINT; every process has ended.")
+        assert said.endswith("can't be resumed, the same command begins anew\n")
         assert not any(map(is_there, running))
     for line in (tmp_path / "fp16.jsonl").read_text().splitlines()[:-1]:
         assert json.loads(line)["kind"] in ("run", "plan", "step", "norms", "log")

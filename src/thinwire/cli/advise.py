@@ -21,6 +21,7 @@ from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import Advice
 from thinwire.advice.words import LOSS_LEGEND, verdict
 from thinwire.cli.job import alone
+from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.probe import Probe
 
@@ -76,7 +77,7 @@ def advise(
             raise ConfigError(f"{model} must return a torch.nn.Module, got {built!r}")
         # Progress goes where output that is parsed does not.
         console = Console(stderr=True, quiet=as_json)
-        with console.status("measuring …") as status:
+        with shown_measuring(console, budget_seconds) as show_measuring:
             advice = measure(
                 built,
                 lambda given: _called(lambda: one_step(given), step),
@@ -84,7 +85,7 @@ def advise(
                 budget_seconds=budget_seconds,
                 budget_loss=share,
                 optimizer=optimizer,
-                progress=status.update,
+                progress=show_measuring,
             )
     if as_json:
         print(json.dumps(_plain(advice)))

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.cli.job import Processes, joined_job
+from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.local_job import run_here
 from thinwire.probe.measure import probe as measure
@@ -61,9 +62,9 @@ def probe(
     with joined_job("probe", backend) as device:
         is_first = dist.get_rank() == 0
         console = Console(stderr=True, quiet=not is_first)
-        with console.status("measuring …") as status:
+        with shown_measuring(console, budget_seconds) as show_measuring:
             found = measure(
-                budget_seconds=budget_seconds, device=device, all_pairs=all_pairs, progress=status.update
+                budget_seconds=budget_seconds, device=device, all_pairs=all_pairs, progress=show_measuring
             )
         if is_first:
             # All hold the same result.

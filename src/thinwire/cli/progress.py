@@ -1,7 +1,8 @@
-"""What a run of the demo looks like while it runs: live bars on a terminal, plain lines in a pipe."""
+"""What work of more than some seconds looks like meanwhile: live on a terminal, plain lines in a pipe."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from rich.table import Column
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import TrainedStep
 
-__all__ = ["shown_progress"]
+__all__ = ["shown_measuring", "shown_progress"]
 
 AVERAGED_STEPS = 20
 PLAIN_LINES = 10
@@ -51,7 +52,8 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
             averages = take(step)
             if step.step in (1, options.steps) or step.step % max(1, options.steps // PLAIN_LINES) == 0:
                 place = f"step {step.step:>{digits}}/{options.steps}"
-                line = f"{step.algorithm:>{width}}  {place}  {averages}"
+                left = (options.steps - step.step) * fmean(each.step_seconds for each in recent)
+                line = f"{step.algorithm:>{width}}  {place}  {averages}  {left:.0f} s left"
                 console.print(line, soft_wrap=True, highlight=False)
 
         yield print_line
@@ -81,3 +83,23 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
             progress.update(tasks[step.algorithm], completed=step.step, recent=take(step))
 
         yield move_bar
+
+
+@contextmanager
+def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
+    """Show what is being measured, and how long it takes yet; on a terminal only.
+
+    Args:
+        console: Where it goes.
+        budget_seconds: About how long all of it takes.
+
+    Yields:
+        What takes the words.
+    """
+    end = time.monotonic() + budget_seconds
+
+    def show(doing: str) -> None:
+        status.update(f"{doing}; about {max(0.0, end - time.monotonic()):.0f} s left")
+
+    with console.status(f"measuring, about {budget_seconds:.0f} s …") as status:
+        yield show

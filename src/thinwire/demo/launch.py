@@ -28,7 +28,11 @@ class JobInterruptedError(ThinwireError):
     """
 
     def __init__(self, signal_number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}; every process has ended")
+        name = signal.Signals(signal_number).name
+        super().__init__(
+            f"stopped by {name}; every process has ended. Its steps are on disk; a demo can't be resumed, "
+            "the same command begins anew"
+        )
         self.signal_number = signal_number
 
 
