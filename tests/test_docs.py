@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
 import re
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import in_turn
 import thinwire
-from thinwire import errors
+from thinwire import algorithms, elastic, epfml, errors, hooks, testing
 
 ROOT = Path(__file__).parents[1]
-FAQ = (ROOT / "docs" / "faq.md").read_text()
+PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+INTEGRATIONS = Path(thinwire.__file__).parent / "integrations"
+FAQ = PAGES["faq.md"]
 SENTENCES = re.findall(r"^> (.*)", FAQ, re.MULTILINE)
 
 
@@ -44,8 +52,84 @@ def test_a_sentence_that_is_explained_is_one_that_is_raised(sentence: str, sourc
 def test_the_small_algorithm_is_small_and_does_what_its_page_says() -> None:
     source = Path(in_turn.__file__).read_text()
     assert len(source.splitlines()) <= 60
-    page = (ROOT / "docs" / "own-algorithm.md").read_text()
+    page = PAGES["own-algorithm.md"]
     shown = page.partition("## Test it")[2].partition("```python\n")[2].partition("```")[0]
     assert "compression_ratio > 7" in shown
     assert '--8<-- "tests/in_turn.py"' in page
     exec(compile(shown, "own-algorithm.md", "exec"), {"torch": torch, "InTurn": in_turn.InTurn})
+
+
+@pytest.fixture(scope="module")
+def offered() -> dict[str, list[set[str] | None]]:
+    """The parameters of what pages call, by its last name, which several modules may have; None: any."""
+    found: dict[str, list[set[str] | None]] = {}
+    for module in (thinwire, algorithms, elastic, epfml, hooks, testing):
+        for name in module.__all__:
+            each = getattr(module, name)
+            is_error = inspect.isclass(each) and issubclass(each, Exception)  # which has no signature
+            if inspect.isfunction(each) or (inspect.isclass(each) and not is_error):
+                parameters = inspect.signature(each).parameters
+                takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+                found.setdefault(name, []).append(None if takes_any else set(parameters))
+    # Read, for to import the frameworks takes seconds.
+    for path in INTEGRATIONS.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef):
+                parameters_of = {each.arg for each in (*node.args.args, *node.args.kwonlyargs)}
+                found.setdefault(node.name, []).append(parameters_of)
+    return found
+
+
+def codes(page: str) -> Iterator[str]:
+    """The code that a page shows: its blocks, what a diff makes of them, and what stands within lines."""
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language == "diff":
+            kept = [line[1:] for line in block.splitlines() if line[:1] in "+ "]
+            yield from kept
+            yield "\n".join(kept)
+        elif language == "python":
+            yield block
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_calls_has_the_arguments_that_it_names(
+    name: str, offered: dict[str, list[set[str] | None]]
+) -> None:
+    for code in codes(PAGES[name]):
+        try:
+            tree = ast.parse(textwrap.dedent(code.replace("…", "...")))
+        except SyntaxError:  # a part of a statement, or no code
+            continue
+        for call in ast.walk(tree):
+            if isinstance(call, ast.Call):
+                given = {keyword.arg for keyword in call.keywords if keyword.arg is not None}
+                offers = offered.get(ast.unparse(call.func).rpartition(".")[2], [None])
+                assert any(offer is None or given <= offer for offer in offers), ast.unparse(call)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_names_that_a_page_has_are_there(name: str) -> None:
+    code = "\n".join(codes(PAGES[name]))
+    for handle in re.findall(r"(?<![\w./])sync\.(\w+)\(", code):
+        assert hasattr(thinwire.GradientSync, handle), handle
+    for method in re.findall(r"(?<![\w./])local\.(\w+)\(", code):
+        assert hasattr(elastic.LocalSGD if name == "elastic.md" else thinwire.LocalSGD, method), method
+    for dotted in re.findall(r"(?<![\w./])thinwire((?:\.[A-Za-z_]\w*)+)", code):
+        assert dotted == ".pt" or is_there(dotted[1:].split(".")), dotted
+
+
+def is_there(names: list[str]) -> bool:
+    """Whether the package has a module, or a name in a module, of this path."""
+    if names[0] == "integrations":
+        path = INTEGRATIONS / f"{names[1]}.py"
+        return path.exists() and all(f'"{name}"' in path.read_text() for name in names[2:])
+    owner: Any = thinwire
+    for depth, name in enumerate(names, 1):
+        if not hasattr(owner, name):
+            try:
+                importlib.import_module(".".join(["thinwire", *names[:depth]]))
+            except ImportError:
+                return False
+        owner = getattr(owner, name)
+    return True
