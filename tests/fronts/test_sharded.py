@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -412,7 +413,9 @@ def _dcp(folder: Path, in_shards: bool) -> tuple[float, bool, bool, bool, set[An
             held.add((type(error), tuple(error.shape), tuple(error.to_local().shape)))
         state: dict[str, Any] = {"model": weights, "optimizer": momenta, "sync": ours}
         if replicas == 2:
-            dcp_save(state, checkpoint_id=folder)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.9 uses it itself
+                dcp_save(state, checkpoint_id=folder)
         else:
             dcp_load(state, checkpoint_id=folder)
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=momenta)
@@ -478,6 +481,10 @@ def again(parameter: Any) -> None:
     next(iter(parameter._post_accumulate_grad_hooks.values()))(parameter)
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"),
+    reason="this torch's FSDP2 can't forget a failed pass",
+)
 def test_after_an_exception_in_a_backward_pass(pool4: Pool) -> None:
     for refused, is_agreed, ratio in pool4.run(_interrupted):
         assert "call abandon() first" in refused

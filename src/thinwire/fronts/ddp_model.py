@@ -197,7 +197,7 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
 
     Raises:
         AttachError: It is no bucket: DDP works without.
-        GradientError: They are sparse.
+        GradientError: They are sparse, or complex numbers as such.
     """
     # The python reducer calls hooks as well, with gradients in place of buckets.
     if not isinstance(bucket, GradBucket):
@@ -207,6 +207,13 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
         raise GradientError(
             f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged; "
             "build its Embedding with sparse=False"
+        )
+    # Later ones hand them over as real numbers, twice as many.
+    if flat.is_complex():
+        raise GradientError(
+            f"DDP of torch {torch.__version__} hands over gradients of {flat.dtype}, expected them as pairs "
+            "of real numbers, which torch 2.13 makes of them; use that, or keep such parameters as real ones "
+            "(torch.view_as_real)"
         )
     return flat
 
