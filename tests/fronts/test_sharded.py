@@ -673,6 +673,9 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "FSDP1": "shard it with fully_shard",
             "unlike": "process 0 has embed.weight of shape (11, 8)",
             "DDP": "for sharded models",
+            "no mesh": 'expected a DeviceMesh such as mesh["replicate"], got str',
+            "the shards": "hold different shards of one replica",
+            "sharded later": "call fully_shard on all parts, then attach",
             "later": "attach when parameters are loaded",
             "option": "whole_matrices, where it is not \"auto\", must be True or False, got 'yes'",
         }.items():
@@ -688,6 +691,10 @@ def _refused() -> dict[str, str]:
         fully_shard(block, mesh=mesh["shard"])
     with torch.device("meta"):
         empty = sharded(Language(8), mesh["shard"])
+    later: Any = language().requires_grad_(False)
+    fully_shard(later.blocks[0].requires_grad_(), mesh=mesh["shard"])
+    attach(later, POWER, mesh=mesh)
+    fully_shard(later.requires_grad_(), mesh=mesh["shard"])
     unlike = sharded(language(width=8 + dist.get_rank() // 2), mesh["shard"])
     assigned, _ = attached(POWER)
     assigned.load_state_dict({k: v.clone() for k, v in assigned.state_dict().items()}, assign=True)
@@ -705,6 +712,9 @@ def _refused() -> dict[str, str]:
         "twice": error_of(lambda: attach(twice, POWER, mesh=mesh)),
         "unlike": error_of(lambda: attach(unlike, POWER, mesh=mesh)),
         "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, mesh=mesh)),
+        "no mesh": error_of(lambda: attach(plain, POWER, mesh=cast(Any, "replicate"))),
+        "the shards": error_of(lambda: attach(plain, POWER, mesh=mesh["shard"])),
+        "sharded later": error_of(lambda: later(tokens_of(0))),
         "later": error_of(lambda: assigned(tokens_of(0))),
         "option": error_of(lambda: attach(plain, POWER, mesh=mesh, whole_matrices=cast(Any, "yes"))),
     }

@@ -28,6 +28,9 @@ class NoFSDP:
     parameters: Sequence[nn.Parameter]
     waits_for_more: bool = False
 
+    def is_all_of(self, _: nn.Module) -> bool:
+        return True
+
 
 @dataclass
 class Process:

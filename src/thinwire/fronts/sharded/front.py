@@ -11,12 +11,11 @@ from typing import TypeVar, cast
 import torch
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 
 from thinwire.algorithms import Bucket
 from thinwire.channel import Transport, Work, agree, gather_bytes
 from thinwire.errors import AgreementError, StepError
-from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of
+from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, sharded_like
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
 from thinwire.sync.lane import Lane
@@ -141,10 +140,13 @@ class ShardedFront:
         for piece in self._pieces:
             piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
         # Behind FSDP2's own, which is the first: it may have taken new parameters just now.
-        model.register_forward_pre_hook(disable_dynamo(lambda *_: self.check_before_forward()))
+        model.register_forward_pre_hook(disable_dynamo(lambda root, _: self.check_before_forward(root)))
 
-    def check_before_forward(self) -> None:
+    def check_before_forward(self, model: torch.nn.Module) -> None:
         """Refuse what would go unnoticed: gradients that nobody averages.
+
+        Args:
+            model: The root module.
 
         Raises:
             StepError: The last pass has left gradients that are not averaged, or parameters have come in
@@ -164,6 +166,12 @@ class ShardedFront:
                 "the model is set to be finalized by hand (set_manual_backward_finalization(True)), and "
                 "gradients are averaged over the replicas at the end of the backward pass; call "
                 "set_manual_backward_finalization(False)"
+            )
+        # FSDP2 takes no more modules once it has made its first pass.
+        if not self._has_order and not self._sharded.is_all_of(model):
+            raise StepError(
+                "a part of the model was sharded after it was attached, so nobody averages its gradients "
+                "over the replicas; call fully_shard on all parts, then attach"
             )
         strangers = [p for p in self._sharded.parameters if p.requires_grad and id(p) not in self._bucket_of]
         if strangers:
@@ -361,7 +369,7 @@ class ShardedFront:
                     self._keep_unapplied(spec, mean, committed=committed)
                 elif parameter.grad is None:
                     # A clone: a view would keep the bucket's memory as long as the gradient lives.
-                    parameter.grad = _as_gradient(mean_here.clone(), parameter)
+                    parameter.grad = sharded_like(parameter, mean_here.clone())
                 else:
                     # In place: it may be a part of what FSDP2 has reduced as one.
                     local_of(parameter.grad).copy_(mean_here)
@@ -398,11 +406,3 @@ def _flat_gradients(bucket: _Bucket) -> torch.Tensor:
         if piece.parameter.grad is not None:
             part.view(spec.shape).copy_(local_of(piece.parameter.grad))
     return flat
-
-
-def _as_gradient(local: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    # Without its check, which is collective over the shards: others may have a gradient already.
-    like = cast(DTensor, parameter)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )

@@ -22,12 +22,33 @@ __all__ = [
     "local_of",
     "pieces_of",
     "replicas_of",
+    "sharded_like",
 ]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor, which shares its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of something as a part of it, sharded as a parameter is.
+
+    Args:
+        parameter: Where it is no DTensor, the result is none either.
+        local: Of the shape of the parameter's part that is here; its memory is shared.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        # The check is collective over the shards, and others may have no need to call this.
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
 
 
 class Piece(NamedTuple):
@@ -98,11 +119,7 @@ class ShardedModel:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # Once: modules that were given to one call of fully_shard have one state.
-        states = {
-            id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]
-        }
-        self._states: list[Any] = list(states.values())
+        self._states = _states_of(model)
         try:
             self.groups = [group for state in self._states for group in _groups_of(state)]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
@@ -112,6 +129,14 @@ class ShardedModel:
                 f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); "
                 "use a torch from 2.6 to 2.15"
             ) from error
+
+    def is_all_of(self, model: torch.nn.Module) -> bool:
+        """Return whether no part of a model has been sharded since.
+
+        Args:
+            model: As given.
+        """
+        return len(_states_of(model)) == len(self._states)
 
     @property
     def waits_for_more(self) -> bool:
@@ -179,6 +204,12 @@ class ShardedModel:
         group = alone()
         for each in self.groups:
             each.mesh_info.replicate_process_group = group
+
+
+def _states_of(model: torch.nn.Module) -> list[Any]:
+    # Once: modules that were given to one call of fully_shard have one state.
+    states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
+    return list(states.values())
 
 
 def _groups_of(state: Any) -> list[Any]:

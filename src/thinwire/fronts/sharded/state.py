@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor
 
 from thinwire.algorithms import Slot
 from thinwire.channel import Transport, gather_bytes
 from thinwire.errors import StateError
 from thinwire.fronts.sharded.front import alike_on_all_shards
-from thinwire.fronts.sharded.model import Piece, local_of
+from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import with_checksum
@@ -109,7 +108,7 @@ class ShardedSync(GradientSync):
             "rest": with_checksum({key: value for key, value in rest.items() if key != "checksum"}),
             "kept": tuple((slot, tuple(sorted(tensors))) for slot, tensors in kept.items()),
             "tensors": {
-                _key(slot, name): _like(
+                _key(slot, name): sharded_like(
                     piece.parameter,
                     tensors[name]
                     if name in tensors
@@ -160,20 +159,6 @@ class _InShards:
 
 def _key(slot: str, name: str) -> str:
     return f"{slot} of {name}"
-
-
-def _like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of something, sharded as a parameter is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _whole_state(
