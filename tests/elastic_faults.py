@@ -14,11 +14,16 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
+from elastic import job as elastic_job
 from elastic.job import Job
+from thinwire.lab.layout import Layout
+from thinwire.lab.network import Network
 
 NUM_STEPS = 100_000
+LEAST = 3  # members of the soak
 
 
 def killed(job: Job, members: int) -> str:
@@ -49,6 +54,26 @@ def all_but_one_killed(job: Job, members: int) -> str:
     return "losses"
 
 
+def cut_off(job: Job, members: int) -> str:
+    """The link of a member is cut for eight seconds, longer than the timeout, and mended."""
+    job.set_link(members - 1, "down")
+    time.sleep(8)
+    job.wait(lambda: job.told(event="averaged", member=0, losses=1))
+    job.set_link(members - 1, "up")
+    job.wait_for_averagings(members - 1)
+    return "losses"
+
+
+def slowed(job: Job, members: int) -> str:
+    """A member stands still again and again, each time for less than the timeout; the others wait for it."""
+    for _ in range(3):
+        os.kill(job.processes[-1].pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        os.kill(job.processes[-1].pid, signal.SIGCONT)
+        time.sleep(0.5)
+    return ""
+
+
 def dark(job: Job, members: int) -> str:
     """The lighthouse dies, and comes back after three seconds."""
     job.darken()
@@ -76,6 +101,8 @@ def dying_in(words: str) -> Callable[[Job, int], str]:
 
 
 MATRIX: list[tuple[Callable[[Job, int], str], str]] = [
+    (cut_off, ""),
+    (slowed, ""),
     (dark, ""),
     (dying_in("who takes part"), "who takes part"),
     (dying_in("round 1"), "round 1"),
@@ -91,8 +118,10 @@ MATRIX: list[tuple[Callable[[Job, int], str], str]] = [
 
 def run_one(fault: Callable[[Job, int], str], words: str, members: int) -> None:
     """Start members, let the fault strike, and see that the others go on."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
+        # Only here: a network of the lab's needs root, or user namespaces.
+        network = opened.enter_context(Network(Layout(members + 1))) if fault is cut_off else None
+        job = Job(Path(folder), network)
         try:
             # The first in the order of names serves newcomers, and must die there; else the last dies.
             deadly = 0 if words == "handing" else members - 1
@@ -127,18 +156,21 @@ def soak(averagings: int, seed: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder))
         counts = {"killed": 0, "stopped": 0, "left": 0, "joined": 0}
-        alive = {member: job.start(member, min_members=2) for member in range(4)}
-        start = time.monotonic()
+        # Of up to six, with one struck at a time: no two parts of the group can both be enough.
+        alive = {member: job.start(member, min_members=LEAST) for member in range(LEAST + 2)}
+        start, started = time.monotonic(), max(alive)
         try:
             # Member 0 stays, to count; it is stopped now and then, too.
             while (len(job.told(event="averaged", member=0))) < averagings:
-                time.sleep(draw.uniform(1, 4))
+                # By averagings and not by the clock: a busy computer gets as many faults as an idle one.
+                target = len(job.told(event="averaged", member=0)) + draw.randint(5, 25)
+                job.wait(lambda target=target: len(job.told(event="averaged", member=0)) >= target)  # type: ignore[misc]
                 others = [member for member in alive if member]
                 kind = draw.choice(list(counts))
-                if kind == "joined" or len(others) < 2:
-                    if len(others) < 5:
-                        fresh = max(alive) + 1
-                        alive[fresh] = job.start(fresh, min_members=2)
+                if kind == "joined" or (kind != "stopped" and len(alive) <= LEAST + 1):
+                    if len(alive) < 6:
+                        started += 1
+                        alive[started] = job.start(started, min_members=LEAST)
                         counts["joined"] += 1
                 elif kind == "stopped":
                     pid = alive[draw.choice(list(alive))].pid
@@ -166,6 +198,7 @@ def soak(averagings: int, seed: int) -> None:
 
 def main() -> None:
     """Run the matrix, then the soak."""
+    elastic_job.PATIENCE_SECONDS = 600.0  # on a busy computer, a member may be late by minutes
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--members", type=int, nargs="*", default=[2, 3, 4, 6])
     parser.add_argument("--averagings", type=int, default=1000)

@@ -52,7 +52,11 @@ def assert_all_have_ended(folder: Path) -> None:
 
 def test_who_dies_is_started_again_and_all_end_well(tmp_path: Path) -> None:
     said: list[str] = []
-    die = 'if number == "1" and not starts: os.kill(os.getpid(), signal.SIGKILL)'
+    die = """
+if number == "1" and not starts: os.kill(os.getpid(), signal.SIGKILL)
+while number == "0" and not (folder / "told-1-1").exists():
+    time.sleep(0.01)
+"""
     with job(die, tmp_path, say=said.append) as running:
         port = int(running.address.rpartition(":")[2])
         wait_for_end(running)

@@ -19,6 +19,7 @@ from thinwire.local_job import LOOK_EVERY_SECONDS, loopback_interface
 __all__ = ["ElasticJob"]
 
 LOOPBACK = "127.0.0.1"
+JOIN_TIMEOUT_MS = 60_000
 
 
 @dataclass
@@ -220,7 +221,12 @@ class ElasticJob:
         try:
             # One member is enough to it: how many an averaging needs, they see to themselves, and one that is
             # asked to leave learns that it is alone. In this process: it ends with it, whatever ends that.
-            server: Any = self._torchft.LighthouseServer(bind=f"{self._host}:{self._port}", min_replicas=1)
+            server: Any = self._torchft.LighthouseServer(
+                bind=f"{self._host}:{self._port}",
+                min_replicas=1,
+                # As of torchft_lighthouse; else it would leave behind whoever comes 0.1 s after the others.
+                join_timeout_ms=JOIN_TIMEOUT_MS,
+            )
         except RuntimeError as error:
             raise ConfigError(
                 f"no lighthouse can listen at {self._host}:{self._port}: {error}; give another host or port"

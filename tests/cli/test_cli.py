@@ -38,6 +38,7 @@ SURFACE = {
     ],
     "lab": ["COMMAND", "--hosts", "--rate", "--hosts-per-node", "--grace-seconds", "--report"],
     "demo": [
+        "--elastic",
         "--processes",
         "--steps",
         "--algorithm",

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from rich.console import Console
 import crash
 import forking
 from launcher import WITHOUT_PACKAGE, run_python, started_python
-from thinwire import cli, local_job
+from stand_ins import stand_ins
+from thinwire import cli, local_job, read_run
 from thinwire.cli.demo import FOOTNOTE, summary_table
 from thinwire.cli.progress import shown_progress
 from thinwire.demo.launch import JobError, run_job
@@ -403,3 +405,35 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
         assert not any(map(is_there, running))
     for line in (tmp_path / "fp16.jsonl").read_text().splitlines()[:-1]:
         assert json.loads(line)["kind"] in ("run", "plan", "step", "norms", "log")
+
+
+@pytest.mark.timeout(300)
+def test_the_elastic_demo_kills_and_adds_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchft")
+    elastic = import_module("thinwire.demo.elastic")
+    said: list[str] = []
+    with stand_ins() as stand_in:
+        # Not as a module: that ends without a word, and its stand-in would take it for dead.
+        code = "import sys; from thinwire.demo.elastic_member import main; del sys.argv[1:3]; main()"
+        forked = [sys.executable, *stand_in, "-u", "-c", code]
+        monkeypatch.setattr(elastic, "python_module", lambda name: forked)
+        paths = elastic.run_elastic(
+            DemoOptions(processes=2, steps=60, model_size="tiny", output=tmp_path), said.append
+        )
+    told = "\n".join(said)
+    assert "member 1 is killed (SIGKILL)" in told
+    assert "without it" in told
+    assert "member 2 is started" in told
+    assert "hold one model, the same to the bit" in said[-1]
+    assert tmp_path / "member-0.jsonl" in paths
+    run = read_run(tmp_path / "member-0.jsonl")
+    assert run.points("losses")[-1].value == 1
+    assert run.points("loss")[-1].step == 60
+
+
+def test_the_elastic_demo_takes_no_algorithm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, stderr = run_main(["demo", "--elastic", "--algorithm", "exact"], monkeypatch, capsys)
+    assert code == 2
+    assert "leave --algorithm out" in stderr

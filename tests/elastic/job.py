@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -12,45 +14,79 @@ from typing import Any
 
 import forked
 from elastic import worker
+from thinwire.lab.network import Network
 
 PATIENCE_SECONDS = 60.0
 TIMEOUT_SECONDS = 4.0
 
 
 class Job:
-    """Members that meet at one lighthouse, and what they have told so far."""
+    """Members that meet at one lighthouse, and what they have told so far.
 
-    def __init__(self, folder: Path) -> None:
+    With a lab's network, the lighthouse is on its first host, and member n on the host n + 1.
+    """
+
+    def __init__(self, folder: Path, network: Network | None = None) -> None:
         os.environ.setdefault("RUST_LOG", "error")  # the lighthouse logs every quorum
-        self._port = 0
+        self._network = network
+        self._port = 0 if network is None else 29510
+        self._host = "127.0.0.1" if network is None else network.layout.address(0)
         self.light()
-        self.address = f"http://127.0.0.1:{self._port}"
+        self.address = f"http://{self._host}:{self._port}"
         self._path = folder / "told"
         self._path.touch()
+        self._lines: list[dict[str, Any]] = []
+        self._read_bytes = 0
         self.processes: list[forked.Process] = []
 
     def light(self) -> None:
         """Start the lighthouse, or start it again where it was."""
-        self._lighthouse = import_module("torchft.coordination").LighthouseServer(
-            bind=f"127.0.0.1:{self._port}", min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=3000
-        )
+        if self._network is not None:
+            bind = f"{self._host}:{self._port}"
+            self._remote = forked.process(_lit, bind, namespaces=self._namespaces(0))
+            self._remote.start()
+            return
+        self._lighthouse = _lighthouse(f"{self._host}:{self._port}")
         self._port = int(self._lighthouse.address().rpartition(":")[2])
 
     def darken(self) -> None:
         """End the lighthouse."""
-        self._lighthouse.shutdown()
+        if self._network is None:
+            self._lighthouse.shutdown()
+        else:
+            self._remote.kill()
+            self._remote.join()
+
+    def _namespaces(self, host: int) -> list[str]:
+        assert self._network is not None
+        return [flag.partition("=")[2] for flag in self._network.command_in(host) if "/ns/" in flag]
+
+    def set_link(self, member: int, state: str) -> None:
+        """Cut a member's link ("down"), or mend it ("up")."""
+        assert self._network is not None
+        command = self._network.command_in(member + 1, "ip", "link", "set", "eth0", state)
+        subprocess.run(command, check=True)
 
     def start(self, member: int, **options: Any) -> forked.Process:
-        process = forked.process(_member, str(self._path), self.address, member, options)
+        namespaces = [] if self._network is None else self._namespaces(member + 1)
+        if self._network is not None:
+            options = {"hostname": self._network.layout.address(member + 1), **options}
+        process = forked.process(
+            _member, str(self._path), self.address, member, options, namespaces=namespaces
+        )
         process.start()
         self.processes.append(process)
         return process
 
     def told(self, **wanted: Any) -> list[dict[str, Any]]:
         """Return what was told so far, of that kind."""
-        complete = self._path.read_text().rpartition("\n")[0]
-        lines = [json.loads(line) for line in complete.splitlines()]
-        return [line for line in lines if wanted.items() <= line.items()]
+        with self._path.open("rb") as file:
+            file.seek(self._read_bytes)
+            complete = file.read().rpartition(b"\n")[0]
+        if complete:
+            self._read_bytes += len(complete) + 1
+            self._lines += map(json.loads, complete.splitlines())
+        return [line for line in self._lines if wanted.items() <= line.items()]
 
     def wait(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -83,10 +119,24 @@ class Job:
         for process in self.processes:
             process.kill()
             process.join()
-        self._lighthouse.shutdown()
+        self.darken()
+
+
+def _lighthouse(bind: str) -> Any:
+    return import_module("torchft.coordination").LighthouseServer(
+        bind=bind, min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=3000
+    )
+
+
+def _lit(bind: str) -> None:
+    server = _lighthouse(bind)
+    threading.Event().wait()
+    server.shutdown()
 
 
 def _member(path: str, lighthouse: str, member: int, options: dict[str, Any]) -> None:
+    if "hostname" in options:
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     worker.train(
         path, lighthouse, member, **{"steps": 100_000, "timeout_seconds": TIMEOUT_SECONDS, **options}
     )

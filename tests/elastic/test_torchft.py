@@ -55,6 +55,18 @@ def test_members_are_killed_stopped_told_to_leave_and_join_again(job: Job) -> No
     assert job.check_equal() > 10
 
 
+def test_gradients_are_averaged_by_members_that_join_and_are_killed(job: Job) -> None:
+    job.start(0, min_members=2, averages_gradients=True)
+    second = job.start(1, min_members=2, averages_gradients=True)
+    job.wait_for_averagings(0)
+    job.start(2, min_members=2, averages_gradients=True)
+    job.wait_for_averagings(2)
+    second.kill()
+    job.wait(lambda: job.told(event="averaged", member=0, losses=1, members=2))
+    job.wait_for_averagings(2)
+    assert job.check_equal() > 3
+
+
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) -> None:
     job.start(0, min_members=2), job.start(1, min_members=2)
     job.wait_for_averagings(0)

@@ -17,7 +17,7 @@ from torch import nn
 from thinwire.algorithms import Quantize
 from thinwire.channel import Work
 from thinwire.channel.wrapped import Wrapped
-from thinwire.elastic import DiLoCo, TorchftGroup, torchft_group
+from thinwire.elastic import DiLoCo, Steps, TorchftGroup, torchft_group
 
 
 def new_model(seed: int, width: int = 16) -> nn.Sequential:
@@ -63,6 +63,7 @@ def train(
     step_seconds: float = 0.01,
     width: int = 16,
     dies_at: tuple[str, int] | None = None,
+    averages_gradients: bool = False,
     **options: Any,
 ) -> None:
     """Train up to so many steps of the group, and append to a file what happens.
@@ -76,6 +77,8 @@ def train(
         out.write(json.dumps({"pid": os.getpid(), "member": member, "time": time.time(), **said}) + "\n")
 
     model = new_model(member, width)
+    if averages_gradients:  # which leaves buffers alone
+        model = nn.Sequential(model[0], model[1], model[3])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(1000 + member)
     target = torch.linspace(-1, 1, 32 * 4).view(32, 4)
@@ -86,13 +89,12 @@ def train(
             die_at_second_call()
         elif dies_at is not None:
             group.transport = Deadly(group.transport, *dies_at)
-        local = DiLoCo(
-            model,
-            optimizer,
-            every_steps=every_steps,
-            group=group,
-            algorithm=Quantize(bits=4, block=16, error_feedback=True),
-        )
+        algorithm = Quantize(bits=4, block=16, error_feedback=True)
+        local: DiLoCo | Steps
+        if averages_gradients:
+            local = Steps(model, optimizer, algorithm, group=group)
+        else:
+            local = DiLoCo(model, optimizer, every_steps=every_steps, group=group, algorithm=algorithm)
         with local:
             tell(event="joined", step=local.steps, checksum=checksum(model))
             while local.steps < steps:
@@ -101,7 +103,7 @@ def train(
                 optimizer.zero_grad()
                 loss.backward()
                 time.sleep(step_seconds)
-                optimizer.step()
+                local.step() if isinstance(local, Steps) else optimizer.step()
                 if local.steps % every_steps == 0:
                     told = vars(local.membership()) | {"loss": loss.item()}
                     tell(event="averaged", step=local.steps, checksum=checksum(model), **told)

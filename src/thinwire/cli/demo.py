@@ -17,9 +17,11 @@ from thinwire.demo.model import GPT, SIZES
 from thinwire.demo.options import ALGORITHMS, DemoOptions
 from thinwire.demo.records import read_records
 from thinwire.demo.summary import Summary, summarize
+from thinwire.errors import ConfigError
 
 __all__ = ["FOOTNOTE", "demo", "summary_table"]
 
+ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 FOOTNOTE = (
     "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "
     "ring all-reduce of N processes sends; without overlap, latency ignored."
@@ -28,9 +30,19 @@ FOOTNOTE = (
 
 def demo(
     *,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Members that come and go, with DiLoCo: one is killed, and one joins."
+        ),
+    ] = False,
     processes: Annotated[
-        int, typer.Option(help="Training processes on this machine.")
-    ] = DemoOptions.processes,
+        int | None,
+        typer.Option(
+            help="Training processes on this machine.",
+            show_default=f"{DemoOptions.processes}; with --elastic, {ELASTIC_MEMBERS}",
+        ),
+    ] = None,
     steps: Annotated[int, typer.Option(help="Training steps of each algorithm.")] = DemoOptions.steps,
     algorithm: Annotated[
         list[str] | None,
@@ -44,12 +56,13 @@ def demo(
         int, typer.Option(help="Rank of the low-rank factors: more bytes, more exact.")
     ] = DemoOptions.matrix_rank,
     model_size: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NAME",
             help="One of tiny, small, medium; medium, of 10.9 M parameters, is 5 times slower.",
+            show_default=f"{DemoOptions.model_size}; with --elastic, {ELASTIC_SIZE}",
         ),
-    ] = DemoOptions.model_size,
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the initial model and the batches.")] = DemoOptions.seed,
     output: Annotated[
         Path, typer.Option(help="Folder for the records, one line of JSON for each step, and the log.")
@@ -61,29 +74,71 @@ def demo(
     machine and exchange gradients with Gloo over its loopback interface. At the end, a page of HTML compares
     them.
 
+    With `--elastic`, members train with DiLoCo instead; one is killed and one joins while you look, and the
+    others go on.
+
     Example: `thinwire demo --steps 100 --algorithm exact --algorithm powersgd`
     """
+    if elastic and algorithm:
+        raise ConfigError("--elastic trains with DiLoCo in 4 bits; leave --algorithm out")
+    usual_processes = ELASTIC_MEMBERS if elastic else DemoOptions.processes
+    usual_size = ELASTIC_SIZE if elastic else DemoOptions.model_size
     # Checks everything, before anything starts.
     options = DemoOptions(
-        processes=processes,
+        processes=usual_processes if processes is None else processes,
         steps=steps,
         algorithms=tuple(algorithm or DemoOptions.algorithms),
         matrix_rank=matrix_rank,
-        model_size=model_size,
+        model_size=usual_size if model_size is None else model_size,
         seed=seed,
         output=output,
     )
     console = Console(highlight=False)
+    if elastic:
+        show_elastic(options, console)
+        return
     # Before processes start, which takes seconds.
     console.print(opening(options), soft_wrap=True)
     try:
         with shown_progress(console, options) as show:
             run_job(options, show)
     except JobInterruptedError as interruption:
-        # Not as an error of ours: the user wanted the end, and a shell knows it by 128 + the signal.
-        typer.echo(f"thinwire: {interruption}", err=True)
-        raise typer.Exit(128 + interruption.signal_number) from None
+        raise _stopped(interruption) from None
     show_summary(options, console)
+
+
+def _stopped(interruption: JobInterruptedError) -> typer.Exit:
+    # Not as an error of ours: the user wanted the end, and a shell knows it by 128 + the signal.
+    typer.echo(f"thinwire: {interruption}", err=True)
+    return typer.Exit(128 + interruption.signal_number)
+
+
+def show_elastic(options: DemoOptions, console: Console) -> None:
+    """Run the elastic demo, print what happens, and write the page.
+
+    Args:
+        options: The settings of the run.
+        console: Where the lines go.
+
+    Raises:
+        JobError: As of `run_elastic`.
+        Exit: A signal ended the job.
+    """
+    # torchft is an extra, and the other demo does without.
+    from thinwire.demo.elastic import run_elastic  # noqa: PLC0415
+
+    console.print(
+        f"{options.processes} members train a byte-level GPT with DiLoCo, {options.steps} steps; one will be "
+        "killed, and one will join.",
+        soft_wrap=True,
+    )
+    try:
+        paths = run_elastic(options, lambda line: console.print(line, soft_wrap=True))
+    except JobInterruptedError as interruption:
+        raise _stopped(interruption) from None
+    page = options.output / "report.html"
+    write_report(paths, page)
+    console.print(f"Members, losses and joins as curves: {page}", soft_wrap=True)
 
 
 def opening(options: DemoOptions) -> str:

@@ -1,0 +1,132 @@
+"""The elastic demo: members train, one is killed, one joins, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+
+from thinwire.demo.elastic_member import EVERY_STEPS
+from thinwire.demo.launch import JobError, JobInterruptedError
+from thinwire.demo.options import DemoOptions
+from thinwire.elastic_job import ElasticJob
+from thinwire.end_signals import EndSignals
+from thinwire.interpreter import python_module
+from thinwire.local_job import LOOK_EVERY_SECONDS
+from thinwire.watch import read_run
+from thinwire.watch.reading import Growing
+from thinwire.watch.records import Record
+
+__all__ = ["run_elastic"]
+
+LINES = 10
+
+
+def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
+    """Train with DiLoCo; kill a member after a quarter of the steps, and start another when it was missed.
+
+    Args:
+        options: The settings of the run, but for its algorithms. What an earlier run has left is removed.
+        say: Takes each line of what happens, as the first member sees it.
+
+    Returns:
+        The records of the members, in the order in which they were started.
+
+    Raises:
+        JobError: A member failed that was not to, or the members hold unlike models in the end.
+        JobInterruptedError: A signal ended the job.
+    """
+    options.output.mkdir(parents=True, exist_ok=True)
+    for path in options.output.glob("member-*.jsonl"):
+        path.unlink()  # a watch goes on in a file that is there, as after a resume
+    log_path = options.output / "members.log"
+    scene = _Scene(options, say)
+    file = Growing(options.output / "member-0.jsonl")
+    command = [*python_module("thinwire.demo.elastic_member"), options.to_json()]
+    with (
+        # Before the job: a signal while its members start must end them, too.
+        EndSignals() as end_signals,
+        log_path.open("wb") as log,
+        ElasticJob(
+            command, options.processes, min_members=options.processes - 1, max_restarts=0, out=log
+        ) as job,
+    ):
+        while job.look() and end_signals.received is None:
+            time.sleep(LOOK_EVERY_SECONDS)
+            for record in file.new_records():
+                scene.play(record, job)
+    if end_signals.received is not None:
+        raise JobInterruptedError(end_signals.received)
+    if job.exit_code:
+        raise JobError(f"too few members came to the end; see {log_path}")
+    for record in file.new_records():  # the last lines came after the last look
+        scene.play(record, job)
+    numbers = [number for number in range(options.processes + scene.has_added) if number != scene.killed]
+    paths = [options.output / f"member-{number}.jsonl" for number in numbers]
+    # None of one that was started too late to take part.
+    held = [point.value for path in paths if path.exists() for point in read_run(path).points("checksum")]
+    if len(set(held)) > 1:
+        raise JobError(f"the members hold unlike models; see {log_path}")
+    say(f"in the end {len(held)} members hold one model, the same to the bit")
+    return [path for path in sorted(options.output.glob("member-*.jsonl")) if read_run(path).points("loss")]
+
+
+class _Scene:
+    """What is done to the members, and what the first one tells.
+
+    Attributes:
+        killed: The number of the member that was killed; None before.
+        has_added: Whether one was started in its place.
+    """
+
+    def __init__(self, options: DemoOptions, say: Callable[[str], None]) -> None:
+        self.killed: int | None = None
+        self.has_added = False
+        self._steps, self._last, self._say = options.steps, options.processes - 1, say
+        self._kill_at = options.steps // 4
+        self._struck_at = 0.0
+        self._losses: list[float] = []
+        self._seen = {"members": 0.0, "losses": 0.0, "joins": 0.0}
+
+    def play(self, record: Record, job: ElasticJob) -> None:
+        """Take a record of the first member."""
+        if record["kind"] != "log":
+            return
+        if "members" in record:
+            self._tell_changes(record)
+            return
+        if "heldout_loss" in record:
+            self._say(f"held-out loss {record['heldout_loss']:.3f} nats/byte")
+        if record.get("loss") is None:
+            return
+        step = record["step"]
+        self._losses.append(record["loss"])
+        if step % max(1, self._steps // LINES) == 0:
+            members = int(self._seen["members"])
+            loss = fmean(self._losses[-EVERY_STEPS:])
+            self._say(f"step {step}/{self._steps}, {members} members: loss {loss:.3f}")
+        if step >= self._kill_at and self.killed is None:
+            self.killed, self._struck_at = self._last, time.monotonic()
+            os.kill(job.process_ids[self.killed], signal.SIGKILL)
+            self._say(f"step {step}: member {self.killed} is killed (SIGKILL)")
+        elif self.killed is not None and not self.has_added and self._seen["losses"]:
+            self.has_added, self._struck_at = True, time.monotonic()
+            self._say(f"step {step}: member {job.add()} is started")
+
+    def _tell_changes(self, now: Record) -> None:
+        seconds, members = time.monotonic() - self._struck_at, int(now["members"])
+        if now["losses"] > self._seen["losses"] and self.killed is not None:
+            self._say(
+                f"step {now['step']}: the other {members} have averaged without it, {seconds:.1f} s later; "
+                "lost are its own last steps"
+            )
+        # Those that are there from the beginning may find each other one by one.
+        if now["joins"] > self._seen["joins"] and self.has_added:
+            self._say(
+                f"step {now['step']}: it has taken the others' model, {seconds:.1f} s later, and trains on "
+                f"with them: {members} members"
+            )
+        self._seen = {name: now[name] for name in self._seen}
