@@ -233,6 +233,24 @@ def test_nccl_divides_by_itself(
     assert torch.equal(message, torch.full((3,), 6.0))
 
 
+def test_what_nccl_gathers_comes_to_its_place_at_once(pool2: Pool) -> None:
+    """By the collective that takes one tensor; Gloo has it as well."""
+    assert pool2.run(_gathered_as_by_nccl) == [2, 2]
+
+
+def _gathered_as_by_nccl() -> int:
+    transport = ProcessGroupTransport()
+    brought = torch.stack([tensor_of(rank, torch.bfloat16, 5) for rank in range(transport.size)])
+    rows = torch.empty_like(brought)
+    with (
+        patch.object(ProcessGroupTransport, "backend_for", lambda self, device: "nccl"),
+        patch.object(dist, "all_gather", None),
+    ):
+        transport.all_gather(rows, brought[transport.rank].clone(), "a gather").wait()
+    assert torch.equal(rows, brought)
+    return transport.size
+
+
 def test_subgroups_of_neighbours(pool4: Pool) -> None:
     assert pool4.run(_neighbours) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.algorithms.kernels.matrices import DEPENDENT_BELOW
-from thinwire.algorithms.kernels.triton.triton_kernels import CHUNK, COLUMNS
+from thinwire.algorithms.kernels.triton.triton_kernels import basis_constants
 
 pytestmark = [
     pytest.mark.skipif(
@@ -25,12 +24,6 @@ pytestmark = [
 MATRICES = {"G": "f", "ALIGNED": True, "DOT": "", "R": 4, "ROWS": 16, "COLUMNS": 128}
 DOTS = {**MATRICES, "DOT": "tf32x3", "R": 32, "ROWS": 32, "COLUMNS": 64}
 MEANS = {"TERMS": 1, "LIMIT": 0.0}
-BASES = {"R": 4, "COLUMNS": COLUMNS, "CHUNK": CHUNK}
-BASES_BY: dict[str, dict[str, Any]] = {
-    "gram": {},
-    "gram_again": {"DEPENDENT": DEPENDENT_BELOW},
-    "orthonormal": {"DEPENDENT": DEPENDENT_BELOW},
-}
 CODES = {"CUBIC": 112, "LEVELS": 15, "BITS": 4, "BLOCK": 64, "PADDED": 64, "ROWS": 16, "WHOLE": True}
 CODED = {
     "LAST": 1127.0,
@@ -40,6 +33,13 @@ CODED = {
     "firsts": None,
     "lengths": None,
 }
+
+
+def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
+    constants: dict[str, Any] = basis_constants(name, rows)
+    warps, fuses = constants.pop("num_warps"), constants.pop("enable_fp_fusion")
+    return f"compiled_matrices.{name}", constants, warps, fuses, False
+
 
 # Kernel, constants, warps, whether products and sums are fused; whether it reads gradients by tiles.
 KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
@@ -51,11 +51,7 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
     ("compiled_matrices.reconstruct", {**MATRICES, **MEANS, "is_healthy": None}, 4, True, True),
     ("compiled_matrices.reconstruct", {**MATRICES, **MEANS, "R": 8, "ROWS": 8}, 4, True, True),
     ("compiled_matrices.reconstruct", {**DOTS, **MEANS, "G": "b", "LIMIT": 3.3895e38}, 4, True, True),
-    *(
-        (f"compiled_matrices.{name}", {**BASES, "R": rows, **more}, 8 if rows < 16 else 16, True, False)
-        for rows in (1, 4, 8, 16, 32)
-        for name, more in BASES_BY.items()
-    ),
+    *(basis(name, rows) for rows in (1, 4, 8, 16, 32) for name in ("gram", "gram_again", "orthonormal")),
     ("compiled_matrices.add_splits", {"COLUMNS": 1024}, 4, True, False),
     ("compiled_matrices.finite", {"G": "f", "COLUMNS": 4096}, 4, True, False),
     ("compiled_matrices.write", {"G": "b", "SOURCE": "f", "COLUMNS": 4096}, 4, True, False),

@@ -146,11 +146,14 @@ class ProcessGroupTransport(Transport):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.all_gather`."""
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
-        rows = list(_as_bytes(output).view(self.size, -1))
-        return self._started(
-            f"{purpose}: the gather of {tensor.numel()} × {tensor.dtype}",
-            lambda: dist.all_gather(rows, _as_bytes(tensor), self.group, async_op=True),
-        )
+        own, rows = _as_bytes(tensor), _as_bytes(output).view(self.size, -1)
+        what = f"{purpose}: the gather of {tensor.numel()} × {tensor.dtype}"
+        if self.backend_for(tensor.device) == "nccl":
+            # For a list of tensors NCCL's gathers into a buffer of its own, and copies from there. The newer
+            # name where there is one: there the older one warns.
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            return self._started(what, lambda: gather(rows.view(-1), own, self.group, async_op=True))
+        return self._started(what, lambda: dist.all_gather(list(rows), own, self.group, async_op=True))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.all_to_all`."""

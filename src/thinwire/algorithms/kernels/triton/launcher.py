@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -37,8 +37,8 @@ def launch(
     # Of parameters without elements; CUDA refuses a grid of none.
     if programs == 0:
         return
-    # Triton launches on the current device, which need not be that of the tensors.
-    with _current(device):
+    # Triton launches on the current device, which need not be that of the tensors. Its interpreter has none.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _function(kernel)[(programs,)](*arguments, **constants)
 
 
@@ -46,10 +46,6 @@ def check() -> None:
     """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
     number = torch.zeros(1, device="cuda")
     launch("compiled_codes.probe", 1, [number], {}, number.device, writes=[number])
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

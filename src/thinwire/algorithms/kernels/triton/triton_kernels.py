@@ -256,15 +256,13 @@ class TritonKernels(Kernels):
             device,
         )
         tiles = tiles_of(counts, device)
-        sizes_of_tiles = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **_OPTIONS}
-        sizes_of_tiles["num_warps"] = 8 if rows < DOT_ROWS else 16
         # Three launches, since the programs of one can't wait for each other.
         for kernel, writes in (("gram", room), ("gram_again", room), ("orthonormal", outs)):
             launcher.launch(
                 f"compiled_matrices.{kernel}",
                 sum(counts),
                 [table, tiles],
-                sizes_of_tiles if kernel == "gram" else {**sizes_of_tiles, "DEPENDENT": DEPENDENT_BELOW},
+                basis_constants(kernel, rows),
                 device,
                 reads=factors,
                 writes=writes,
@@ -295,6 +293,19 @@ class TritonKernels(Kernels):
 
 # Given, and not left to Triton: its versions differ in it, and with it the last bits.
 _OPTIONS = {"enable_fp_fusion": True, "num_warps": 4}
+
+
+def basis_constants(kernel: str, rows: int) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel that makes bases, and options.
+
+    Args:
+        kernel: "gram", "gram_again" or "orthonormal".
+        rows: Of a factor, a power of two.
+    """
+    constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **_OPTIONS}
+    # With these nothing is put aside on sm_80, sm_90 and sm_100: by trial, for it is the compiler's to say.
+    constants["num_warps"] = 4 if (kernel, rows) == ("gram_again", 16) else 8
+    return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
 
 
 class _Shape:
@@ -379,12 +390,9 @@ def _room(groups: Sequence[MatrixGroup], lengths: Sequence[int]) -> list[torch.T
 
 def _each(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the matrices of all batches, contiguous ones."""
-    return [each for batch in batches for each in _whole(batch).unbind()]
-
-
-def _whole(batch: torch.Tensor) -> torch.Tensor:
-    # A copy lives as long as the caller's list of it: a kernel that was launched has its address alone.
-    return batch if len(batch) == 0 or batch[0].is_contiguous() else batch.contiguous()
+    # A copy lives as long as the caller's list: a kernel that was launched has its address alone.
+    whole = [batch if not len(batch) or batch[0].is_contiguous() else batch.contiguous() for batch in batches]
+    return [each for batch in whole for each in batch.unbind()]
 
 
 def _matrices(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
