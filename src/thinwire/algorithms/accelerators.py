@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-__all__ = ["note_shortfall", "pays_per_launch", "shortfalls"]
+__all__ = ["note_shortfall", "pays_per_launch", "sent_to", "shortfalls"]
 
 _shortfalls: dict[str, None] = {}  # in the order in which they were found
 
@@ -21,6 +21,20 @@ def pays_per_launch(device: torch.device) -> bool:
     """
     # On the CPU a launch is a call, and what counts is how often memory is read and written.
     return device.type != "cpu"
+
+
+def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
+    """Return on a device what the host has made, without waiting for CUDA's; the same tensor on the CPU.
+
+    Args:
+        device: Where it is wanted.
+        made: On the CPU; not to be written any more.
+    """
+    if device.type == "cuda":
+        # From pageable memory the host would wait until all that was launched before the copy is done.
+        made = made.pin_memory()
+    # Of pinned memory torch sees to it that it is there until the copy is done; on "meta" there is none.
+    return made.to(device, non_blocking=device.type in ("cuda", "meta"))
 
 
 def note_shortfall(sentence: str) -> None:

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import torch
 
+from thinwire.algorithms.accelerators import sent_to
 from thinwire.algorithms.low_bit.blocks import Blocks
 
 __all__ = ["Draws", "draws_for"]
@@ -72,4 +73,4 @@ def draws_for(
         for name in names
     ]
     places = torch.arange(blocks.total) - blocks.spread(blocks.starts[:-1])
-    return Draws(blocks.spread(keys).to(device), (places * blocks.block).to(device))
+    return Draws(sent_to(device, blocks.spread(keys)), sent_to(device, places * blocks.block))

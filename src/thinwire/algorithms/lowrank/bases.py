@@ -138,4 +138,5 @@ def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torc
     """
     # Drawn on the CPU: generators of other devices give other numbers, and members may have other devices.
     generator = torch.Generator().manual_seed(seed % 2**63)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32)
+    return accelerators.sent_to(device, rows)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from thinwire.algorithms.accelerators import sent_to
+
 __all__ = ["padded", "table_of", "tiles_of"]
 
 # Of a step there are tens; those of bucket layouts and addresses that are gone fall out at the other end.
@@ -60,11 +62,7 @@ def _on_device(
     key = (device, stream, *what)
     found = _kept.get(key)
     if found is None:
-        table = made()
-        if device.type == "cuda":
-            # From pageable memory the host would wait for the copy.
-            table = table.pin_memory()
-        found = _kept[key] = table.to(device, non_blocking=True)
+        found = _kept[key] = sent_to(device, made())
         if len(_kept) > MAX_TABLES:
             # A kernel that still reads it comes before whatever its stream gives the memory to.
             _kept.popitem(last=False)
