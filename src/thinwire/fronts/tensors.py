@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.algorithms import Algorithm, Bucket
+from thinwire.algorithms import Algorithm, Bucket, accelerators
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, copy_from
 from thinwire.channel.uneven import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
@@ -168,7 +168,7 @@ class StepFront(Joinable):
         # Buckets must be the same everywhere, so a parameter that somebody uses is in them on all processes.
         flags = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.uint8)
         # Not through `engine.wire`: the step has not begun, and faults are scheduled by its messages.
-        flags = flags.to(self.engine.metered.control_device)
+        flags = accelerators.sent_to(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"
         self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
         return [index for index, is_used in enumerate(flags.tolist()) if is_used]

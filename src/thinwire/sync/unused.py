@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
+from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests, accelerators
 from thinwire.algorithms.error_feedback import ERROR
 
 __all__ = ["keep_unapplied", "used_flags"]
@@ -23,13 +23,17 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
 
     To be called before the exchange.
 
-    Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket.
+    Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket in a
+    few launches.
     """
+    if accelerators.pays_per_launch(bucket.flat.device):
+        # A sum of magnitudes, and not the largest: of no elements there is none.
+        return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
     flags = []
     for gradient in bucket.gradients:
-        # On the CPU a used gradient mostly shows at once; an accelerator would have to be waited for.
+        # A used gradient mostly shows at once.
         glance = gradient[:GLANCE].any()
-        flags.append(glance if gradient.device.type == "cpu" and glance else gradient.any())
+        flags.append(glance if glance else gradient.any())
     return torch.stack(flags).float()
 
 
