@@ -241,7 +241,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4, help="of each contender in a round")
+    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
     parser.add_argument("--size", choices=sorted(SIZES), default="medium")
     parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)

@@ -97,12 +97,15 @@ def attach_sharded(
     )
     if whole_matrices == "auto" and together is not None:
         pieces = list(as_averaged_faster(algorithm, pieces, transport, shards))
+        # A new one: the trial's own have other memory, and are past any warm-up.
         engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
     if sharded.is_replicated:
         sharded.stop_averaging()
+    # Behind all that is compared: replicas of unlike shapes would wait for each other in here.
     copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
     front = ShardedFront(engine, shards, sharded, pieces, overlap=overlap)
+    # Last: hooks of an attach that was refused would stay on the model.
     front.register(model)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     return ShardedSync(engine, shards, own, front.forget_pass)

@@ -338,6 +338,8 @@ class ShardedFront:
         if self._are_lanes_open:
             return
         engine = self.engine
+        # Over the shards as well: where replicas of one shard differ and raise, those of the others would go
+        # on without them, and wait in FSDP2's next gather.
         alike_on_all_shards(
             self.shards,
             f"step {engine.steps}",

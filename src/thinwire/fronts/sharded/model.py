@@ -201,6 +201,7 @@ class ShardedModel:
 
     def stop_averaging(self) -> None:
         """Let `replicate` reduce over this process alone; it gives each its own gradients then."""
+        # FSDP2 all-reduces over a group in any case; over one process that changes nothing.
         group = alone()
         for each in self.groups:
             each.mesh_info.replicate_process_group = group
