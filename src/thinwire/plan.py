@@ -45,6 +45,8 @@ class ParameterSpec(NamedTuple):
         dtype: The type of its gradient, a floating one.
         cut: Of what whole parameter this is a part, where an algorithm may treat the whole as one matrix;
             None if what is described stands for itself.
+        is_statistic: Whether it is no parameter but counted, as BatchNorm's variances are. A bucket of such
+            travels whole, whatever the algorithm: an approximation could make a variance negative.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ParameterSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     cut: Cut | None = None
+    is_statistic: bool = False
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParameterSpec:

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from thinwire.algorithms import Algorithm, BucketPlan, Choices, Memory, Slot
+from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Choices, Memory, Slot
 from thinwire.channel import CALL, Description, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
@@ -28,6 +28,8 @@ __all__ = ["Lanes", "Parts"]
 COUNTED_TOGETHER = 256
 
 logger = logging.getLogger(__name__)
+
+EXACT = AllReduce()
 
 Parts: TypeAlias = Sequence[Sequence[tuple[ParameterSpec, ...]]]
 """The buckets of each part of a model whose parts are averaged in steps of their own."""
@@ -220,7 +222,8 @@ class Lanes:
         self._plans = tuple(self._prepared(plan.specs) for plan in self._plans)
 
     def _prepared(self, specs: tuple[ParameterSpec, ...]) -> BucketPlan:
-        return self.algorithm.prepare(specs, self.choices, num_members=self._transport.size)
+        algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
+        return algorithm.prepare(specs, self.choices, num_members=self._transport.size)
 
     def note(self, lanes: Sequence[Lane]) -> None:
         """Take note of the buckets of a step that has ended."""

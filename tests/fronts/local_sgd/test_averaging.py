@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from members import Member, data_parallel, run
-from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.channel import Metered
 from thinwire.channel.transport import Work
 from thinwire.errors import CommunicationError
@@ -54,6 +54,30 @@ def _every_step(member: Member, algorithm: Algorithm, dtype: torch.dtype) -> tup
         member.train(10)
     same_storage = addresses == [p.data_ptr() for p in member.model.parameters()]
     return flat(member.model), member.agreed(), same_storage
+
+
+@pytest.mark.parametrize("algorithm", [TopK(), Quantize(bits=1)])
+def test_statistics_are_averaged_as_they_are(algorithm: Algorithm) -> None:
+    """A variance that is only about the mean may be negative, and its model's outputs NaN."""
+    models = run(4, _with_statistics, algorithm)
+    variances = torch.stack([before for before, *_ in models])
+    assert len({tuple(each.tolist()) for each in variances}) == 4
+    for _, after, ratio in models:
+        torch.testing.assert_close(after, variances.mean(0))
+        assert ratio > 4
+
+
+def _with_statistics(member: Member, algorithm: Algorithm) -> tuple[Tensor, Tensor, float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
+    member.take(model)
+    variance = model[1].running_var
+    assert isinstance(variance, Tensor)
+    with member.local(every_steps=1, algorithm=algorithm) as local:
+        variance.copy_(torch.rand(48, generator=torch.Generator().manual_seed(member.rank)))
+        before = variance.clone()
+        member.optimizer.step()
+    return before, variance.clone(), local.stats().compression_ratio
 
 
 def test_every_few_steps_the_models_become_their_mean() -> None:

@@ -45,7 +45,7 @@ class Averaged(NamedTuple):
     @property
     def spec(self) -> ParameterSpec:
         """As DDP's buckets hold it: complex as real numbers, with a last dimension of two."""
-        return ParameterSpec.of(self.name, self.value)
+        return ParameterSpec.of(self.name, self.value)._replace(is_statistic=self.is_buffer)
 
     @property
     def value(self) -> torch.Tensor:
@@ -114,10 +114,10 @@ def averaged_tensors(
 
 
 def buckets_of(averaged: Iterable[Averaged]) -> list[list[Averaged]]:
-    """Return the tensors that travel as one: those of one device and type."""
+    """Return the tensors that travel as one: those of one device and type, buffers by themselves."""
     kinds = defaultdict(list)
     for each in averaged:
-        kinds[each.value.device, each.value.dtype].append(each)
+        kinds[each.value.device, each.value.dtype, each.is_buffer].append(each)
     return list(kinds.values())
 
 

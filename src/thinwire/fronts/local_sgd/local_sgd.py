@@ -103,7 +103,8 @@ class LocalSGD(Joinable):
         every_steps: Steps from one averaging over the group to the next.
         warmup_steps: Steps at the start that are plain data-parallel training.
         subgroup: This process's fast subgroup, such as the processes of its machine.
-        average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics).
+        average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics),
+            sent as they are, whatever the algorithm.
             Integer ones, such as `num_batches_tracked`, are left alone.
         algorithm: How the changes become their mean over the group.
         outer: Makes an optimizer of the last averaged parameters. It steps them with minus the mean change
