@@ -12,7 +12,7 @@ CORE := tests/algorithms tests/channel tests/ddp_comm_hooks tests/fronts tests/h
 	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
-.PHONY: demo test test-triton test-torch test-wheel $(STAGES) bench soak clean
+.PHONY: demo test test-triton test-torch test-wheel $(STAGES) bench soak elastic-faults clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
@@ -101,6 +101,11 @@ bench: .venv/.installed
 
 soak: .venv/.installed
 	$(BIN)/python tests/soak.py
+
+# Real members and a real lighthouse, in an hour; the cut link needs root, or user namespaces.
+elastic-faults: .venv/.installed
+	cd tests && ../$(BIN)/python -m elastic.soak_in_turns
+	cd tests && ../$(BIN)/python elastic_faults.py
 
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev
