@@ -47,7 +47,7 @@ def run(
 def turns(entry: Entry) -> bool:
     """Whether what it does in a step depends on the step's number: a bad step counts if nobody looks."""
     algorithm: Any = entry.algorithm
-    turning = any(getattr(algorithm, name, False) for name in ("alternating", "warmup_steps"))
+    turning = any(getattr(algorithm, name, False) for name in ("alternating", "period", "warmup_steps"))
     return (
         turning
         or getattr(algorithm, "rounding", "") == "stochastic"
