@@ -104,12 +104,12 @@ class ParameterSpec(NamedTuple):
 
     @property
     def matrix_shape(self) -> tuple[int, int] | None:
-        """The gradient as a matrix, (rows, columns), in its order of memory; None for vectors and scalars.
+        """The gradient as a matrix, (rows, columns), in its order of memory; None of vectors and statistics.
 
         Rows are the outermost dimension in memory: the output features of a linear layer or of a
         convolution, channels-last or not.
         """
-        if len(self.shape) < 2 or self.numel == 0:
+        if len(self.shape) < 2 or self.numel == 0 or self.is_statistic:
             return None
         # So it is a view of the flat gradient. A matrix stored transposed is seen transposed, which changes
         # nothing: its transpose has the same matrix rank.

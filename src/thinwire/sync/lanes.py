@@ -86,7 +86,7 @@ class Lanes:
         self._traffic = traffic
         self._open: dict[tuple[ParameterSpec, ...], Lane] = {}
         self._plans: tuple[BucketPlan, ...] = ()  # of the last step; of parts, all
-        self._model_plan: BucketPlan | None = None  # before it, as if the model were one bucket
+        self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
         self.has_agreed = False  # without a bucket
         self.num_parts = max(1, len(parts))
         self._unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
@@ -146,12 +146,14 @@ class Lanes:
 
     @property
     def plans(self) -> Sequence[BucketPlan]:
-        """Those of the last step's buckets; before it, that of the model as one bucket."""
-        if self._plans or not self.specs:
+        """Those of the last step's buckets; before it, of the model as one bucket, and its statistics."""
+        if self._plans:
             return self._plans
-        if self._model_plan is None:
-            self._model_plan = self._prepared(tuple(self.specs.values()))
-        return (self._model_plan,)
+        if not self._model_plans:
+            every = self.specs.values()
+            parts = [tuple(spec for spec in every if spec.is_statistic is kind) for kind in (False, True)]
+            self._model_plans = tuple(self._prepared(part) for part in parts if part)
+        return self._model_plans
 
     @property
     def plan(self) -> Plan:
@@ -218,7 +220,7 @@ class Lanes:
             lane.is_current = False  # fronts keep their lanes from step to step, and look at this
         self._open.clear()
         # Whatever has changed may have changed on some processes only, so they are compared again.
-        self._model_plan, self.has_agreed = None, False
+        self._model_plans, self.has_agreed = (), False
         self._plans = tuple(self._prepared(plan.specs) for plan in self._plans)
 
     def _prepared(self, specs: tuple[ParameterSpec, ...]) -> BucketPlan:
@@ -268,7 +270,7 @@ class Lanes:
         plan = self._prepared(specs)
         if any(spec.name not in self.specs for spec in specs):
             self.specs.update((spec.name, spec) for spec in specs)
-            self._model_plan = None
+            self._model_plans = ()
         # Before the bucket's first message: members whose messages have other lengths would wait for ever, or
         # add up what does not belong together. And by a gather, which is never taken for an average: where
         # only some come here, it ends in a timeout that says what to look for.
@@ -336,6 +338,8 @@ class Lanes:
             described[f"parameter {spec.name}"] = f"{shape} {dtype}, strides {spec.stride}"
             if spec.cut is not None:
                 described[f"parameter {spec.name}"] += f", of {spec.cut}"
+            if spec.is_statistic:
+                described[f"parameter {spec.name}"] += ", a buffer"
         return described
 
     # A loaded state.

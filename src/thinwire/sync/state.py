@@ -229,13 +229,22 @@ def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec]) -> LoadedSt
 
     Args:
         loaded: The state.
-        specs: The parameters of this model.
+        specs: The parameters of this model, and its statistics.
     """
+    # Statistics once travelled like parameters. Residuals of that time must not be sent: added to a mean,
+    # they could make a variance negative.
+    statistics = {spec.name for spec in specs.values() if spec.is_statistic}
+    known = specs.keys() - statistics
     slots = {
-        slot: {label: each for label, each in tensors.items() if specs.keys() >= _names_in(label)}
+        slot: {label: each for label, each in tensors.items() if known >= _names_in(label)}
         for slot, tensors in loaded.slots.items()
     }
-    return loaded._replace(slots=slots)
+    halves = [
+        tuple(name for name in names if (name in statistics) is kind)
+        for names in loaded.buckets
+        for kind in (False, True)
+    ]
+    return loaded._replace(slots=slots, buckets=tuple(filter(None, halves)))
 
 
 def without_shards(loaded: LoadedState) -> LoadedState:

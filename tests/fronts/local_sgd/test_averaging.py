@@ -17,6 +17,7 @@ from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, Pow
 from thinwire.channel import Metered
 from thinwire.channel.transport import Work
 from thinwire.errors import CommunicationError
+from thinwire.plan import Plan
 from thinwire.sync import engine_of
 from training import batch_of, error_of, flat, new_model, new_optimizer, train, train_step
 
@@ -78,6 +79,49 @@ def _with_statistics(member: Member, algorithm: Algorithm) -> tuple[Tensor, Tens
         before = variance.clone()
         member.optimizer.step()
     return before, variance.clone(), local.stats().compression_ratio
+
+
+def test_a_budget_plans_anew_beside_statistics() -> None:
+    """They travel by a plan of their own, which has no factors."""
+    first, last = run(2, _planned_anew)[0]
+    assert first.compression_ratio > 4
+    assert last != first
+    for plan in (first, last):
+        routes = {route.label: route for route in plan.routes}
+        assert not any(routes[name].is_compressed for name in ("1.running_mean", "1.running_var"))
+
+
+def _planned_anew(member: Member) -> tuple[Plan, Plan]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
+    member.take(model)
+    algorithm = PowerSGD(matrix_rank=1, factor_bits=8, bytes_per_step=1800, replan_every_steps=2)
+    draws = torch.Generator().manual_seed(member.rank)
+    with member.local(every_steps=1, algorithm=algorithm) as local:
+        first = local.sync.plan
+        for _ in range(4):
+            with torch.no_grad():
+                model[0].weight.add_(torch.randn(48, 48, generator=draws))
+            member.optimizer.step()
+        return first, local.sync.plan
+
+
+@pytest.mark.parametrize("algorithm", [Quantize(bits=4, error_feedback=True), BatchedPowerSGD(matrix_rank=1)])
+def test_before_the_first_averaging_the_plan_knows_statistics(algorithm: Algorithm) -> None:
+    """As it is after it."""
+    first, last = run(2, _plans, algorithm)[0]
+    assert first == last
+    assert first.compression_ratio > 4
+    assert [r.names for r in first.routes if not r.is_compressed] == [("1.running_mean",), ("1.running_var",)]
+
+
+def _plans(member: Member, algorithm: Algorithm) -> tuple[Plan, Plan]:
+    torch.manual_seed(0)
+    member.take(nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48)))
+    with member.local(every_steps=1, algorithm=algorithm) as local:
+        first = local.sync.plan
+        member.optimizer.step()
+        return first, local.sync.plan
 
 
 def test_every_few_steps_the_models_become_their_mean() -> None:

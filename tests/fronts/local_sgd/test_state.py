@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from members import Member, run
-from thinwire.algorithms import PowerSGD
+from thinwire.algorithms import PowerSGD, Quantize
 from training import error_of, flat, new_model
 
 POWER = PowerSGD(matrix_rank=2)
@@ -186,6 +186,38 @@ STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "damaged": (lambda state: state | {"checksum": "crc32:00000000"}, "the state is damaged"),
     "key": (lambda state: state | {"more": 1}, "made by LocalSGD.state_dict()"),
 }
+
+
+def test_residuals_of_statistics_that_a_state_of_before_has_are_not_sent() -> None:
+    """They were compressed in one bucket with the parameters once."""
+    for variance, first, second, ratio in run(2, _statistics_of_before):
+        assert variance.unique().tolist() == [1.5]
+        assert first == second
+        assert ratio > 4
+
+
+def _statistics_of_before(member: Member) -> tuple[Tensor, list[float], list[float], float]:
+    model = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
+    member.take(model)
+    variance = model[1].running_var
+    assert isinstance(variance, Tensor)
+    algorithm = Quantize(bits=4, error_feedback=True)
+    with member.local(every_steps=1, algorithm=algorithm) as local:
+        member.optimizer.step()
+        state = local.state_dict()
+    names = [name for name, _ in state["sync"]["parameters"]]
+    residuals = dict(state["sync"]["error"]) | {"1.running_var": torch.full((48,), -10.0)}
+    sync = {**state["sync"], "error": tuple(sorted(residuals.items())), "buckets": (tuple(names),)}
+    state = {**state, "sync": sync | {"checksum": None}, "checksum": None}
+    averages = []
+    local = member.local(every_steps=1, algorithm=algorithm)
+    local.load_state_dict(state)
+    with local:
+        for _ in range(2):
+            variance.fill_(1.0 + member.rank)
+            member.optimizer.step()
+            averages.append(variance.tolist())
+        return variance, *averages, local.stats().compression_ratio
 
 
 @pytest.mark.parametrize("case", STATES)

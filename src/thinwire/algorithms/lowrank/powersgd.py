@@ -306,7 +306,9 @@ class PowerSGD(LowRank):
     def replan(self, plans: Sequence[BucketPlan], memory: Memory) -> Replanning:
         """As `Algorithm.replan`: by the last factors and the residual; no message if nothing has factors."""
         specs = {spec.name: spec for plan in plans for spec in plan.specs}
-        routes = [route for plan in plans for route in cast(LowRankPlan, plan).routes]
+        # Statistics travel by a plan without factors.
+        factored = [plan for plan in plans if isinstance(plan, PowerSGDPlan)]
+        routes = [route for plan in factored for route in plan.routes]
         known = [route for route in routes if route.is_compressed and route.label in memory[FACTOR]]
         if not known:
             return NO_CHOICES
@@ -319,10 +321,11 @@ class PowerSGD(LowRank):
         spectra = yield from measured(known, rank_bytes, max_ranks, memory)
         if self.bytes_per_step is None:
             return within_error(spectra, self.max_relative_error or 1.0)
-        others = sum(route.message_bytes for route in routes if route.label not in spectra)
+        uncompressed = [route for plan in plans for route in plan.routes if route.label not in spectra]
+        others = sum(route.message_bytes for route in uncompressed)
         if self.factor_bits is not None:
             # At most so much fills up the shares, of the left factors and of the right ones.
-            missing = sum(2 * (cast(PowerSGDPlan, plan).num_members - 1) for plan in plans)
+            missing = sum(2 * (plan.num_members - 1) for plan in factored)
             others += int(coded_bytes(missing, self.factor_bits) * self.factor_pairs)
         return within_bytes(spectra, self.bytes_per_step - others)
 
