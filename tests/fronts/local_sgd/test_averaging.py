@@ -93,15 +93,15 @@ def test_a_budget_plans_anew_beside_statistics() -> None:
 
 def _planned_anew(member: Member) -> tuple[Plan, Plan]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 48), nn.BatchNorm1d(48))
-    member.take(model)
+    linear = nn.Linear(48, 48)
+    member.take(nn.Sequential(linear, nn.BatchNorm1d(48)))
     algorithm = PowerSGD(matrix_rank=1, factor_bits=8, bytes_per_step=1800, replan_every_steps=2)
     draws = torch.Generator().manual_seed(member.rank)
     with member.local(every_steps=1, algorithm=algorithm) as local:
         first = local.sync.plan
         for _ in range(4):
             with torch.no_grad():
-                model[0].weight.add_(torch.randn(48, 48, generator=draws))
+                linear.weight.add_(torch.randn(48, 48, generator=draws))
             member.optimizer.step()
         return first, local.sync.plan
 
