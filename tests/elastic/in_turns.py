@@ -44,28 +44,30 @@ class Turn:
 class Faulty(Wrapped):
     """Fails what a member waits for, once, the nth time that a message's purpose has some words in it."""
 
-    def __init__(self, inner: Wrapped, words: str, place: int) -> None:
+    def __init__(
+        self, inner: Wrapped, words: str, place: int, error: type[Exception] = CommunicationError
+    ) -> None:
         super().__init__(inner.transport)
-        self.words, self.place = words, place
+        self.words, self.place, self.error = words, place, error
 
     def send(self, collective: Any, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]) -> Work:
         work = start()
         self.place -= self.words in purpose
-        return Cut(work) if self.words in purpose and self.place == 0 else work
+        return Cut(work, self.error) if self.words in purpose and self.place == 0 else work
 
 
 class Cut:
     """A message that has come for the others, and not for this member."""
 
-    def __init__(self, work: Work) -> None:
-        self.work = work
+    def __init__(self, work: Work, error: type[Exception]) -> None:
+        self.work, self.error = work, error
 
     def is_completed(self) -> bool:
         return self.work.is_completed()
 
     def wait(self) -> None:
         self.work.wait()
-        raise CommunicationError("the link was cut")
+        raise self.error("the link was cut")
 
 
 class Killed(Exception):  # noqa: N818

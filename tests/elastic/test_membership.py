@@ -38,9 +38,10 @@ class Run:
     """Members that train in one process.
 
     `joins_at`: at which step of the others each joins; those at 0 wait for each other. `ends`: what some do
-    at a step: "leave", "leave late" (in the averaging), "kill", "away" for some averagings, "diverge".
-    `faults`: words of a message's purpose, and which of these messages fails, counted from 1. `options`:
-    settings that some members have of their own.
+    at a step: "leave", "leave late" (in the averaging), "kill", "away" for some averagings, "stray" (it has
+    averaged with others, who are gone), "diverge". `faults`: words of a message's purpose, which of these
+    messages fails, counted from 1, and with what error. `options`: settings that some members have of their
+    own.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Run:
         *,
         steps: int = 8,
         ends: dict[int, tuple[int, str]] | None = None,
-        faults: dict[int, tuple[str, int]] | None = None,
+        faults: dict[int, tuple[Any, ...]] | None = None,
         options: dict[int, dict[str, Any]] | None = None,
         kind: Callable[..., LocalSGD] = LocalSGD,
         min_members: int = 1,
@@ -122,6 +123,12 @@ class Run:
         elif how == "kill":
             group.leave = lambda: None  # type: ignore[method-assign]
             raise Killed
+        elif how == "stray":
+            local._membership.lineage += 2
+            local._steps += 3
+            for fragment in local._fragments:
+                for _, last in fragment.lasts:
+                    last.add_(1.0)
         elif how == "away":
             back_at = Reached(self.locals.values, local.steps + 3 * EVERY)
             while not back_at.is_complete:
@@ -283,6 +290,28 @@ def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost()
     assert run.locals[1].membership().lost_error > 0
     stats = run.locals[0].membership()
     assert (stats.losses, stats.joins) == (1, 1)
+
+
+def test_who_has_not_yet_started_from_what_it_was_sent_hands_that_on() -> None:
+    run = Run([0, 0, 0], faults={0: ("who takes part", 1, Killed)})
+    assert run.results == ["killed", "done", "done"]
+    run.check_equal()
+
+
+@pytest.mark.parametrize("joins_at", [[0, 0, 0, 3], [0, 0, 0, 0, 3]])
+def test_most_of_those_who_were_here_decide_whose_model_is_kept(joins_at: list[int]) -> None:
+    # The first one is the source of the newcomer, which does not make two of one.
+    run = Run(joins_at, ends={0: (2, "stray")}, wait_seconds=2.0)
+    assert run.results == ["done"] * len(joins_at)
+    run.check_equal()
+    assert run.locals[0].membership().lost_error > 0
+    assert run.locals[1].membership().lost_error == 0
+
+
+def test_steps_of_who_starts_from_the_others_do_not_count() -> None:
+    run = Run([0, 0, 0], ends={0: (2, "stray")})
+    assert run.results == ["done"] * 3
+    assert {step for step, _ in run.models} == {0, 2, 4, 6, 8}
 
 
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -39,10 +40,11 @@ class Run:
         adam: bool = True,
         works: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0),
         algorithm: Algorithm = FEW_BITS,
+        lr: float = LR,
     ) -> None:
         self.joins_at, self.steps, self.adam, self.works = joins_at, steps, adam, works
         self.ends, self.faults = ends or {}, faults or {}
-        self.algorithm, self.algorithms = algorithm, algorithms or {}
+        self.algorithm, self.algorithms, self.lr = algorithm, algorithms or {}, lr
         self.fronts: dict[int, Steps] = {}
         self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.put_in: dict[int, dict[int, torch.Tensor]] = {}
@@ -71,9 +73,9 @@ class Run:
         torch.manual_seed(member)
         model = nn.Linear(32, 16)
         parameters = list(model.parameters())
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=LR)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=self.lr)
         if self.adam:
-            optimizer = torch.optim.AdamW(parameters, lr=LR)
+            optimizer = torch.optim.AdamW(parameters, lr=self.lr)
         draws = torch.Generator().manual_seed(100 + member)
         group, algorithm = self.groups[member], self.algorithms.get(member, self.algorithm)
         steps = self.fronts[member] = Steps(model, optimizer, algorithm, group=group, leave_on_sigterm=False)
@@ -158,6 +160,12 @@ def test_who_misses_the_last_message_alone_takes_the_step_late() -> None:
     assert (2, 1) not in run.held  # it took that step together with the next one
     assert run.fronts[1].membership().averagings == 6
     assert 2 not in {step for step, put_in in run.put_in.items() if 1 in put_in}
+
+
+def test_a_member_joins_where_a_setting_is_numpys_float() -> None:
+    run = Run([0, 0, 2], lr=np.float64(LR))
+    assert run.results == ["done"] * 3
+    run.check_equal()
 
 
 def test_who_is_configured_otherwise_is_refused_and_the_others_go_on() -> None:

@@ -193,7 +193,7 @@ class Membership:
         self._error_members = 1  # over whose mean this member's residual counts
         self._agreed_changes = 0
         self._doubt: _Doubt | None = None
-        group.provide = front.state
+        group.provide = self._provided
 
     def average(self) -> None:
         """Average once with whoever is there, however often that must be tried. Collective.
@@ -258,7 +258,7 @@ class Membership:
             member=self._member,
             lineage=self.lineage if group.received is None else int(group.received["lineage"]),
             doubt=0 if self._doubt is None else self._doubt.lineage,
-            step=self._front.step,
+            step=0 if is_new else self._front.step,
             weight=0.0 if is_new else self._front.weight(),
             weight_behind_doubt=self._front.weight(1) if in_doubt else 0.0,
             error_norm=self._engine.error_norm(),
@@ -282,6 +282,11 @@ class Membership:
             self._agreed_changes = group.num_changes
         return present
 
+    def _provided(self) -> Mapping[str, Any]:
+        """Return what a newcomer starts from."""
+        # What it is about to start from itself: its own model is nobody's yet.
+        return self._front.state() if self._group.received is None else self._group.received
+
     def _note_received(self) -> None:
         """Decide what a state from the others means: an averaging in doubt was committed, or a new start."""
         received = self._group.received
@@ -297,14 +302,20 @@ class Membership:
 
     def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
         """Return the members with their true lineage; those of another one than most must start anew."""
-        counts = Counter(each.lineage for each in present)
+        # Newcomers have no vote: they would count the member that has sent them its model twice.
+        votes = [each.lineage for each in present if not each.is_new]
+        lineages = [each.lineage for each in present]
+        counts = Counter(votes or lineages)
         # All see the same rows, and so all choose the same: the most frequent, of several the first.
         longest = max(counts, key=lambda lineage: counts[lineage])
-        committed = {each.doubt for each in present if each.doubt} & counts.keys()
+        committed = {each.doubt for each in present if each.doubt}.intersection(lineages)
         if committed:  # somebody has committed what others are in doubt of
             longest = min(committed)
         if self._doubt is not None:
-            self._resolve_doubt(was_committed=self._doubt.lineage == longest)
+            was_committed = self._doubt.lineage == longest
+            self._resolve_doubt(was_committed=was_committed)
+            if was_committed:
+                self._group.received = None
         present = tuple(
             each._replace(lineage=longest, doubt=0, weight=each.weight_behind_doubt)
             if each.doubt == longest
@@ -312,7 +323,8 @@ class Membership:
             for each in present
         )
         if any(each.lineage != longest for each in present):
-            if self.lineage != longest and self._group.received is None:
+            if present[self._group.transport.rank].lineage != longest:
+                self._group.received = None
                 self._group.start_over()
             raise _TryAgainError(
                 "members come from different averagings, and some must start from the others"

@@ -96,4 +96,8 @@ def _plain(value: object, tensors: list[torch.Tensor]) -> object:
         return [[str(key), _plain(value[key], tensors)] for key in sorted(value, key=str)]
     if isinstance(value, list | tuple):
         return [_plain(each, tensors) for each in value]
+    for kind in (bool, int, float, str):
+        # Of the plain value, which is what arrives: NumPy's float64 is a float that calls itself otherwise.
+        if isinstance(value, kind):
+            return kind.__repr__(value)
     return repr(value)
