@@ -79,7 +79,7 @@ EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
     ("trials", "best"),
     [
         ([EXACT, SIXTEEN, trial("fine", 2, 60), trial("rough", 3, 50)], "rough"),
-        # Not told apart: what loses less.
+        # Not distinguishable: what loses less.
         ([EXACT, SIXTEEN, trial("fine", 2, 51, spread=2), trial("rough", 3, 50)], "fine"),
         ([EXACT, trial("sixteen", 1, 99, spread=2)], "exact"),
         ([EXACT, SIXTEEN], "sixteen"),

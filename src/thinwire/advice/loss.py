@@ -85,7 +85,7 @@ class LossGap:
 
 @dataclass(frozen=True)
 class ExpectedLoss:
-    """What can be told of a gap to the loss of exact averaging.
+    """What is known of a gap to the loss of exact averaging.
 
     Attributes:
         kind: "exact": there is none. "measured", "published": `gaps` has it. "between": not measured itself,
@@ -117,7 +117,7 @@ class ExpectedLoss:
         return f"> {signed(self.low_percent)}" if self.low_percent is not None else "?"
 
     def is_tied_with(self, other: ExpectedLoss) -> bool:
-        """Return whether two losses are not told apart: their intervals overlap."""
+        """Return whether two losses can't be distinguished: their intervals overlap."""
         low, high = self._interval
         other_low, other_high = other._interval
         return low <= other_high and other_low <= high
@@ -183,7 +183,7 @@ def expected_loss(
     loses_more_than: str = "",
     loses_less_than: str = "",
 ) -> ExpectedLoss:
-    """Return what can be told of a way of averaging.
+    """Return what is known of a way of averaging.
 
     The project's own measurements come first, then what surely loses less and more, then what was published.
 

@@ -149,7 +149,7 @@ def advise(
         return _agreed(found, transport)
 
     found = predictions(probe.collective_seconds)
-    # Published gaps shrink as models grow, so the nearest size is told.
+    # Published gaps shrink as models grow, so that of the nearest size is named.
     parameters = sum(each.numel() for each in module.parameters() if each.requires_grad)
     ranked = sorted(
         _with_losses(found, bench, optimizer, probe.world_size, parameters),
@@ -175,7 +175,7 @@ def advise(
 def _with_losses(
     found: Sequence[Prediction], bench: _Bench, optimizer: str | None, members: int, parameters: int
 ) -> list[Prediction]:
-    """Add what can be told of the loss, and the place of each among all."""
+    """Add what is known of the loss, and the place of each among all."""
     local = {each.way.name: each.way for each in bench.local}
     with_loss = []
     for each in found:

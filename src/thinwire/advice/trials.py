@@ -182,7 +182,7 @@ def nothing_to_win(trials: Sequence[Trial], least_gain: float) -> bool:
 def best_of(trials: Sequence[Trial], least_gain: float) -> Trial:
     """Return what to go on with: by the rule of `thinwire.advise`, on measured steps.
 
-    Of what is not told apart from the fastest, the one that loses least; but an approximation only if it
+    Of what can't be distinguished from the fastest, the one that loses least; but an approximation only if it
     wins more than `least_gain` over the faster of exact and 16-bit averaging.
 
     Args:

@@ -207,10 +207,10 @@ def show(advice: Advice, console: Console) -> None:
 
 
 def _frontier(advice: Advice) -> list[str]:
-    """Return a line for each way that loses less than all faster ones, with those not told apart from it."""
+    """Return a line for each way that loses less than all faster ones, with those as good as it."""
     lines = []
     for each in advice.frontier:
         ties = ", ".join(other.name for other in advice.ties_of(each))
-        tie = f", not told apart from {ties}" if ties else ""
+        tie = f", not distinguishable from {ties}" if ties else ""
         lines.append(f"  {1e3 * each.step_seconds:9.1f} ms  {each.loss.short:>6} %  {each.name}{tie}")
     return ["Time against loss: whatever loses less than all that is faster", *lines, ""] if lines else []

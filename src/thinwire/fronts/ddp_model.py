@@ -179,7 +179,7 @@ def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel 
     holding = [
         each for each in _ddp_models() if wanted <= set(map(id, each.__dict__.get("_module_parameters", ())))
     ]
-    # Of several models that share parameters none can be told to be the one.
+    # Of several models that share parameters none can be said to be the one.
     return holding[0] if len(holding) == 1 else None
 
 

@@ -20,7 +20,7 @@ __all__ = ["advice_page"]
 WIDTH, HEIGHT = 360, 300
 LEFT, RIGHT, TOP, BOTTOM = 34, 10, 24, 36
 LETTER_WIDTH, LETTER_HEIGHT, RADIUS = 6, 10, 4
-# Tenths of a percent are to be told apart as tens are: linear up to about here, logarithmic above.
+# Tenths of a percent are to be seen as well as tens are: linear up to about here, logarithmic above.
 LINEAR_PERCENT = 0.5
 PERCENTS = (-2, -1, -0.5, 0, 0.5, 1, 2, 5, 10, 20, 50, 100)
 

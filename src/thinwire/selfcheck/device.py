@@ -268,7 +268,7 @@ def _looked_at(step: Callable[[], None]) -> tuple[int, int]:
         for event in profile.events() or []
     )
     with warnings.catch_warnings(record=True) as caught:
-        # The host's waits are told as warnings, one each; Python would drop those that repeat.
+        # The host's waits are reported as warnings, one each; Python would drop those that repeat.
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
@@ -293,5 +293,5 @@ def _seconds(device: torch.device, run: Callable[[], object]) -> float:
 
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
-        # A GPU's calls return when it has been told, not when it is done.
+        # A GPU's calls return when work has been handed to it, not when that is done.
         torch.accelerator.synchronize(device)

@@ -182,8 +182,8 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
                 run.damage = f"line {number} is damaged ({error}); read up to there"
                 return
             if record["kind"] == "run":
-                # Two processes that append to one file interleave their steps: neither's could be told from
-                # it.
+                # Two processes that append to one file interleave their steps: nobody can take them
+                # apart.
                 process_rank = record["process_rank"] if process_rank is None else process_rank
                 if record["process_rank"] != process_rank:
                     run.damage = (

@@ -184,7 +184,7 @@ class Watch:
         planned = (self._engine.algorithm, self._engine.plan)
         if planned != self._planned:
             self._planned = planned
-            # Under another plan the residual settles elsewhere, and growing up to there is no alarm.
+            # Under another plan the residual levels off elsewhere, and growing up to there is no alarm.
             self._alarm.start_anew()
             algorithm = self._engine.algorithm if self._watched is self._engine else self._watched
             routes = [_recorded(route) for route in self._engine.plan.routes]

@@ -202,8 +202,8 @@ def parts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tupl
 class Fragment:
     """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
 
-    What travels is the *change* since then, flat, in one bucket for each device and type. The model's
-    tensors are written in place.
+    What travels is the *change* since then, flat, in one bucket for each device and type, buffers by
+    themselves. The model's tensors are written in place.
 
     Args:
         averaged: What is averaged.

@@ -59,7 +59,7 @@ def _scale_at(address):
 def _matrix(table, m, WIDTH: tl.constexpr, G: tl.constexpr, ALIGNED: tl.constexpr):
     """Return gradient, residual, rows that have one, loss scale, rows, columns and matrix rank."""
     row = table + m * WIDTH
-    # An address from memory says nothing of alignment or type; what is known the compiler must be told.
+    # An address from memory says nothing of alignment or type; the compiler must be given what is known.
     g = _pointer(tl.load(row), G, ALIGNED)
     address = tl.load(row + 1)
     e = _pointer(address, "f", ALIGNED)

@@ -331,7 +331,7 @@ class _Shape:
         dot = "ieee" if torch.version.hip else "tf32x3"
         errors = [error for group in self._groups for error in group.errors]
         touched = [each for each in [*_matrices(self._groups), *errors, *written] if each is not None]
-        # Told to the compiler, which else reads one number at a time: an address from a table may be any.
+        # Given to the compiler, which else reads one number at a time: an address from a table may be any.
         is_aligned = all(each.shape[-1] % 16 == 0 and each.data_ptr() % 16 == 0 for each in touched)
         return {
             "G": LETTERS[self._groups[0].matrices[0].dtype],
