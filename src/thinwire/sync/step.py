@@ -245,6 +245,8 @@ class Step:
         # Only now: an observer may save the state or begin a step, and this one is no longer in the way.
         self._clock.end_step()
         self._ended(self, committed)
+        # The engine keeps the step until the next one: a way back would keep its memory past its own end.
+        del self._ended
         return committed
 
     def _commit(self) -> bool:

@@ -85,15 +85,13 @@ def attach_sharded(
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
     tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
+    # Over shards and replicas: the trial is collective over both, and only "auto" makes one.
+    given = {"algorithm": repr(algorithm), "whole_matrices": str(whole_matrices)}
     alike_on_all_shards(
         shards,
         "attach()",
-        lambda: {
-            "replica": f"{transport.rank} of {transport.size}",
-            "algorithm": repr(algorithm),
-            "whole_matrices": str(whole_matrices),
-        },
-        lambda: agree(transport, _described(shards, tensors, pieces), "attach()"),
+        lambda: {"replica": f"{transport.rank} of {transport.size}", **given},
+        lambda: agree(transport, {**_described(shards, tensors, pieces), **given}, "attach()"),
     )
     if whole_matrices == "auto" and together is not None:
         pieces = list(as_averaged_faster(algorithm, pieces, transport, shards))

@@ -126,11 +126,6 @@ class ShardedFront:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.forget_pass()
 
-    @property
-    def joins_shards(self) -> bool:
-        """Whether matrices are treated as whole ones, of which the shards have parts."""
-        return any(piece.whole_matrix is not None for piece in self._pieces)
-
     def register(self, model: torch.nn.Module) -> None:
         """Hook into a model's passes.
 
@@ -304,9 +299,10 @@ class ShardedFront:
         self._has_order = True
         once = [self._buckets.index(bucket) for bucket in self._completed if bucket.comes_once]
         early = once if self._overlap else []
-        # With whole matrices, shards exchange messages in this order as well. What they bring to
-        # the second turn is alike on all replicas by then, and so is what they take from it.
-        for members in (self.engine.transport, *([self.shards] if self.joins_shards else [])):
+        # The state of the whole model lists buckets in this order, so it is one on all shards; with whole
+        # matrices, they exchange messages in it as well. What they bring to the second turn is alike on all
+        # replicas by then, and so is what they take from it.
+        for members in (self.engine.transport, self.shards):
             data = json.dumps(early).encode()
             everyone = [
                 json.loads(each) for each in gather_bytes(data, members, "the order in which gradients come")
