@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import warnings
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 import torch
@@ -252,8 +254,9 @@ def _zeros(folder: Path) -> tuple[int, int, list[Tensor]]:
 
 def test_the_callback_logs_and_a_second_fit_goes_on(pool2: Pool, tmp_path: Path) -> None:
     results = pool2.run(_logged, tmp_path)
-    for steps, _ in results:
+    for steps, _, is_gone in results:
         assert steps == [6, 12, 6]  # of another model anew
+        assert is_gone  # the memory of the first fit, in the second
     lines = results[0][1].splitlines()
     assert "thinwire/compression_ratio" in lines[0]
     assert "thinwire/total_message_bytes" in lines[0]
@@ -261,11 +264,11 @@ def test_the_callback_logs_and_a_second_fit_goes_on(pool2: Pool, tmp_path: Path)
     assert len(lines) == 1 + 3
 
 
-def _logged(folder: Path) -> tuple[list[int], str]:
+def _logged(folder: Path) -> tuple[list[int], str, bool]:
     strategy = ThinwireStrategy(POWER)
     logger = CSVLogger(folder, version="one")
     trainer, model = fit(strategy, folder, epochs=1, callbacks=[ThinwireCallback(2)], logger=logger)
-    steps = [strategy.sync.stats().steps]
+    steps, before = [strategy.sync.stats().steps], ref(strategy.sync)
     logger.save()
     file = folder / "lightning_logs" / "one" / "metrics.csv"
     text = file.read_text() if dist.get_rank() == 0 else ""
@@ -273,10 +276,12 @@ def _logged(folder: Path) -> tuple[list[int], str]:
         trainer.fit_loop.max_epochs = 2
         trainer.fit(model, batches())
         steps.append(strategy.sync.stats().steps)
+        gc.collect()
+        is_gone = before() is None
         trainer.fit_loop.max_epochs = 3
         trainer.fit(Regression(), batches())
         steps.append(strategy.sync.stats().steps)
-    return steps, text
+    return steps, text, is_gone
 
 
 def test_the_run_chooses_its_algorithm(pool2: Pool, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ class ThinwireStrategy(DDPStrategy):
                 self._go_on_with(self.auto.sync)
             else:
                 self.local = new_local(self.algorithm, self.model, self.optimizers[0], scaler)
-                self._sync = self.local.sync
+                self._sync, self._before = self.local.sync, None
 
     def on_train_start(self) -> None:
         """Enter `local`: all processes take the first one's model, unless a state was loaded. Collective."""
@@ -304,9 +304,11 @@ class ThinwireStrategy(DDPStrategy):
     def _go_on_with(self, sync: GradientSync) -> None:
         """Take what is remembered of the same module's last fit into the handle of this one."""
         assert isinstance(self.model, DistributedDataParallel)
-        if self._before is not None and self._module is self.model.module:
+        # Let go of here: it has the last fit's memory, which would be kept beside this one's.
+        before, self._before = self._before, None
+        if before is not None and self._module is self.model.module:
             # The module is wrapped anew, and some of its parameters may have been frozen since.
-            sync.load_state_dict(self._before.state_dict(), strict=False)
+            sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
 
     @classmethod
