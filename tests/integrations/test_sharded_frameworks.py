@@ -121,6 +121,7 @@ def test_the_trainer_shards_and_resumes(pool4: Pool, tmp_path: Path) -> None:
         assert found["agreed"]
         assert found["straight"] == found["resumed"]
         assert found["steps"] == 4
+        assert found["own mesh"] == [True]
         is_agreed, ratio = found["local"]  # shards of models, averaged every so many steps
         assert is_agreed
         assert ratio > 2
@@ -144,8 +145,16 @@ def _trainer(folder: Path) -> dict[str, Any]:
         dist.barrier()
     with sharding_on_cpus():
         trainer = sharding_trainer(folder, config, max_steps=2, save_strategy="no")
-        callback = attach_trainer(trainer, partial(thinwire.DiLoCo, every_steps=2))
+        own = config.build_device_mesh("cpu")["dp_replicate"]
+        made = list[bool]()
+
+        def averaging(*trained: Any, mesh: Any, **options: Any) -> thinwire.LocalSGD:
+            made.append(mesh is own)
+            return thinwire.DiLoCo(*trained, mesh=mesh, every_steps=2, **options)
+
+        callback = attach_trainer(trainer, partial(averaging, mesh=own))
         trainer.train()
+        found["own mesh"] = made
         found["local"] = (agreed(trainer.model), callback.sync.stats().compression_ratio)
     with sharding_on_cpus():
         stock = sharding_trainer(folder, StockConfig(dp_replicate_size=2, dp_shard_size=2))

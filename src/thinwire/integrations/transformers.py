@@ -72,8 +72,9 @@ def attach(
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
             train on their own, and their models are averaged every so many steps, before each evaluation and
-            checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`, and DDP is
-            built without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
+            checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
+            with the replicas' `mesh=…` too, unless a partial has that or a `process_group`. DDP is built
+            without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
@@ -199,7 +200,10 @@ class ThinwireCallback(TrainerCallback):
             )
         accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
         scaler, is_sharded = accelerator.scaler, self._trainer.is_fsdp_enabled
-        options = {"mesh": accelerator.torch_device_mesh["dp_replicate"]} if is_sharded else {}
+        # What a partial was given stays.
+        given = getattr(self._algorithm, "keywords", {}).keys() & {"mesh", "process_group"}
+        is_mesh_ours = is_sharded and not given
+        options = {"mesh": accelerator.torch_device_mesh["dp_replicate"]} if is_mesh_ours else {}
         if not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm):
             # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
             if self.local is not None:
