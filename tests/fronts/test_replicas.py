@@ -14,7 +14,7 @@ from thinwire.fronts.replicas import fingerprint
 
 
 def test_one_changed_bit_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every type and layout, in pieces or at once, and where the sum of all bits stays the same."""
+    """In every type and layout, in pieces or at once, and two rows that have changed places."""
     plain = torch.arange(1.0, 25.0).view(4, 6)
     kinds = [plain, plain.bfloat16(), plain.double(), plain.t(), torch.complex(plain, plain), plain.bool()]
     for tensor in kinds:
@@ -23,12 +23,9 @@ def test_one_changed_bit_changes_the_fingerprint(monkeypatch: pytest.MonkeyPatch
         other = tensor.clone()
         other[2, 3] = 0
         assert fingerprint([other]).tolist() != before
-    up, down = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 3.0])
-    up[0] = torch.nextafter(up[0], torch.tensor(2.0))
-    up[1] = torch.nextafter(up[1], torch.tensor(2.0))
-    a, b = fingerprint([up]).tolist(), fingerprint([down]).tolist()
-    assert a[0] == b[0]
-    assert a[1] != b[1]
+        permuted = tensor.clone()
+        permuted[[1, 2]] = tensor[[2, 1]]
+        assert torch.equal(permuted, tensor) or fingerprint([permuted]).tolist() != before
     assert fingerprint([torch.tensor(0.0)]).tolist() != fingerprint([torch.tensor(-0.0)]).tolist()
     monkeypatch.setattr(replicas, "WORDS_AT_ONCE", 5)
     assert fingerprint([plain]).tolist() == fingerprint([plain.clone()]).tolist()

@@ -677,6 +677,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "the shards": "hold different shards of one replica",
             "sharded later": "call fully_shard on all parts, then attach",
             "later": "attach when parameters are loaded",
+            "no group": "embed.weight is sharded, so processes hold different shards; pass process_group=",
             "unlike option": "process 0 has whole_matrices auto",
             "unlike algorithm": "process 0 has algorithm PowerSGD(matrix_rank=1",
             "option": "whole_matrices, where it is not \"auto\", must be True or False, got 'yes'",
@@ -718,6 +719,7 @@ def _refused() -> dict[str, str]:
         "the shards": error_of(lambda: attach(plain, POWER, mesh=mesh["shard"])),
         "sharded later": error_of(lambda: later(tokens_of(0))),
         "later": error_of(lambda: assigned(tokens_of(0))),
+        "no group": error_of(lambda: thinwire.check_replicas(plain)),
         "unlike option": error_of(
             lambda: attach(plain, POWER, mesh=mesh, whole_matrices=False if dist.get_rank() // 2 else "auto")
         ),

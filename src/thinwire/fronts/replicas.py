@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from thinwire.channel import ProcessGroupTransport, gather_stacked
-from thinwire.errors import AgreementError
+from thinwire.errors import AgreementError, AttachError
 from thinwire.fronts.local_sgd.fragment import held_of
 
 __all__ = ["check_replicas"]
@@ -17,8 +18,12 @@ __all__ = ["check_replicas"]
 # Of the same width as the numbers of a tensor, so that its bits are whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# Widened to 64 bits, some parameters are as much memory as 128 MiB.
-WORDS_AT_ONCE = 1 << 24
+# Widened to 64 bits, and with as many factors, some parameters are as much memory as 128 MiB.
+WORDS_AT_ONCE = 1 << 23
+
+# From one element's factor to the next one's, modulo 2⁶⁴: without a pattern, and even, so that factors are
+# odd and no bit is lost to them.
+STRIDE = -0x61C8864680B583EA
 
 
 def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
@@ -37,7 +42,7 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
 
     Raises:
         AgreementError: Some hold others than process 0.
-        AttachError: There is no process group.
+        AttachError: There is no process group, or the model is sharded and none was given.
         CommunicationError: The collective failed.
 
     Examples:
@@ -46,6 +51,13 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
         ...     if step % 1000 == 0:
         ...         thinwire.check_replicas(model)
     """
+    if process_group is None:
+        sharded = [name for name, parameter in model.named_parameters() if _is_cut(parameter)]
+        if sharded:
+            raise AttachError(
+                f"{sharded[0]} is sharded, so processes hold different shards; pass "
+                'process_group=mesh["replicate"].get_group()'
+            )
     tensors = [held_of(parameter) for parameter in model.parameters()]
     transport = ProcessGroupTransport(process_group, tensors[0].device if tensors else None)
     first, *others = gather_stacked(fingerprint(tensors), transport).tolist()
@@ -59,7 +71,9 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return two whole numbers that differ if a bit of the tensors does, but for one chance in 2⁶⁴ or so.
+    """Return two whole numbers that differ if a bit of the tensors does, or the order of their elements.
+
+    But for a chance that is small beyond concern; not made to withstand who looks for two of the same.
 
     Args:
         tensors: Of one device; each of any type and layout.
@@ -68,11 +82,20 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         flat = tensor.reshape(-1)
         words = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(BITS[_width(flat)])
-        # Sums of whole numbers are the same in any order; those of squares see what cancels in the others.
+        # Sums of whole numbers are the same however a device adds them up, and may wrap. Each element's place
+        # counts in both; the squares see what cancels in the other.
         for some in torch.split(words, WORDS_AT_ONCE):
             wide = some.long()
-            found = found.to(wide.device) * 1_000_003 + torch.stack([wide.sum(), (wide * wide).sum()])
+            weighted = torch.arange(len(wide), device=wide.device).mul_(STRIDE).add_(1).mul_(wide)
+            first = weighted.sum()
+            found = found.to(wide.device) * 1_000_003 + torch.stack([first, weighted.mul_(wide).sum()])
     return found
+
+
+def _is_cut(parameter: Any) -> bool:
+    # One shard of one is the whole; `replicate` has DTensors too.
+    places = enumerate(getattr(parameter, "placements", ()))
+    return any(place.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, place in places)
 
 
 def _width(flat: torch.Tensor) -> int:
