@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from thinwire import ConfigError
 from thinwire.elastic_job import ElasticJob
+from thinwire.end_signals import EndSignals
 
 pytest.importorskip("torchft")
 
@@ -88,6 +90,33 @@ def test_one_that_came_too_late_is_asked_to_leave(tmp_path: Path) -> None:
         wait_for_end(running)
     assert running.exit_code == 0
     assert_all_have_ended(tmp_path)
+
+
+def test_the_last_one_is_not_started_again_when_training_is_over(tmp_path: Path) -> None:
+    die = """
+while number == "1" and not (folder / "told-0-0").exists():
+    time.sleep(0.01)
+sys.exit(3 if number == "1" else 0)
+"""
+    with job(die, tmp_path, min_members=1) as running:
+        for member in running._members:
+            member.process.wait(WITHIN_SECONDS)
+        wait_for_end(running)
+        running.kill(1)  # nothing, since it has ended
+    assert running.exit_code == 0
+    assert sorted(told(tmp_path)) == ["0-0", "1-0"]
+
+
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with EndSignals() as end_signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert (end_signals.received, end_signals.num_received) == (signal.SIGTERM, 1)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 def test_who_does_not_leave_is_killed_and_at_once_where_that_is_urgent(tmp_path: Path) -> None:

@@ -105,6 +105,8 @@ class ElasticJob:
         with ExitStack() as opened:
             if self._given is None:
                 self.address = self._lit(opened)
+            # Closed from the last: members end first, while the lighthouse still answers those that leave
+            # in order.
             opened.callback(self.end)
             for place in range(self._num_members):
                 self._members.append(_Member(place, self._started(place)))
@@ -115,13 +117,10 @@ class ElasticJob:
         self._open.close()
 
     @property
-    def process_ids(self) -> list[int]:
-        """The members' latest processes, by number, those that have ended included."""
-        return [member.process.pid for member in self._members]
-
-    @property
     def exit_code(self) -> int:
-        """0 if as many as an averaging needs have ended well, else that of the first that died for good.
+        """0 if nobody died for good, or enough have ended well, else that of the first that died for good.
+
+        Enough are as many as an averaging needs; at a lighthouse that was given, where others may be, one.
 
         As a shell tells it: 128 + the signal that ended it.
         """
@@ -138,12 +137,16 @@ class ElasticJob:
         when some have ended well, and `end_within_seconds` later others, too few for an averaging, have not.
         """
         for member in self._going_on():
-            code = member.process.poll()
-            if code == 0:
+            if member.process.poll() == 0:
                 member.exit_code = 0
-            elif code is not None:
+        for member in self._going_on():
+            code = member.process.poll()
+            if code:
                 ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                if member.restarts < self._max_restarts and self._are_enough():
+                # Who has just died still counts as going on here: with it back, they are enough. But where
+                # all others have ended, one of them well, training is over: it would begin from scratch.
+                is_over = len(self._going_on()) == 1 and self._has_ended_well()
+                if member.restarts < self._max_restarts and self._are_enough() and not is_over:
                     member.restarts += 1
                     member.process = self._started(member.number)
                     again = f"started again ({member.restarts} of {self._max_restarts} restarts)"
@@ -158,11 +161,15 @@ class ElasticJob:
             return True
         # Where one has ended well, training is over, and the others are about to end, too; but for one that
         # came too late, and would wait for members that never come.
-        if self._over_since is None and any(member.exit_code == 0 for member in self._members):
+        if self._over_since is None and self._has_ended_well():
             self._over_since = time.monotonic()
         return self._over_since is not None and (
             time.monotonic() < self._over_since + self._end_within_seconds
         )
+
+    def kill(self, number: int) -> None:
+        """Kill a member, if it still runs."""
+        self._members[number].process.kill()  # which looks first whether it has ended
 
     def add(self) -> int:
         """Start one more member, and return its number."""
@@ -188,6 +195,9 @@ class ElasticJob:
 
     def _going_on(self) -> list[_Member]:
         return [member for member in self._members if member.exit_code is None]
+
+    def _has_ended_well(self) -> bool:
+        return any(member.exit_code == 0 for member in self._members)
 
     def _are_enough(self) -> bool:
         # At a lighthouse that was given there may be others.

@@ -12,6 +12,8 @@ __all__ = ["EndSignals"]
 class EndSignals:
     """While open, remembers a signal that asks this process to end, instead of being ended by it.
 
+    Signals that this process ignores, as under nohup, stay ignored.
+
     Attributes:
         received: The last one; None if there was none.
         num_received: How many there were.
@@ -24,8 +26,9 @@ class EndSignals:
 
     def __enter__(self) -> EndSignals:
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
-                number = getattr(signal, name)
+            number = getattr(signal, name, None)
+            # What is ignored stays so: nohup asks for that.
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._remember)
         return self
 

@@ -314,6 +314,65 @@ def test_steps_of_who_starts_from_the_others_do_not_count() -> None:
     assert {step for step, _ in run.models} == {0, 2, 4, 6, 8}
 
 
+class Annotated(torch.optim.SGD):
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__([{"params": parameters, "note": object()}], lr=1.0)
+
+
+def test_what_can_not_be_sent_to_newcomers_is_told_at_once() -> None:
+    run = Run([0, 0], outer=Annotated)
+    assert run.results == ["StateError"] * 2
+    assert "a object can't be sent to a member that joins, expected tensors" in str(run.errors[0])
+    assert not run.lighthouse.there
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = inner  # as torch.compile calls it
+
+
+def test_of_a_compiled_block_newcomers_are_sent_besides_only_what_is_not_averaged() -> None:
+    block = nn.Linear(4, 4)
+    block.bias.requires_grad_(False)
+    model = nn.Sequential(Wrapper(block), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+    group = InProcessGroup(InProcessLighthouse())
+    with LocalSGD(model, optimizer, every_steps=2, group=group, leave_on_sigterm=False):
+        assert set(group.provide()["not_averaged"]) == {"0.bias"}
+
+
+def test_work_that_nobody_has_counted_is_told() -> None:
+    run = Run([0, 0], weigh_by="work", algorithm=AllReduce())
+    assert run.results == ["StepError"] * 2
+    assert "call count_work() before optimizer.step()" in str(run.errors[0])
+
+
+def test_waiting_for_enough_others_is_no_retry() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    group = InProcessGroup(InProcessLighthouse(wait_seconds=0.0))
+    group.min_members = 2
+    local = LocalSGD(model, optimizer, every_steps=1, group=group, leave_on_sigterm=False)
+    with (
+        patch("thinwire.elastic.membership.PAUSE_SECONDS", 0.0),
+        pytest.raises(CommunicationError, match="min_members=2 are needed"),
+        local,
+    ):
+        raise AssertionError("entering has raised")
+    assert local.membership().retries == 0
+
+
+def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them() -> None:
+    calm = Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")})
+    words = "what a member that leaves has not transmitted"
+    run = Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")}, faults={0: (words, 1)})
+    lost = [each.error_norm for each in run.locals[0]._membership._present if each.is_leaving]
+    assert calm.locals[0].membership().lost_error == 0
+    assert len(lost) == 2
+    assert run.locals[0].membership().lost_error == pytest.approx(sum(lost))
+
+
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:
     run = Run([0, 0, 3], options={2: {"every_steps": 3}})
     assert run.results == ["done", "done", "AgreementError"]

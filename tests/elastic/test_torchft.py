@@ -6,15 +6,15 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 
 from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
-from thinwire.elastic import TorchftGroup
-from thinwire.errors import CommunicationError, ConfigError
+from thinwire.elastic import TorchftGroup, torchft_group
+from thinwire.errors import CommunicationError, ConfigError, MissingExtraError, StateError
 
 pytest.importorskip("torchft")
 
@@ -88,6 +88,16 @@ def test_a_lighthouse_that_is_not_there_is_told_at_once() -> None:
         TorchftGroup("10.0.0.1:29510")
 
 
+@pytest.mark.parametrize(("found", "is_too_old"), [("0.1.9", True), ("0.2.0", False), ("2026.8.1", False)])
+def test_a_torchft_that_is_too_old_is_refused(found: str, is_too_old: bool) -> None:
+    with patch("thinwire.elastic.torchft_group.version", return_value=found):
+        if is_too_old:
+            with pytest.raises(MissingExtraError, match=r"need torchft 0.2 or later, got 0.1.9"):
+                TorchftGroup("http://127.0.0.1:1")
+        else:
+            assert torchft_group._checked_version() == found
+
+
 @pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself
 def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
     group = TorchftGroup(job.address, timeout_seconds=5, wait_seconds=20, hostname="127.0.0.1")
@@ -100,6 +110,12 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         group.meet()
         group.conclude(False)
         assert group._manager.current_step() == 2
+        cause = Mock(original_exception=StateError("it can't be sent"))
+        with (
+            patch.object(group._manager, "errored", return_value=cause),
+            pytest.raises(StateError, match="can't be sent"),
+        ):
+            group.meet()
     finally:
         group.leave()
 

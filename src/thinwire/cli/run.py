@@ -67,8 +67,8 @@ def run(
     and takes the model of the others. Ctrl-C and SIGTERM are handed on as SIGTERM, so that members leave
     in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER.
 
-    Exits with 0 if as many as `--min` have ended well, else with what the first has died of (128 + the
-    signal).
+    Exits with 0 if nobody died for good, or as many as `--min` (with `--lighthouse`: one) have ended well,
+    else with what the first has died of (128 + the signal).
 
     Example: `thinwire run --min 2 --max 8 train.py --epochs 1`
     """
@@ -94,11 +94,13 @@ def run(
             _say(f"lighthouse {job.address}; averagings need {minimum} members, {members} start here")
         while job.look() and end_signals.received is None:
             time.sleep(LOOK_EVERY_SECONDS)
-        if end_signals.received is not None:
-            _say(f"{signal.Signals(end_signals.received).name}: members leave; once more kills them")
-            job.end(lambda: end_signals.num_received > 1)
-    if end_signals.received is not None:
-        raise typer.Exit(128 + end_signals.received)
+        # Whether the job has ended by itself is known now: a signal from here on only hurries its end.
+        received, num_received = end_signals.received, end_signals.num_received
+        if received is not None:
+            _say(f"{signal.Signals(received).name}: members leave; once more kills them")
+        job.end(lambda: end_signals.num_received > num_received)
+    if received is not None:
+        raise typer.Exit(128 + received)
     raise typer.Exit(job.exit_code)
 
 

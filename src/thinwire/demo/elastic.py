@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,18 +56,23 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
             time.sleep(LOOK_EVERY_SECONDS)
             for record in file.new_records():
                 scene.play(record, job)
-    if end_signals.received is not None:
-        raise JobInterruptedError(end_signals.received)
+        # Whether the job has ended by itself is known now: a signal from here on only hurries its end.
+        received, num_received = end_signals.received, end_signals.num_received
+        job.end(lambda: end_signals.num_received > num_received)
+    if received is not None:
+        raise JobInterruptedError(received)
     if job.exit_code:
         raise JobError(f"too few members came to the end; see {log_path}")
     for record in file.new_records():  # the last lines came after the last look
-        scene.play(record, job)
+        scene.play(record, None)
     numbers = [number for number in range(options.processes + scene.has_added) if number != scene.killed]
     paths = [options.output / f"member-{number}.jsonl" for number in numbers]
     # None of one that was started too late to take part.
     held = [point.value for path in paths if path.exists() for point in read_run(path).points("checksum")]
-    if len(set(held)) > 1:
-        raise JobError(f"the members hold unlike models; see {log_path}")
+    if len(set(held)) != 1:
+        raise JobError(
+            f"the members must hold one model in the end, and have told of {len(set(held))}; see {log_path}"
+        )
     say(f"in the end {len(held)} members hold one model, the same to the bit")
     return [path for path in sorted(options.output.glob("member-*.jsonl")) if read_run(path).points("loss")]
 
@@ -91,8 +94,8 @@ class _Scene:
         self._losses: list[float] = []
         self._seen = {"members": 0.0, "losses": 0.0, "joins": 0.0}
 
-    def play(self, record: Record, job: ElasticJob) -> None:
-        """Take a record of the first member."""
+    def play(self, record: Record, job: ElasticJob | None) -> None:
+        """Take a record of the first member; without a job, which has ended then, strike nobody."""
         if record["kind"] != "log":
             return
         if "members" in record:
@@ -108,9 +111,11 @@ class _Scene:
             members = int(self._seen["members"])
             loss = fmean(self._losses[-EVERY_STEPS:])
             self._say(f"step {step}/{self._steps}, {members} members: loss {loss:.3f}")
+        if job is None:
+            return
         if step >= self._kill_at and self.killed is None:
             self.killed, self._struck_at = self._last, time.monotonic()
-            os.kill(job.process_ids[self.killed], signal.SIGKILL)
+            job.kill(self.killed)
             self._say(f"step {step}: member {self.killed} is killed (SIGKILL)")
         elif self.killed is not None and not self.has_added and self._seen["losses"]:
             self.has_added, self._struck_at = True, time.monotonic()

@@ -56,7 +56,10 @@ def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
     length = torch.zeros(1, dtype=torch.int64)
     transport.receive(length, source, PURPOSE).wait()
     if not 0 < int(length) <= MAX_HEADER_BYTES:
-        raise StateError(f"what the group sends to start from begins with a header of {int(length)} bytes")
+        raise StateError(
+            f"what the group sends to start from begins with a header of {int(length)} bytes, expected 1 to "
+            f"{MAX_HEADER_BYTES}; install the same Thinwire on all members"
+        )
     header = bytes(_received(int(length), transport, source).tolist())
     return unpacked(header, [_received(size, transport, source) for size in sizes(header)])
 

@@ -14,7 +14,14 @@ from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import Description
 from thinwire.checks import checked_scaler, number, true_or_false, whole_count
 from thinwire.elastic.group import Group
-from thinwire.elastic.member import Member, check_like, check_plans_once, group_of_environment, plain_module
+from thinwire.elastic.member import (
+    Member,
+    another_version,
+    check_like,
+    check_plans_once,
+    group_of_environment,
+    plain_module,
+)
 from thinwire.errors import ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.averagings import Flight
 from thinwire.fronts.local_sgd.fragment import (
@@ -178,7 +185,8 @@ class LocalSGD(Member):
             StepError: It was entered before.
             ConfigError: `outer` does not make an optimizer of the tensors it is given.
             AgreementError: This member is configured otherwise than the others; they go on.
-            StateError: What the others have sent is damaged, or does not fit.
+            StateError: What the others have sent is damaged, or does not fit; or the optimizer that members
+                have in common has settings or state that can't be sent.
             CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
         if self._fragments:
@@ -202,6 +210,7 @@ class LocalSGD(Member):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
         with self._attached:
+            # Inside: the end of this block leaves the group, and the last averaging must come before.
             if kind is None and self._pending_steps and not self.has_left:
                 self.leave()
                 with suppress(LeftError):
@@ -267,6 +276,7 @@ class _Flying:
 
     def commit(self) -> None:
         """As `Prepared.commit`."""
+        # What can raise comes first: where a mean is not finite, nothing has moved.
         self._flight.land()
         if self._outer is not None and self._outer_lr is not None:
             for group in self._outer.param_groups:
@@ -329,6 +339,8 @@ class _Front:
             {
                 "version": STATE_VERSION,
                 "lineage": local._membership.lineage,
+                # As of the last average, which is what a newcomer gets: later steps are in no model but this
+                # one's.
                 "step": local._steps - local._pending_steps,
                 "turns": local._turns,
                 "last_average": {each.name: last for each, last in lasts},
@@ -343,7 +355,7 @@ class _Front:
         """As `Front.adopt`."""
         local = self._local
         if state.keys() != KEYS or state["version"] != STATE_VERSION:
-            raise StateError("what the group has sent to start from is of another version of Thinwire")
+            raise another_version(state, STATE_VERSION)
         check_undamaged(state)
         lasts = {each.name: last for fragment in local._fragments for each, last in fragment.lasts}
         others = local._not_averaged()
@@ -371,6 +383,7 @@ class _Front:
         local = self._local
         fragment = local._fragments[local._due]
         changes = fragment.changes()
+        # Before it is sent: scaled afterwards, the residual would be in another unit than the next change.
         for flat in changes:
             flat.mul_(scale)
         flight = Flight({fragment: changes}, local._engine)
@@ -382,6 +395,11 @@ class _Front:
     def committed(self, step: int, *, was_averaged: bool) -> None:
         """As `Front.committed`."""
         local = self._local
+        if not was_averaged and local._pending_steps:
+            raise StepError(
+                "no member has counted any work since the last averaging, so nothing was averaged: call "
+                "count_work() before optimizer.step()"
+            )
         if not was_averaged:
             return
         local._work[local._due] = 0.0

@@ -17,8 +17,9 @@ from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.elastic.group import Group
 from thinwire.elastic.membership import Front, Membership, MembershipStats
+from thinwire.elastic.plain import packed
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.ddp_model import is_fsdp2
+from thinwire.fronts.ddp_model import is_fsdp2, plain_name
 from thinwire.fronts.local_sgd.fragment import Averaged
 from thinwire.fronts.local_sgd.validation import unwrapped
 from thinwire.sync import Engine, GradientSync
@@ -26,7 +27,14 @@ from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
 from thinwire.sync.stats import Stats
 
-__all__ = ["Member", "check_like", "check_plans_once", "group_of_environment", "plain_module"]
+__all__ = [
+    "Member",
+    "another_version",
+    "check_like",
+    "check_plans_once",
+    "group_of_environment",
+    "plain_module",
+]
 
 
 class Member:
@@ -60,7 +68,7 @@ class Member:
         self._averaged_now, self._engine, self._group = averaged, engine, group
         self._leave_on_sigterm = leave_on_sigterm
         self._sync = GradientSync(engine)
-        self._membership = Membership(group, engine, front)
+        self._membership, self._front = Membership(group, engine, front), front
         first = averaged()
         self._device = first[0].tensor.device
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in first if not each.is_buffer)
@@ -118,13 +126,18 @@ class Member:
 
         Raises:
             AgreementError: This member is configured otherwise than the others; they go on.
-            StateError: What the others have sent is damaged, or does not fit.
+            StateError: What the others have sent is damaged, or does not fit; or what this member would send
+                to others can't be sent.
             CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
         self._entered = {each.name: each.identity for each in self._averaged_now()}
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
+            # Now, where the user sees it; else the first newcomer would stop all others.
+            packed(self._front.state())
             attached.callback(setattr, self, "_is_inside", False)
+            # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
+            # left ends the process.
             if self._leave_on_sigterm and threading.current_thread() is threading.main_thread():
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
@@ -152,9 +165,10 @@ class Member:
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
-        names = {each.name for each in self._averaged_now()}
+        # By identity: a compiled block's names are not those it is averaged under.
+        averaged = {id(each.tensor) for each in self._averaged_now()}
         held = chain(self.module.named_parameters(), self.module.named_buffers())
-        return {name: tensor.detach() for name, tensor in held if name not in names}
+        return {plain_name(name): tensor.detach() for name, tensor in held if id(tensor) not in averaged}
 
     def _residual_of(self) -> tuple[str, ...]:
         return tuple(sorted(self._engine.memory[ERROR]))
@@ -221,6 +235,20 @@ def check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, 
             f"the group's {key} is of other tensors than this member's model; start the same script as the "
             "others"
         )
+
+
+def another_version(state: Mapping[str, object], expected: int) -> StateError:
+    """Return the error for what the group has sent, where its keys or its version are not this member's.
+
+    Args:
+        state: As it was sent.
+        expected: This member's version of it.
+    """
+    got = f"version {state.get('version')!r} with {sorted(map(str, state))}"
+    return StateError(
+        f"what the group has sent to start from is of {got[:400]}, expected version {expected} of Thinwire's "
+        "states; install the same Thinwire on all members"
+    )
 
 
 @contextmanager

@@ -160,6 +160,10 @@ class _TryAgainError(Exception):
     """This averaging can't be, and no message has failed: all who are there know, and repeat it."""
 
 
+class _TooFewError(_TryAgainError):
+    """Others are waited for."""
+
+
 class Membership:
     """Lets a front average with whoever is there, as often as it takes; keeps book of who they are.
 
@@ -217,8 +221,10 @@ class Membership:
                 # From the first failure on: the others may come late by as long as a quorum may take.
                 now = time.monotonic()
                 give_up_at = now + self._group.wait_seconds if give_up_at is None else give_up_at
+                # First of all: it breaks the others' messages off, which would wait for this member until
+                # they time out.
                 self._group.conclude(False)
-                self.stats.retries += 1
+                self.stats.retries += not isinstance(error, _TooFewError)
                 if str(error) != said:  # who waits for others meets the same again and again
                     said = str(error)
                     logger.warning("an averaging has failed and is repeated: %s", error)
@@ -230,7 +236,7 @@ class Membership:
                     ) from error
             else:
                 break
-        # As the others were told: asked to leave since then, a member has handed over nothing yet.
+        # As the others have read it: asked to leave since then, a member has handed over nothing yet.
         if present[self._group.transport.rank].is_leaving:
             self.leave()
             raise LeftError("this member has left the group, and handed over what it had not transmitted")
@@ -270,10 +276,14 @@ class Membership:
             [float(each) for each in own], group.transport, "who takes part in an averaging"
         )
         present = tuple(map(Presence.of, rows))
+        # In this order, and by the rows alone: all refuse at the same place, and nobody sends to one that has
+        # gone back to meet.
         self._check_number(present)
         present = self._of_one_lineage(present)
         self._check_finite(present)
         if self._agreed_changes != group.num_changes:
+            # Agreed before adopted: who is refused has changed nothing. Scaled even if the averaging then
+            # fails: the next change of members starts from this number.
             self._agree(present)
             self._adopt()
             scale = group.transport.size / self._error_members
@@ -293,8 +303,13 @@ class Membership:
         if received is None:
             return
         if not isinstance(received, Mapping) or type(received.get("lineage")) is not int:
-            raise StateError("what the group has sent this member to start from has no lineage")
+            raise StateError(
+                "what the group has sent this member to start from has no lineage, expected a mapping with "
+                f"one, got a {type(received).__name__}; start all members with the same version of Thinwire"
+            )
         if self._doubt is not None and received["lineage"] == self._doubt.lineage:
+            # They have committed what this member had prepared: with that it stands where they do, and keeps
+            # its residual.
             self._group.received = None
             self._resolve_doubt(was_committed=True)
             return
@@ -348,7 +363,7 @@ class Membership:
                     f"min_members={self._group.min_members}) to hand over to"
                 )
             time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
-            raise _TryAgainError(
+            raise _TooFewError(
                 f"{len(present)} members are there, and min_members={self._group.min_members} are needed"
             )
 
@@ -382,6 +397,7 @@ class Membership:
             return
         if group.transport.rank not in others:
             raise _TryAgainError(f"members {others} are configured otherwise, and are refused")
+        # Before it is raised: the others meet again at once, and should not wait for this member.
         self.leave()
         try:
             check_same(
@@ -418,12 +434,15 @@ class Membership:
         try:
             gather_numbers([1.0], group.transport, "whether all have received everything")
         except CommunicationError:
+            # Not abandoned: another member may have got this message, and committed.
             self._doubt = _Doubt(prepared, lineage, present)
             raise
         except BaseException:
             if prepared is not None:
                 prepared.abandon()
             raise
+        # No message lies between the last one and the commit; the hand-over comes behind it, so that its
+        # failure takes nothing back.
         group.conclude(True)
         self._commit(prepared, present, lineage)
         self._hand_over(present)
@@ -462,13 +481,16 @@ class Membership:
         names = sorted(errors)
         if not stayers or not names:
             return
-        for rank in leavers:
+        for place, rank in enumerate(leavers):
             flat = torch.cat([errors[name].view(torch.uint8) for name in names])
             try:
                 transport.broadcast(flat, rank, "what a member that leaves has not transmitted").wait()
             except CommunicationError as error:
-                logger.warning("the residual of a member that leaves is lost: %s", error)
-                self.stats.lost_error += present[rank].error_norm
+                # No message comes behind one that has failed, so those of the other leavers are lost, too.
+                logger.warning(
+                    "the residuals of %d members that leave are lost: %s", len(leavers[place:]), error
+                )
+                self.stats.lost_error += sum(present[each].error_norm for each in leavers[place:])
                 return
             if transport.rank in stayers:
                 arrived = flat.split_with_sizes([errors[name].nbytes for name in names])

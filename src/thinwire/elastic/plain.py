@@ -50,7 +50,10 @@ def _described(value: object, tensors: list[torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):
         held = value.detach().to("cpu").contiguous()
         if held.dtype not in NAMES:
-            raise StateError(f"a tensor of {held.dtype} can't be sent to a member that joins")
+            raise StateError(
+                f"a tensor of {held.dtype} can't be sent to a member that joins, expected one of "
+                f"{', '.join(DTYPES)}; keep it in one of those"
+            )
         tensors.append(held.view(-1).view(torch.uint8))
         return ["tensor", NAMES[held.dtype], list(held.shape)]
     if isinstance(value, Mapping):
@@ -60,8 +63,9 @@ def _described(value: object, tensors: list[torch.Tensor]) -> object:
         kind = "tuple" if isinstance(value, tuple) else "list"
         return [kind, [_described(each, tensors) for each in value]]
     raise StateError(
-        f"a {type(value).__name__} can't be sent to a member that joins: it takes tensors and plain values. "
-        "An outer optimizer with other settings or state than those does not go with members that join"
+        f"a {type(value).__name__} can't be sent to a member that joins, expected tensors, numbers, text, "
+        "None, and lists, tuples and mappings of them; give the optimizer that members have in common (of "
+        "local SGD, the outer one) such settings and state only"
     )
 
 

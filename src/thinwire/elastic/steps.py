@@ -13,7 +13,14 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import Description
 from thinwire.checks import number, true_or_false
 from thinwire.elastic.group import Group
-from thinwire.elastic.member import Member, check_like, check_plans_once, group_of_environment, plain_module
+from thinwire.elastic.member import (
+    Member,
+    another_version,
+    check_like,
+    check_plans_once,
+    group_of_environment,
+    plain_module,
+)
 from thinwire.errors import LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.fragment import Averaged, averaged_tensors, buckets_of
 from thinwire.fronts.local_sgd.validation import checked_optimizer
@@ -115,7 +122,8 @@ class Steps(Member):
         Raises:
             StepError: It was entered before.
             AgreementError: This member is configured otherwise than the others; they go on.
-            StateError: What the others have sent is damaged, or does not fit.
+            StateError: What the others have sent is damaged, or does not fit; or the optimizer that members
+                have in common has settings or state that can't be sent.
             CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
         if self._entered:
@@ -155,6 +163,7 @@ class Steps(Member):
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros where there is none."""
+        # Copies: an averaging that fails is repeated with the same gradients.
         flats = [
             bucket[0].value.new_zeros(sum(spec.numel for spec in specs))
             for bucket, specs in zip(self._buckets, self._layout, strict=True)
@@ -247,7 +256,7 @@ class _Front:
         """As `Front.adopt`."""
         steps = self._steps
         if state.keys() != KEYS or state["version"] != STATE_VERSION:
-            raise StateError("what the group has sent to start from is of another version of Thinwire")
+            raise another_version(state, STATE_VERSION)
         check_undamaged(state)
         held = steps._held()
         others = steps._not_averaged()

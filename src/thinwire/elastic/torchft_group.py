@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -19,7 +20,7 @@ from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.handing import receive_state, send_state
-from thinwire.errors import CommunicationError, ConfigError, MissingExtraError
+from thinwire.errors import CommunicationError, ConfigError, MissingExtraError, StateError
 from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
 
 __all__ = ["HOSTNAME", "LIGHTHOUSE", "MEMBER", "MIN_MEMBERS", "TorchftGroup", "torchft_module"]
@@ -33,6 +34,7 @@ MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
 PAUSE_SECONDS = 1.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
+OLDEST = (0, 2)  # of torchft: its major and minor version
 
 
 class TorchftGroup(Group):
@@ -75,7 +77,7 @@ class TorchftGroup(Group):
         if min_members is None:
             given = os.environ.get(MIN_MEMBERS, "1")
             if not given.isdecimal():
-                raise ConfigError(f"{MIN_MEMBERS} must be a whole number, got {given!r}")
+                raise ConfigError(f"{MIN_MEMBERS} must be a whole number from 1, such as 2, got {given!r}")
             min_members = int(given)
         super().__init__(min_members, wait_seconds)
         if lighthouse is None:
@@ -86,7 +88,7 @@ class TorchftGroup(Group):
                 f"{lighthouse!r}; start one with torchft_lighthouse, and pass lighthouse= or set {LIGHTHOUSE}"
             )
         torchft = torchft_module("torchft")
-        self.kind = f"torchft {version('torchft')}"
+        self.kind = f"torchft {_checked_version()}"
         self._timeout = timedelta(seconds=float(number("timeout_seconds", timeout_seconds, minimum=0.1)))
         self._lighthouse = lighthouse
         inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
@@ -143,11 +145,14 @@ class TorchftGroup(Group):
         finally:
             said.cancel()
         failed = self._manager.errored()
-        if failed is not None or self._group.size == 0:
+        cause = None if failed is None else failed.original_exception
+        if isinstance(cause, StateError):  # of this member itself: no other quorum would help
+            raise cause
+        if cause is not None or self._group.size == 0:
             raise CommunicationError(
-                f"the members of quorum {self._group.quorum_id} could not be joined, or their state "
-                f"not be received: {failed.original_exception if failed is not None else 'no group'}"
-            )
+                f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
+                f"received: {cause or 'the group was broken off and not joined anew'}; it is tried again"
+            ) from cause
         self.quorum_id, self.num_changes = self._group.quorum_id, self._group.num_configured
         self.transport.transport = self._group.transport()
 
@@ -192,6 +197,8 @@ class TorchftGroup(Group):
 
     def leave(self) -> None:
         """As `Group.leave`."""
+        # The manager first: once its heartbeat has stopped nobody counts on this member when its messages
+        # break off.
         self._manager.shutdown(wait=False)
         self._group.abort()
 
@@ -265,6 +272,25 @@ class _StateTransport:
 
     def shutdown(self, wait: bool = True) -> None:
         """Do nothing: there is no server."""
+
+
+def _checked_version() -> str:
+    """Return torchft's version.
+
+    Raises:
+        MissingExtraError: It is too old.
+    """
+    try:
+        found = version("torchft")
+    except PackageNotFoundError:
+        return "nightly"  # that package has a name of its own, and is of today
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and tuple(map(int, numbers.groups())) < OLDEST:
+        raise MissingExtraError(
+            f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]} or later, got {found}; "
+            "pip install '.[elastic]' in a clone of Thinwire"
+        )
+    return found
 
 
 def _says_something(record: logging.LogRecord) -> bool:
