@@ -326,6 +326,23 @@ def test_what_can_not_be_sent_to_newcomers_is_told_at_once() -> None:
     assert not run.lighthouse.there
 
 
+def test_a_warning_of_the_outer_optimizer_points_at_the_users_line() -> None:
+    model = nn.Linear(32, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = LocalSGD(
+        model,
+        optimizer,
+        every_steps=2,
+        group=InProcessGroup(InProcessLighthouse()),
+        algorithm=TopK(density=1 / 8),
+        outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9),
+        leave_on_sigterm=False,
+    )
+    with pytest.warns(UserWarning, match="has momentum") as warned, local:
+        pass
+    assert [each.filename for each in warned] == [__file__]
+
+
 class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
 from thinwire.elastic import TorchftGroup, torchft_group
-from thinwire.errors import CommunicationError, ConfigError, MissingExtraError, StateError
+from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 
 pytest.importorskip("torchft")
 
@@ -114,6 +114,12 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         with (
             patch.object(group._manager, "errored", return_value=cause),
             pytest.raises(StateError, match="can't be sent"),
+        ):
+            group.meet()
+        group.is_leaving = lambda: True
+        with (
+            patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer")),
+            pytest.raises(LeftError, match=r"the lighthouse .* does not answer"),
         ):
             group.meet()
     finally:

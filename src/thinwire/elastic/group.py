@@ -32,6 +32,7 @@ class Group(ABC):
         received: What the others have sent this member to start from, until it is taken; None if it is
             where they are.
         kind: What finds the members, the same on all of them.
+        is_leaving: Returns whether this member has been asked to leave: nobody is waited for any more.
         provide: Returns what a newcomer starts from. It is called inside `meet`, on any thread.
 
     Raises:
@@ -47,6 +48,7 @@ class Group(ABC):
         self.quorum_id = -1
         self.num_changes = 0
         self.received: Mapping[str, Any] | None = None
+        self.is_leaving: Callable[[], bool] = bool
         self.provide: Callable[[], Mapping[str, Any]] = dict
 
     @abstractmethod
@@ -55,6 +57,7 @@ class Group(ABC):
 
         Raises:
             CommunicationError: They were found, and then could not be joined, or nobody was found in time.
+            LeftError: Nobody can be found, and this member is asked to leave.
         """
 
     @abstractmethod

@@ -200,7 +200,7 @@ class LocalSGD(Member):
         self._work = [0.0] * len(self._fragments)
         if self._make_outer is not None:
             parameters = outer_parameters(averaged, self._fragments)
-            self._outer = new_outer(self._make_outer, parameters, self._engine.algorithm)
+            self._outer = new_outer(self._make_outer, parameters, self._engine.algorithm, stacklevel=3)
         with ExitStack() as attached:
             attached.enter_context(self._joined())
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))

@@ -198,6 +198,7 @@ class Membership:
         self._agreed_changes = 0
         self._doubt: _Doubt | None = None
         group.provide = self._provided
+        group.is_leaving = lambda: self.is_leaving
 
     def average(self) -> None:
         """Average once with whoever is there, however often that must be tried. Collective.
@@ -256,6 +257,9 @@ class Membership:
         start = time.perf_counter()
         try:
             group.meet()
+        except LeftError:
+            self.leave()
+            raise
         finally:
             self.stats.quorum_seconds += time.perf_counter() - start
         self._note_received()

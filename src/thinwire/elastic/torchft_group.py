@@ -20,7 +20,7 @@ from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.handing import receive_state, send_state
-from thinwire.errors import CommunicationError, ConfigError, MissingExtraError, StateError
+from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
 
 __all__ = ["HOSTNAME", "LIGHTHOUSE", "MEMBER", "MIN_MEMBERS", "TorchftGroup", "torchft_module"]
@@ -169,6 +169,11 @@ class TorchftGroup(Group):
                     raise CommunicationError(
                         f"no quorum of at least {self.min_members} members in {self.wait_seconds:g} s at the "
                         f"lighthouse {self._lighthouse}: {error}. See on its page who is there"
+                    ) from error
+                if self.is_leaving():
+                    raise LeftError(
+                        f"this member has left the group without handing over what it had not transmitted: "
+                        f"the lighthouse {self._lighthouse} does not answer ({error}), and nobody can be met"
                     ) from error
                 logger.warning(
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error

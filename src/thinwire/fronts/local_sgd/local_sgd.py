@@ -345,7 +345,9 @@ class LocalSGD(Joinable):
         """Return the outer optimizer of the last averages, with what was loaded of it."""
         if self._make_outer is None:
             return None
-        outer = new_outer(self._make_outer, outer_parameters(averaged, fragments), self._engine.algorithm)
+        outer = new_outer(
+            self._make_outer, outer_parameters(averaged, fragments), self._engine.algorithm, stacklevel=4
+        )
         if self._loaded is not None and self._loaded["outer"] is not None:
             names = names_of_lasts(fragments)
             try:

@@ -276,13 +276,16 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def new_outer(make: Outer, parameters: list[torch.Tensor], algorithm: Algorithm) -> torch.optim.Optimizer:
+def new_outer(
+    make: Outer, parameters: list[torch.Tensor], algorithm: Algorithm, *, stacklevel: int
+) -> torch.optim.Optimizer:
     """Return the outer optimizer of `parameters`; warn of a momentum that does not go with `algorithm`.
 
     Args:
         make: What the user gave.
         parameters: All that it must hold.
         algorithm: How the changes that it is given are averaged.
+        stacklevel: Of the user's line, for the warning.
 
     Raises:
         ConfigError: `make` does not make an optimizer of exactly these.
@@ -302,7 +305,7 @@ def new_outer(make: Outer, parameters: list[torch.Tensor], algorithm: Algorithm)
             f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
             "moves it on in all the steps in which nothing was sent of it; "
             "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )
     return outer
 
