@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +12,7 @@ from typing import IO, Any
 from thinwire.checks import number, whole_count
 from thinwire.elastic.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
 from thinwire.errors import ConfigError
-from thinwire.lifeline import LAUNCHER_VARIABLE
-from thinwire.local_job import LOOK_EVERY_SECONDS, loopback_interface
+from thinwire.local_job import LOOK_EVERY_SECONDS, loopback_interface, started
 
 __all__ = ["ElasticJob"]
 
@@ -208,23 +206,12 @@ class ElasticJob:
             LIGHTHOUSE: self.address,
             MIN_MEMBERS: str(self._min_members),
             MEMBER: str(place),
-            LAUNCHER_VARIABLE: str(os.getpid()),
         }
         if self._host is not None:
             variables[HOSTNAME] = self._host
         if self._host == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
-        return subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=None if self._out is None else subprocess.STDOUT,
-            # One thread each, unless the user says otherwise: they share the cores of one machine.
-            env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
-            # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
-            # hears it, and members are asked to leave in order.
-            start_new_session=True,
-        )
+        return started(self._command, variables, self._out)
 
     def _lit(self, opened: ExitStack) -> str:
         """Start a lighthouse, and return its address."""

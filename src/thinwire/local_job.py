@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -31,7 +31,7 @@ from thinwire.errors import ConfigError
 from thinwire.interpreter import python_module
 from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
 
-__all__ = ["LocalJob", "is_in_local_job", "join_local_job", "loopback_interface", "run_here"]
+__all__ = ["LocalJob", "is_in_local_job", "join_local_job", "loopback_interface", "run_here", "started"]
 
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
 LOOPBACKS = ("lo", "lo0")
@@ -104,19 +104,8 @@ class LocalJob:
             "NCCL_SOCKET_IFNAME": self._interface,
             "TORCHELASTIC_ERROR_FILE": str(self._error_path(process_rank)),
             STORE_VARIABLE: str(self._folder / "store"),
-            LAUNCHER_VARIABLE: str(os.getpid()),
         }
-        return subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=self._out,
-            stderr=None if self._out is None else subprocess.STDOUT,
-            # One thread each, unless the user says otherwise: they share the cores of one machine.
-            env={"OMP_NUM_THREADS": "1", **os.environ, **variables},
-            # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone
-            # hears it, and ends the others in order.
-            start_new_session=True,
-        )
+        return started(self._command, variables, self._out)
 
     def _error_path(self, process_rank: int) -> Path:
         """Return where `torch.distributed.elastic`'s decorator `record` writes what a process died of."""
@@ -148,6 +137,29 @@ class LocalJob:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def started(
+    command: Sequence[str], variables: Mapping[str, str], out: IO[bytes] | None
+) -> subprocess.Popen[bytes]:
+    """Start a process of a job, which can follow this one.
+
+    Args:
+        command: What it runs.
+        variables: Added to its environment.
+        out: Takes what it prints; None for where this process prints.
+    """
+    return subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=None if out is None else subprocess.STDOUT,
+        # One thread each, unless the user says otherwise: they share the cores of one machine.
+        env={"OMP_NUM_THREADS": "1", **os.environ, LAUNCHER_VARIABLE: str(os.getpid()), **variables},
+        # Ctrl-C on a terminal reaches every process of its session at once; here, this process alone hears
+        # it, and ends the others in order.
+        start_new_session=True,
+    )
 
 
 def loopback_interface() -> str:
