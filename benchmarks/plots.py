@@ -20,6 +20,7 @@ __all__ = ["gap_against_bytes", "loss_against_time", "predicted_against_measured
 
 plt.rcParams |= {
     "svg.fonttype": "none",
+    "svg.hashsalt": "thinwire",
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -126,15 +127,18 @@ def gap_against_bytes(gaps: Mapping[str, tuple[float, float, float]], path: Path
     )
     axes.xaxis.set_major_formatter("{x:g}")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=8)
-    for suffix in (".png", ".svg"):
-        figure.savefig(path.with_suffix(suffix), dpi=150)
-    plt.close(figure)
+    _write(figure, [path.with_suffix(suffix) for suffix in (".png", ".svg")])
 
 
 def save_figure(figure: Figure, *name_parts: str) -> list[str]:
     """Write a figure of today in both formats; their names within the folder of results."""
     paths: list[Path] = [result_path(suffix, *name_parts) for suffix in ("png", "svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _write(figure, paths)
     return [path.name for path in paths]
+
+
+def _write(figure: Figure, paths: Sequence[Path]) -> None:
+    # Without the time of writing: the same figures make the same file, and no change where none was measured.
+    for path in paths:
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
