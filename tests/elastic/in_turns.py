@@ -1,16 +1,21 @@
-"""What strikes members of one process, and what they wait for."""
+"""Members of one process that come and go: how they run, what strikes them, and what they wait for."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from thinwire.channel import Work
+from thinwire.channel import Work, run_members
+from thinwire.channel.in_process import wait_for
 from thinwire.channel.wrapped import Wrapped
+from thinwire.elastic import InProcessGroup, InProcessLighthouse
 from thinwire.elastic.member import Member
 from thinwire.errors import CommunicationError
+
+Front = TypeVar("Front", bound=Member)
 
 
 class Reached:
@@ -72,3 +77,44 @@ class Cut:
 
 class Killed(Exception):  # noqa: N818
     pass
+
+
+class InTurns(ABC, Generic[Front]):
+    """Members that train in one process, each till it is killed, fails, or returns how it ended.
+
+    `joins_at`: at which step of the others each joins; those at 0 wait for each other. `ends`: at which step
+    something befalls some, and what. `faults`: words of a message's purpose, which of these messages fails,
+    counted from 1, and with what error. What a run notes must be there before this runs it.
+    """
+
+    def __init__(
+        self,
+        lighthouse: InProcessLighthouse,
+        joins_at: list[int],
+        ends: dict[int, tuple[int, str]] | None,
+        faults: dict[int, tuple[Any, ...]] | None,
+    ) -> None:
+        self.lighthouse, self.joins_at = lighthouse, joins_at
+        self.ends, self.faults = ends or {}, faults or {}
+        self.fronts: dict[int, Front] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.groups = {member: InProcessGroup(lighthouse) for member, step in enumerate(joins_at) if not step}
+        self.results = run_members(len(joins_at), self._live)
+
+    def _live(self, member: int) -> str:
+        if self.joins_at[member]:
+            wait_for(Reached(self.fronts.values, self.joins_at[member]))
+            self.groups[member] = InProcessGroup(self.lighthouse)
+        if member in self.faults:
+            self.groups[member].transport = Faulty(self.groups[member].transport, *self.faults[member])
+        try:
+            return self.train(member)
+        except Killed:
+            return "killed"
+        except Exception as error:
+            self.errors[member] = error
+            return type(error).__name__
+
+    @abstractmethod
+    def train(self, member: int) -> str:
+        """Train with a front of its own, put into `fronts`; how that ended."""

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.in_turns import Faulty, Killed, Reached, Turn
+from elastic.in_turns import InTurns, Killed, Reached, Turn
 from thinwire import Watch, read_run
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, local_sgd, member
@@ -34,14 +33,11 @@ def parameters_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-class Run:
-    """Members that train in one process.
+class Run(InTurns[LocalSGD]):
+    """Members that average their models.
 
-    `joins_at`: at which step of the others each joins; those at 0 wait for each other. `ends`: what some do
-    at a step: "leave", "leave late" (in the averaging), "kill", "away" for some averagings, "stray" (it has
-    averaged with others, who are gone), "diverge". `faults`: words of a message's purpose, which of these
-    messages fails, counted from 1, and with what error. `options`: settings that some members have of their
-    own.
+    `ends` are "leave", "leave late" (in the averaging), "kill", "away" for some averagings, "stray" (it has
+    averaged with others, who are gone) and "diverge". `options`: settings that some have of their own.
     """
 
     def __init__(
@@ -57,33 +53,12 @@ class Run:
         wait_seconds: float = 60.0,
         **shared: Any,
     ) -> None:
-        self.lighthouse = InProcessLighthouse(min_members, wait_seconds)
-        self.joins_at, self.steps, self.kind = joins_at, steps, kind
-        self.ends, self.faults, self.options = ends or {}, faults or {}, options or {}
+        self.steps, self.kind, self.options = steps, kind, options or {}
         self.shared = {"algorithm": FEW_BITS, "every_steps": EVERY, "leave_on_sigterm": False, **shared}
-        self.locals: dict[int, LocalSGD] = {}
         self.models: dict[tuple[int, int], torch.Tensor] = {}  # by step and member, after averagings
         # By turn and member, its steps and its change.
         self.put_in: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
-        self.errors: dict[int, BaseException] = {}
-        self.groups = {
-            member: InProcessGroup(self.lighthouse) for member, step in enumerate(joins_at) if not step
-        }
-        self.results = run_members(len(joins_at), self.body)
-
-    def body(self, member: int) -> str:
-        if self.joins_at[member]:
-            wait_for(Reached(self.locals.values, self.joins_at[member]))
-            self.groups[member] = InProcessGroup(self.lighthouse)
-        if member in self.faults:
-            self.groups[member].transport = Faulty(self.groups[member].transport, *self.faults[member])
-        try:
-            return self.train(member)
-        except Killed:
-            return "killed"
-        except Exception as error:
-            self.errors[member] = error
-            return type(error).__name__
+        super().__init__(InProcessLighthouse(min_members, wait_seconds), joins_at, ends, faults)
 
     def train(self, member: int) -> str:
         group = self.groups[member]
@@ -92,7 +67,7 @@ class Run:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(100 + member)
         shared = self.shared | self.options.get(member, {})
-        local = self.locals[member] = self.kind(model, optimizer, group=group, **shared)
+        local = self.fronts[member] = self.kind(model, optimizer, group=group, **shared)
         end_step, end = self.ends.get(member, (-1, ""))
         with local:
             self.models[local.steps, member] = parameters_of(model)
@@ -130,7 +105,7 @@ class Run:
                 for _, last in fragment.lasts:
                     last.add_(1.0)
         elif how == "away":
-            back_at = Reached(self.locals.values, local.steps + 3 * EVERY)
+            back_at = Reached(self.fronts.values, local.steps + 3 * EVERY)
             while not back_at.is_complete:
                 with suppress(CommunicationError):  # the others wait for it, and then go on without it
                     wait_for(back_at)
@@ -152,7 +127,7 @@ class Run:
             assert all(torch.equal(each, held[0]) for each in held), f"step {step}"
 
     def owed(self, member: int) -> torch.Tensor:
-        errors = self.locals[member]._engine.memory[ERROR]
+        errors = self.fronts[member]._engine.memory[ERROR]
         return torch.cat([errors[name].flatten() for name, _ in nn.Linear(1, 1).named_parameters()])
 
     def lost(self) -> float:
@@ -164,7 +139,7 @@ class Run:
         ]
         moved = self.models[self.steps, last[0]].double() - self.models[0, 0].double()
         # What is owed counts by the number of members at the last averaging, those who left with it included.
-        num_members = self.locals[last[0]].membership().members
+        num_members = self.fronts[last[0]].membership().members
         owed = torch.stack([self.owed(member).double() for member in last]).sum(0) / num_members
         true = torch.stack([torch.as_tensor(change) for change in changes]).sum(0)
         assert owed.norm() > 0.05 * true.norm()  # it was compressed
@@ -177,17 +152,17 @@ def test_members_that_come_go_and_vanish_hold_one_model_after_every_averaging(ki
     assert run.results == ["done", "left", "killed", "done", "done"]
     run.check_equal()
     assert not torch.equal(run.models[12, 0], run.models[2, 0])
-    stats = run.locals[0].membership()
+    stats = run.fronts[0].membership()
     assert (stats.members, stats.averagings, stats.joins, stats.leaves, stats.losses) == (3, 6, 2, 1, 1)
     assert stats.lost_error > 0
-    assert run.locals[0].stats().compression_ratio > 2
+    assert run.fronts[0].stats().compression_ratio > 2
 
 
 def test_who_is_told_to_leave_in_an_averaging_hands_over_at_the_next_one() -> None:
     run = Run([0, 0, 0], steps=10, ends={1: (4, "leave late")})
     assert run.results == ["done", "left", "done"]
     assert [len(run.put_in[turn]) for turn in range(5)] == [3, 3, 3, 3, 2]
-    stats = run.locals[0].membership()
+    stats = run.fronts[0].membership()
     assert (stats.leaves, stats.losses, stats.lost_error) == (1, 0, 0)
     run.check_equal()
     assert run.lost() < 3e-6
@@ -228,7 +203,7 @@ def test_an_averaging_that_fails_for_one_or_all_is_repeated_and_nothing_is_lost(
         run.check_equal()
         if words == VOTE and failing == [1]:
             continue  # the others have committed: told below
-        assert run.locals[0].membership().retries == 1
+        assert run.fronts[0].membership().retries == 1
         assert torch.equal(run.models[8, 0], calm.models[8, 0])
         assert all(torch.equal(run.owed(member), calm.owed(member)) for member in range(3))
 
@@ -238,9 +213,9 @@ def test_who_misses_the_last_message_alone_learns_that_it_was_committed() -> Non
     run.check_equal()
     assert torch.equal(run.models[2, 0], calm.models[2, 0])
     assert (2, 1) not in run.models  # it learnt of it with the next one, of which it took part with nothing
-    assert run.locals[1].membership().averagings == 4
-    assert run.locals[0].membership().losses == run.locals[1].membership().losses == 0
-    assert run.locals[1].membership().lost_error == 0
+    assert run.fronts[1].membership().averagings == 4
+    assert run.fronts[0].membership().losses == run.fronts[1].membership().losses == 0
+    assert run.fronts[1].membership().lost_error == 0
     assert len(run.put_in[1]) == 2  # its own steps of that turn were never made
 
 
@@ -287,8 +262,8 @@ def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost()
     run = Run([0, 0, 0], steps=16, ends={1: (4, "away")})
     assert run.results == ["done"] * 3
     run.check_equal()
-    assert run.locals[1].membership().lost_error > 0
-    stats = run.locals[0].membership()
+    assert run.fronts[1].membership().lost_error > 0
+    stats = run.fronts[0].membership()
     assert (stats.losses, stats.joins) == (1, 1)
 
 
@@ -304,8 +279,8 @@ def test_most_of_those_who_were_here_decide_whose_model_is_kept(joins_at: list[i
     run = Run(joins_at, ends={0: (2, "stray")}, wait_seconds=2.0)
     assert run.results == ["done"] * len(joins_at)
     run.check_equal()
-    assert run.locals[0].membership().lost_error > 0
-    assert run.locals[1].membership().lost_error == 0
+    assert run.fronts[0].membership().lost_error > 0
+    assert run.fronts[1].membership().lost_error == 0
 
 
 def test_steps_of_who_starts_from_the_others_do_not_count() -> None:
@@ -384,10 +359,10 @@ def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them() -> None:
     calm = Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")})
     words = "what a member that leaves has not transmitted"
     run = Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")}, faults={0: (words, 1)})
-    lost = [each.error_norm for each in run.locals[0]._membership._present if each.is_leaving]
-    assert calm.locals[0].membership().lost_error == 0
+    lost = [each.error_norm for each in run.fronts[0]._membership._present if each.is_leaving]
+    assert calm.fronts[0].membership().lost_error == 0
     assert len(lost) == 2
-    assert run.locals[0].membership().lost_error == pytest.approx(sum(lost))
+    assert run.fronts[0].membership().lost_error == pytest.approx(sum(lost))
 
 
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:
@@ -396,7 +371,7 @@ def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:
     assert isinstance(run.errors[2], AgreementError)
     assert "has every_steps 2" in str(run.errors[2])
     assert "the others go on" in str(run.errors[2])
-    assert run.locals[0].membership().losses == 0
+    assert run.fronts[0].membership().losses == 0
     run.check_equal()
 
 
@@ -448,7 +423,7 @@ def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
     run = Run([0, 0, 3], steps=8, fragments=2, algorithm=PowerSGD(matrix_rank=2))
     assert run.results == ["done"] * 3
     lasts = [
-        torch.cat([last.flatten() for each in run.locals[member]._fragments for _, last in each.lasts])
+        torch.cat([last.flatten() for each in run.fronts[member]._fragments for _, last in each.lasts])
         for member in range(3)
     ]
     assert torch.equal(lasts[0], lasts[1])
@@ -457,9 +432,9 @@ def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
 
 def test_who_has_left_takes_no_step() -> None:
     run = Run([0, 0], ends={1: (4, "leave")})
-    assert run.locals[1].has_left
+    assert run.fronts[1].has_left
     with pytest.raises(LeftError, match="has left"):
-        run.locals[1]._after_own_step()
+        run.fronts[1]._after_own_step()
 
 
 def test_what_does_not_go_is_refused_before_anything_changes() -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from elastic.in_turns import Faulty, Killed, Reached, Turn
+from elastic.in_turns import InTurns, Killed, Turn
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.elastic import InProcessGroup, InProcessLighthouse, Steps
 from thinwire.errors import AgreementError, ConfigError, LeftError, StepError
@@ -22,8 +21,8 @@ FEW_BITS = Quantize(bits=2, block=16, error_feedback=True)
 LR = 0.1
 
 
-class Run:
-    """Members that train up to a step, with random gradients; for the settings see that of `LocalSGD`.
+class Run(InTurns[Steps]):
+    """Members that average random gradients at every step; an end is "leave", or else it is killed.
 
     `held` has, by step and member, its parameters and all of its optimizer's numbers after it; `put_in`, by
     step and member, its gradient.
@@ -42,32 +41,11 @@ class Run:
         algorithm: Algorithm = FEW_BITS,
         lr: float = LR,
     ) -> None:
-        self.joins_at, self.steps, self.adam, self.works = joins_at, steps, adam, works
-        self.ends, self.faults = ends or {}, faults or {}
+        self.steps, self.adam, self.works = steps, adam, works
         self.algorithm, self.algorithms, self.lr = algorithm, algorithms or {}, lr
-        self.fronts: dict[int, Steps] = {}
         self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.put_in: dict[int, dict[int, torch.Tensor]] = {}
-        self.errors: dict[int, BaseException] = {}
-        self.lighthouse = InProcessLighthouse(1, 60.0)
-        self.groups = {
-            member: InProcessGroup(self.lighthouse) for member, step in enumerate(joins_at) if not step
-        }
-        self.results = run_members(len(joins_at), self.body)
-
-    def body(self, member: int) -> str:
-        if self.joins_at[member]:
-            wait_for(Reached(self.fronts.values, self.joins_at[member]))
-            self.groups[member] = InProcessGroup(self.lighthouse)
-        if member in self.faults:
-            self.groups[member].transport = Faulty(self.groups[member].transport, *self.faults[member])
-        try:
-            return self.train(member)
-        except Killed:
-            return "killed"
-        except Exception as error:
-            self.errors[member] = error
-            return type(error).__name__
+        super().__init__(InProcessLighthouse(1, 60.0), joins_at, ends, faults)
 
     def train(self, member: int) -> str:
         torch.manual_seed(member)
