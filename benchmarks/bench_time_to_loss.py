@@ -185,6 +185,7 @@ ALGORITHMS: dict[str, Way] = {
     "TopK()": each_step(thinwire.TopK()),
     "LocalSGD(every_steps=10)": now_and_then(10, thinwire.AllReduce()),
     "LocalSGD(every_steps=10), 4 bits": now_and_then(10, thinwire.Quantize(bits=4)),
+    "LocalSGD(every_steps=5), TopK": now_and_then(5, thinwire.TopK()),
     "DiLoCo, exact": diloco(thinwire.AllReduce()),
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
     TORCHFT: Way(torchft, DILOCO_EVERY_STEPS),
