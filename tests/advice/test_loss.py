@@ -24,7 +24,7 @@ from thinwire.advice.loss import (
     loss_gaps,
     published_gap,
 )
-from thinwire.advice.measure import _notes
+from thinwire.advice.measure import _notes, _predicted_local
 from thinwire.advice.result import Advice, Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
 from thinwire.advice.words import losses_of, verdict
@@ -278,6 +278,23 @@ def test_what_an_averaging_adds_to_a_step(options: dict[str, int], expected: flo
 
     assert bench.extra_seconds(network, 1.0) == pytest.approx(expected)
     assert bench.bytes_per_step(2) == (100, 100)
+
+
+def test_between_averagings_the_noise_of_single_steps_evens_out() -> None:
+    """Two ways that differ by a tenth tie if their steps' own quartiles, equally far apart, count."""
+    alone = [Timeline((), 1.0 + 0.01 * number) for number in range(-10, 11)]
+    ways = []
+    for every_steps, fragments in ((36, 4), (9, 1)):
+        averaging = Averaging(None, None, None, [Timeline((), 0.0125 * 36)])  # type: ignore[arg-type] # likewise
+        way = LocalVariant(thinwire.LocalSGD, every_steps, {"fragments": fragments})
+        bench = LocalBench(way, averaging)
+        ways.append(_predicted_local(bench, alone, lambda kind, handed_bytes: 0.0, 1))
+    few, often = ways
+    assert (few.low_seconds, few.step_seconds, few.high_seconds) == pytest.approx(
+        (1.0125 - 0.05 / 3, 1.0125, 1.0125 + 0.05 / 3)
+    )
+    assert often.low_seconds == pytest.approx(1.05 - 0.05 / 3)
+    assert tied(ways) == [few]
 
 
 def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing() -> None:

@@ -143,7 +143,7 @@ def advise(
             for code, variant in bench.variants.items()
         ]
         found += [
-            _predicted_local(each, bench.without_averaging, own_seconds, network, probe.world_size)
+            _predicted_local(each, bench.without_averaging, network, probe.world_size)
             for each in bench.local
         ]
         return _agreed(found, transport)
@@ -353,14 +353,21 @@ def _predicted(
 
 
 def _predicted_local(
-    local: LocalBench, alone: Sequence[Timeline], own_seconds: float, network: Network, world_size: int
+    local: LocalBench, alone: Sequence[Timeline], network: Network, world_size: int
 ) -> Prediction:
     message_bytes, sent_bytes = local.bytes_per_step(world_size)
-    extra_seconds = local.extra_seconds(network, own_seconds)
+    step_seconds, *quartiles = _slowest_of([each.seconds for each in alone], world_size)
+    extra_seconds = local.extra_seconds(network, step_seconds)
+    # Between two averagings nobody waits for anybody: the mean of so many steps varies so much less than one
+    # of them does. With the quartiles of single steps, all ways would tie wherever a machine has other work.
+    narrower = math.sqrt(local.way.every_steps / local.way.fragments)
+    low_seconds, high_seconds = (step_seconds + (each - step_seconds) / narrower for each in quartiles)
     return Prediction(
         local.way.name,
         local.way.code,
-        *_slowest_of([each.seconds + extra_seconds for each in alone], world_size),
+        step_seconds + extra_seconds,
+        low_seconds + extra_seconds,
+        high_seconds + extra_seconds,
         message_bytes=message_bytes,
         memory_bytes=local.averaging.memory_bytes,
         is_lossy=True,

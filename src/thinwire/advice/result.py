@@ -19,8 +19,9 @@ class Prediction:
         name: As it is written in code.
         code: The line to add.
         step_seconds: Predicted.
-        low_seconds: A quarter of the steps would be faster.
-        high_seconds: A quarter of the steps would be slower.
+        low_seconds: A quarter of the steps would be faster; of averaging less often, of the means of the
+            steps from one averaging to the next.
+        high_seconds: A quarter of them would be slower.
         message_bytes: What a process sends per step, counted as of an all-reduce.
         memory_bytes: What it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits, or the models drift apart for some steps.
