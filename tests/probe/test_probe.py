@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
@@ -15,12 +20,13 @@ from crash import listening_on
 from lab.test_lab import real, undisturbed
 from launcher import run_job, run_on_hosts, run_python
 from pool import Pool
-from thinwire.channel import ProcessGroupTransport
+from thinwire.channel import ProcessGroupTransport, Work
 from thinwire.cli.job import alone
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab.layout import Layout
 from thinwire.lab.network import Network
-from thinwire.probe import PairTiming, Probe, Timing, probe, result
+from thinwire.probe import PairTiming, Probe, Timing, measure, probe, result
+from thinwire.probe.measure import _Meter
 from thinwire.probe.result import nodes_of
 
 
@@ -77,6 +83,8 @@ def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:
     assert len(sizes) >= 5
     assert first.pairs[0].processes == (0, 1)
     assert first.latency_seconds > 0
+    assert first.wire_factors.keys() == {"all_gather", "all_to_all"}
+    assert min(first.wire_factors.values()) >= 1
     assert first.average_seconds(sizes[2]) == first.timings[2].median_seconds
     # Of no bandwidth that can be told, on a busy machine, large messages take as long as the largest.
     assert first.average_seconds(10 * sizes[-1]) >= first.average_seconds(sizes[-1])
@@ -138,8 +146,42 @@ def example() -> Probe:
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    example().save(tmp_path / "probe.json")
-    assert Probe.load(tmp_path / "probe.json") == example()
+    path = tmp_path / "probe.json"
+    for saved in (example(), replace(example(), wire_factors={"all_gather": 1.5, "all_to_all": 2.0})):
+        saved.save(path)
+        assert Probe.load(path) == saved
+    older = json.loads(example().to_json())
+    del older["wire_factors"]
+    path.write_text(json.dumps(older))
+    assert Probe.load(path) == example()
+
+
+def test_a_slow_collective_counts_as_more_bytes() -> None:
+    """Of two members an all-to-all of 2 000 bytes puts as many on the wire as an averaging of 1 000."""
+    slow = replace(example(), wire_factors={"all_to_all": 2.0, "all_gather": 1.0})
+    assert example().collective_seconds("all_to_all", 2000) == pytest.approx(0.003)
+    assert slow.collective_seconds("all_to_all", 2000) == pytest.approx(0.004)
+    assert slow.collective_seconds("all_gather", 1000) == pytest.approx(0.003)
+
+
+def test_a_collective_is_timed_by_the_process_that_comes_last(pool2: Pool) -> None:
+    """Here it takes a second more on the second process than on the first."""
+    for rank, (seconds, slept) in enumerate(pool2.run(_timed_with_one_late)):
+        assert seconds == [1.0, 2.0, 1.0]
+        assert slept == ([0.3, 0.3] if rank == 0 else [0.3])
+
+
+def _timed_with_one_late() -> tuple[list[float], list[float]]:
+    slept: list[float] = []
+    transport, clock = ProcessGroupTransport(), count(step=1 + dist.get_rank())
+    time = SimpleNamespace(perf_counter=lambda: float(next(clock)), sleep=slept.append)
+    meter = _Meter(transport, torch.device("cpu"), lambda doing: None)
+
+    def start() -> Work:
+        return transport.all_reduce(torch.ones(1), "it")
+
+    with patch.object(measure, "time", time):
+        return [meter.with_one_late(number, start, 0.3) for number in range(3)], slept
 
 
 def test_between_sizes_it_is_linear() -> None:
@@ -219,6 +261,9 @@ def test_what_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
         ({"pairs": [{}]}, "there is no processes"),
         ({"nodes": [[0, "1"]]}, "a node must be a whole number from 0 to 1"),
         ({"nodes": 7}, "nodes must be a list"),
+        ({"wire_factors": {"all_gather": 1.0}}, "there is no all_to_all"),
+        ({"wire_factors": {"all_gather": 0.5}}, "wire_factors of all_gather must be a number from 1"),
+        ({"wire_factors": 7}, "there is no all_gather"),
     ],
 )
 def test_strange_values_in_a_probe_are_refused(changed: dict[str, object], told: str, tmp_path: Path) -> None:

@@ -143,8 +143,7 @@ def advise(
             for code, variant in bench.variants.items()
         ]
         found += [
-            _predicted_local(each, bench.without_averaging, network, probe.world_size)
-            for each in bench.local
+            _predicted_local(each, bench.without_averaging, network, probe.world_size) for each in bench.local
         ]
         return _agreed(found, transport)
 
@@ -408,7 +407,7 @@ def _break_even(
         def network(collective: Collective, handed_bytes: int) -> float:
             # A network of that rate alone: its latency is the probed one's.
             bits = 8 * wire_bytes(collective, handed_bytes, probe.world_size)
-            return probe.latency_seconds + bits / bits_per_second
+            return probe.latency_seconds + probe.wire_factor(collective) * bits / bits_per_second
 
         found = predictions(network)
         compressed = [each for each in found if each.is_lossy and not each.averages_less_often]

@@ -20,6 +20,7 @@ from thinwire.probe.result import Probe, ring_share
 __all__ = ["probe"]
 
 BAR_WIDTH = 20
+SHOWN_FACTOR = 1.2
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -117,6 +118,13 @@ def show(found: Probe, console: Console) -> None:
         f"latency    {1e3 * found.latency_seconds:.3f} ms per averaging of {found.world_size} processes"
     )
     console.print(f"bandwidth  {megabits:,.0f} Mbit/s each process sends, in the largest messages")
+    for kind, factor in found.wire_factors.items():
+        # Less may be other work of the machine.
+        if factor > SHOWN_FACTOR:
+            console.print(
+                f"{kind.replace('_', '-'):<10} takes {factor:.1f} times as long as averaging, for as many "
+                "bytes on the wire"
+            )
     if len(found.nodes) > 1:
         nodes = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
         console.print(f"structure  fast inside, slow between the groups {nodes}")

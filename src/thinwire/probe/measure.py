@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 
-from thinwire.channel import ProcessGroupTransport, agree, gather_numbers
+from thinwire.channel import Collective, ProcessGroupTransport, Work, agree, gather_numbers
 from thinwire.errors import ConfigError
-from thinwire.probe.result import PairTiming, Probe, Timing, nodes_of
+from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of
 
 __all__ = ["probe"]
 
@@ -23,6 +23,10 @@ MIN_REPETITIONS = 3
 PAIR_REPETITIONS = 5
 PAIR_SECONDS = 0.05
 MAX_PROCESSES_FOR_ALL_PAIRS = 8
+COLLECTIVE_REPETITIONS = 4
+# By which one process comes later than the others, besides a latency: in training they never come at once,
+# and Gloo's all-to-all between two is then half as fast (who comes last sends first, and only then receives).
+LATE_SECONDS = 0.005
 
 Progress = Callable[[str], None]
 
@@ -35,12 +39,12 @@ def probe(
     all_pairs: bool | None = None,
     progress: Progress = lambda doing: None,
 ) -> Probe:
-    """Measure averaging collectives over message sizes, and single pairs of processes. Collective.
+    """Measure averaging over message sizes, other collectives, and single pairs of processes. Collective.
 
     Args:
         group: The process group, None for the default one.
-        budget_seconds: About how long it may take. Larger messages than fit in it are left out; three
-            quarters are for averaging.
+        budget_seconds: About how long it may take. Larger messages than fit in it are left out; five
+            eighths are for averaging.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
             one, where NCCL carries its tensors; the CPU elsewhere.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
@@ -65,13 +69,16 @@ def probe(
     # Other arguments would mean other messages, and processes that wait for ever.
     agree(transport, {"budget_seconds": str(budget_seconds), "all_pairs": str(all_pairs)}, "a probe")
     meter = _Meter(transport, device, progress)
-    timings = list(meter.timings(0.75 * budget_seconds))
+    timings = list(meter.timings(5 / 8 * budget_seconds))
+    wire_factors = meter.wire_factors(timings, budget_seconds / 8)
     # All pairs grow with the square of the processes, and wait for each other.
     if all_pairs is None:
         all_pairs = transport.size <= MAX_PROCESSES_FOR_ALL_PAIRS
     ranks = range(transport.size)
     chosen = list(combinations(ranks, 2)) if all_pairs else list(pairwise(ranks))
-    pair_bytes = meter.pair_bytes(timings, budget_seconds / 4 / max(1, len(chosen)))
+    # What an averaging of all manages in that time, one message of a pair does as well.
+    pair_seconds = budget_seconds / 4 / max(1, len(chosen)) / (2 * (PAIR_REPETITIONS + 1))
+    pair_bytes = meter.largest_within(timings, min(PAIR_SECONDS, pair_seconds))
     pairs = [meter.pair(each, pair_bytes) for each in chosen]
     return Probe(
         world_size=transport.size,
@@ -80,6 +87,7 @@ def probe(
         timings=timings,
         pairs=pairs,
         nodes=nodes_of(transport.size, pairs),
+        wire_factors=wire_factors,
     )
 
 
@@ -122,16 +130,65 @@ class _Meter:
         """Return the mean of a number over the processes: the same on all."""
         return fmean(of_one for (of_one,) in gather_numbers([number], self.transport, "a probe"))
 
-    def pair_bytes(self, timings: list[Timing], budget_seconds: float) -> int:
-        """Return a message size for one pair, large enough to show the rate and small enough for the time.
+    def wire_factors(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
+        """Return how much longer other collectives take than averagings with as many bytes on the wire.
 
         Args:
             timings: Of averaging.
-            budget_seconds: For one pair.
+            budget_seconds: For all of them.
+        """
+        # As many of each; the slowest known, Gloo's all-to-all between two processes, takes twice as long.
+        num_averagings = (1 + 2 * len(TIMED_COLLECTIVES)) * (COLLECTIVE_REPETITIONS + 1)
+        message_bytes = self.largest_within(timings, budget_seconds / num_averagings)
+        late_seconds = LATE_SECONDS + timings[0].median_seconds
+        # As many bytes leave a process as with an averaging's ring.
+        message = torch.zeros(2 * message_bytes, dtype=torch.uint8, device=self.device)
+        own = message[: 2 * message_bytes // self.transport.size].clone()
+        gathered = message[: own.numel() * self.transport.size].clone()
+        exchanged = torch.zeros_like(gathered)
+        averaged = torch.zeros(message_bytes // 4, device=self.device)
+        starts: dict[Collective, Callable[[], Work]] = {
+            "all_reduce": lambda: self.transport.mean(averaged, "a probe"),
+            "all_gather": lambda: self.transport.all_gather(gathered, own, "a probe"),
+            "all_to_all": lambda: self.transport.all_to_all(exchanged, gathered, "a probe"),
+        }
+        seconds = {}
+        for kind, start in starts.items():
+            self.progress(f"{kind.replace('_', '-')}, {message_bytes:,} bytes")
+            # The first is not counted, as above.
+            timed = [
+                self.with_one_late(number, start, late_seconds)
+                for number in range(COLLECTIVE_REPETITIONS + 1)
+            ]
+            seconds[kind] = median(timed[1:])
+        return {kind: max(1.0, seconds[kind] / seconds["all_reduce"]) for kind in TIMED_COLLECTIVES}
+
+    def with_one_late(self, number: int, start: Callable[[], Work], late_seconds: float) -> float:
+        """Return the seconds of a collective from when the last process has come.
+
+        Args:
+            number: Of the repetition: they take turns in being last.
+            start: Starts the collective.
+            late_seconds: After all others.
+        """
+        last = number % self.transport.size
+        self.agreed(0.0)
+        if self.transport.rank == last:
+            time.sleep(late_seconds)
+        begun = time.perf_counter()
+        start().wait()
+        self._synchronize()
+        everyone = gather_numbers([time.perf_counter() - begun], self.transport, "a probe")
+        return everyone[last][0]
+
+    def largest_within(self, timings: list[Timing], seconds: float) -> int:
+        """Return the largest message of which an averaging takes less than so long.
+
+        Args:
+            timings: Of averaging.
+            seconds: For one.
         """
         found = Probe(self.transport.size, "", "", timings, [], [])
-        seconds = min(PAIR_SECONDS, budget_seconds / (2 * (PAIR_REPETITIONS + 1)))
-        # What an averaging of all manages in that time, one message of a pair does as well.
         sizes: list[int] = [each for each in MESSAGE_BYTES[1:] if found.average_seconds(each) < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 

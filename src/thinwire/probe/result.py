@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -29,6 +29,10 @@ VERSION = 1
 MAX_FILE_BYTES = 1 << 24
 MAX_TIMINGS = 100
 MAX_REPETITIONS = 1000
+MAX_WIRE_FACTOR = 1000
+
+# Besides averagings.
+TIMED_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "all_to_all")
 
 # Two processes are near each other if a message between them takes less than this share of the slowest.
 NEAR_BELOW = 1 / 3
@@ -86,6 +90,9 @@ class Probe:
         timings: By message size, ascending.
         pairs: Of single pairs of processes, where measured.
         nodes: Process ranks that are near each other; one list if no structure was seen.
+        wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
+            wire, where measured: at least 1. Gloo sends the messages of two processes one after the other
+            in an all-to-all, unless both come at the same time: 2.
     """
 
     world_size: int
@@ -94,6 +101,7 @@ class Probe:
     timings: list[Timing]
     pairs: list[PairTiming]
     nodes: list[list[int]]
+    wire_factors: dict[Collective, float] = field(default_factory=dict)
 
     @property
     def latency_seconds(self) -> float:
@@ -123,7 +131,7 @@ class Probe:
         return last.median_seconds + beyond / self.bytes_per_second
 
     def collective_seconds(self, collective: Collective, handed_bytes: int) -> float:
-        """Return how long a collective takes: as an averaging that puts as many bytes on the wire.
+        """Return how long a collective takes: as an averaging of as many bytes on the wire, times its factor.
 
         Args:
             collective: What carries the message.
@@ -131,8 +139,12 @@ class Probe:
         """
         if collective == "all_reduce":
             return self.average_seconds(handed_bytes)
-        on_the_wire = wire_bytes(collective, handed_bytes, self.world_size)
+        on_the_wire = self.wire_factor(collective) * wire_bytes(collective, handed_bytes, self.world_size)
         return self.average_seconds(on_the_wire / ring_share(self.world_size))
+
+    def wire_factor(self, collective: Collective) -> float:
+        """Return by how much a collective's bytes count more than an averaging's; 1 where not measured."""
+        return self.wire_factors.get(collective, 1.0)
 
     def to_json(self) -> str:
         """Return what `load` reads."""
@@ -173,6 +185,8 @@ class Probe:
         if any(small.message_bytes >= large.message_bytes for small, large in pairwise(timings)):
             raise ValueError("timings must be of ascending message_bytes")
         nodes = list_of("nodes", field_of(plain, "nodes"))
+        # Files of before have none.
+        factors = plain.get("wire_factors", {}) if isinstance(plain, dict) else {}
         return cls(
             world_size=world_size,
             backend=text_of("backend", field_of(plain, "backend")),
@@ -180,6 +194,11 @@ class Probe:
             timings=timings,
             pairs=[_pair(each, world_size) for each in list_of("pairs", field_of(plain, "pairs"))],
             nodes=[_process_ranks("a node", each, world_size) for each in nodes],
+            wire_factors={
+                kind: number_of(f"wire_factors of {kind}", field_of(factors, kind), 1, MAX_WIRE_FACTOR)
+                for kind in TIMED_COLLECTIVES
+                if factors
+            },
         )
 
 
