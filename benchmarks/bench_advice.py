@@ -30,8 +30,8 @@ from lstm import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.advice.measure import BASELINE, priced
+from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.demo.model import GPT, SIZES
-from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.probe import probe
 
 UNTIMED_ROUNDS = 3

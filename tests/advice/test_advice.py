@@ -21,9 +21,9 @@ from thinwire import Advice, ConfigError
 from thinwire.advice.measure import BASELINE, _slowest_of, priced
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
+from thinwire.advice.variants import LOCAL_VARIANTS
 from thinwire.channel import agree, gather_numbers
 from thinwire.cli.advise import show
-from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
 

@@ -27,9 +27,9 @@ from thinwire.advice.loss import (
 from thinwire.advice.measure import _notes, _predicted_local
 from thinwire.advice.result import Advice, Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
+from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.advice.words import losses_of, verdict
 from thinwire.channel import Collective
-from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.probe import Probe
 
 ROOT = Path(__file__).parents[2]

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
+from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.local_sgd import LocalSGD
-from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.sync import engine_of
 
 __all__ = ["Averaging", "LocalBench", "local_benches"]

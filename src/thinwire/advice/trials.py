@@ -10,9 +10,9 @@ from statistics import quantiles
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, expected_loss, optimizer_note
 from thinwire.advice.measure import BASELINE, EXACT, priced
 from thinwire.advice.result import Prediction, choose
+from thinwire.advice.variants import LOCAL_VARIANTS
 from thinwire.advice.words import losses_of
 from thinwire.algorithms import Algorithm
-from thinwire.fronts.local_sgd.variants import LOCAL_VARIANTS
 
 __all__ = [
     "Candidate",

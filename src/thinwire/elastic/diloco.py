@@ -91,7 +91,7 @@ class DiLoCo(LocalSGD):
         momentum = self._outer_momentum
         if momentum is None:
             is_sparse = self.sync.algorithm.sends_few_entries
-            momentum = 0.0 if is_sparse else default_outer_momentum(self._every_steps)
+            momentum = 0.0 if is_sparse else default_outer_momentum(self._schedule.every_steps)
         lr = 1.0 if self._outer_lr is None else self._outer_lr  # else chosen at every averaging
         return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
 

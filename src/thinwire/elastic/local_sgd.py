@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import Description
-from thinwire.checks import checked_scaler, number, true_or_false, whole_count
+from thinwire.checks import checked_scaler, number, true_or_false
 from thinwire.elastic.group import Group
 from thinwire.elastic.member import (
     Member,
@@ -23,26 +23,15 @@ from thinwire.elastic.member import (
     plain_module,
 )
 from thinwire.errors import ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.local_sgd.averagings import Flight
-from thinwire.fronts.local_sgd.fragment import (
-    Averaged,
-    Fragment,
-    averaged_tensors,
-    fragments_of,
-    holding_average,
-    outer_parameters,
-    parts_of,
-)
+from thinwire.fronts.local_sgd.division import fragments_of, parts_of
+from thinwire.fronts.local_sgd.flight import Flight, are_finite
+from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step
-from thinwire.fronts.local_sgd.validation import (
-    Outer,
-    check_outer,
-    checked_device,
-    checked_optimizer,
-    checked_streaming,
-    described_outer,
-    new_outer,
-)
+from thinwire.fronts.local_sgd.model import AveragedModel
+from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, new_outer
+from thinwire.fronts.local_sgd.replica import Replica
+from thinwire.fronts.local_sgd.schedule import Schedule
+from thinwire.fronts.local_sgd.validation import checked_device, checked_optimizer
 from thinwire.sync import Engine
 from thinwire.sync.checksum import check_undamaged, with_checksum
 
@@ -121,30 +110,27 @@ class LocalSGD(Member):
         warmup_steps: int = 0,
     ) -> None:
         _check_meets_at_once(delay_steps, warmup_steps)
-        self._every_steps = whole_count("every_steps", every_steps, minimum=1)
-        self._num_fragments, *_ = checked_streaming(self._every_steps, fragments, delay_steps=0, mix=None)
+        self._schedule = Schedule(every_steps, num_fragments=fragments)
         check_outer(outer)
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
         module = plain_module(model)
         check_plans_once(algorithm)
-        self._average_buffers = true_or_false("average_buffers", average_buffers)
+        buffers = true_or_false("average_buffers", average_buffers)
+        averaged_model = AveragedModel(module, Replica(None), buffers=buffers)
         self._outer_device = checked_device(outer_device)
         self._grad_scaler = checked_scaler(grad_scaler)
         true_or_false("leave_on_sigterm", leave_on_sigterm)
 
-        def averaged_now() -> list[Averaged]:
-            return averaged_tensors(module, ignored=(), buffers=self._average_buffers)
-
-        averaged = averaged_now()
+        averaged = averaged_model.tensors()
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._weigh_by = weigh_by
         self._make_outer = outer
-        parts = parts_of(averaged, self._num_fragments)
+        parts = parts_of(averaged, self._schedule.num_fragments)
         group = group_of_environment() if group is None else group
         engine = Engine(algorithm, group.transport, [each.spec for each in averaged], parts=parts)
-        super().__init__(module, averaged_now, engine, group, _Front(self), leave_on_sigterm=leave_on_sigterm)
-        self._fragments: tuple[Fragment, ...] = ()
+        super().__init__(averaged_model, engine, group, _Front(self), leave_on_sigterm=leave_on_sigterm)
+        self._fragments = Fragments()
         self._outer: torch.optim.Optimizer | None = None
         self._shows_average = False
         self._turns = self._pending_steps = 0
@@ -156,8 +142,9 @@ class LocalSGD(Member):
         return self._outer
 
     def __str__(self) -> str:
-        fragments = f", fragments={self._num_fragments}" if self._num_fragments > 1 else ""
-        settings = f"every_steps={self._every_steps}{fragments}"
+        schedule = self._schedule
+        fragments = f", fragments={schedule.num_fragments}" if schedule.num_fragments > 1 else ""
+        settings = f"every_steps={schedule.every_steps}{fragments}"
         return f"elastic.{type(self).__name__}({settings}), {self.sync.algorithm}"
 
     def count_work(self, amount: float) -> None:
@@ -191,15 +178,14 @@ class LocalSGD(Member):
         """
         if self._fragments:
             raise StepError("this context has been entered before; make a new one")
-        averaged = self._averaged_now()
-        self._fragments = tuple(
-            Fragment(part, self._outer_device) for part in fragments_of(averaged, self._num_fragments)
-        )
+        averaged = self._averaged.tensors()
+        parts = fragments_of(averaged, self._schedule.num_fragments)
+        self._fragments = Fragments(Fragment(part, self._outer_device) for part in parts)
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
         if self._make_outer is not None:
-            parameters = outer_parameters(averaged, self._fragments)
+            parameters = self._fragments.outer_parameters(averaged)
             self._outer = new_outer(self._make_outer, parameters, self._engine.algorithm, stacklevel=3)
         with ExitStack() as attached:
             attached.enter_context(self._joined())
@@ -225,7 +211,7 @@ class LocalSGD(Member):
             StepError: Outside the context; or, from the optimizer's step, if one is taken inside.
         """
         self._check_inside("averaged()")
-        with holding_average(self._fragments):
+        with self._fragments.holding_average():
             self._shows_average = True
             try:
                 yield
@@ -248,8 +234,8 @@ class LocalSGD(Member):
 
     def _steps_to_turn(self) -> int:
         """Return how many steps lie between the last averaging and the next: fragments evenly spread."""
-        turn = self._turns % self._num_fragments
-        ends = [-(-place * self._every_steps // self._num_fragments) for place in (turn, turn + 1)]
+        every_steps, num_fragments = self._schedule.every_steps, self._schedule.num_fragments
+        ends = [-(-place * every_steps // num_fragments) for place in (self._due, self._due + 1)]
         return ends[1] - ends[0]
 
     def _outer_lr_for(self, num_members: int) -> float | None:
@@ -258,7 +244,7 @@ class LocalSGD(Member):
 
     @property
     def _due(self) -> int:
-        return self._turns % self._num_fragments
+        return self._turns % self._schedule.num_fragments
 
     def _check_inside(self, call: str) -> None:
         super()._check_inside(call)
@@ -308,12 +294,11 @@ class _Front:
 
     def is_finite(self, turns_ahead: int = 0) -> bool:
         """As `Front.is_finite`."""
-        changes = self._local._fragments[self._turn(turns_ahead)].changes()
-        device = changes[0].device
-        return bool(torch.stack([flat.isfinite().all().to(device) for flat in changes]).all())
+        fragment = self._local._fragments[self._turn(turns_ahead)]
+        return are_finite({fragment: fragment.changes()}, None)
 
     def _turn(self, turns_ahead: int) -> int:
-        return (self._local._turns + turns_ahead) % self._local._num_fragments
+        return (self._local._turns + turns_ahead) % len(self._local._fragments)
 
     def described(self) -> Description:
         """As `Front.described`."""
@@ -323,9 +308,9 @@ class _Front:
             "torch": torch.__version__.partition("+")[0],
             "group": local._group.kind,
             "kind": type(local).__name__,
-            "every_steps": str(local._every_steps),
-            "fragments": str(local._num_fragments),
-            "average_buffers": str(local._average_buffers),
+            "every_steps": str(local._schedule.every_steps),
+            "fragments": str(local._schedule.num_fragments),
+            "average_buffers": str(local._averaged.buffers),
             "weigh_by": local._weigh_by,
             "outer optimizer": described_outer(local._outer),
         }
@@ -333,7 +318,6 @@ class _Front:
     def state(self) -> Mapping[str, Any]:
         """As `Front.state`."""
         local = self._local
-        lasts = [pair for fragment in local._fragments for pair in fragment.lasts]
         outer = local._outer
         return with_checksum(
             {
@@ -343,7 +327,7 @@ class _Front:
                 # one's.
                 "step": local._steps - local._pending_steps,
                 "turns": local._turns,
-                "last_average": {each.name: last for each, last in lasts},
+                "last_average": {each.name: last for each, last in local._fragments.lasts},
                 "not_averaged": local._not_averaged(),
                 "sync": local._engine.common_state(),
                 "residual_of": local._residual_of(),
@@ -357,7 +341,7 @@ class _Front:
         if state.keys() != KEYS or state["version"] != STATE_VERSION:
             raise another_version(state, STATE_VERSION)
         check_undamaged(state)
-        lasts = {each.name: last for fragment in local._fragments for each, last in fragment.lasts}
+        lasts = {each.name: last for each, last in local._fragments.lasts}
         others = local._not_averaged()
         check_like("last_average", state["last_average"], lasts)
         check_like("not_averaged", state["not_averaged"], others)
@@ -370,8 +354,8 @@ class _Front:
         local._load(loaded, state["residual_of"])
         for fragment in local._fragments:
             fragment.take(state["last_average"])
-            for each, last in fragment.lasts:
-                each.value.copy_(last)
+        for each, last in local._fragments.lasts:
+            each.value.copy_(last)
         for name, tensor in others.items():
             tensor.copy_(state["not_averaged"][name])
         local._steps, local._turns = int(state["step"]), int(state["turns"])

@@ -20,8 +20,7 @@ from thinwire.elastic.membership import Front, Membership, MembershipStats
 from thinwire.elastic.plain import packed
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
-from thinwire.fronts.local_sgd.fragment import Averaged
-from thinwire.fronts.local_sgd.validation import unwrapped
+from thinwire.fronts.local_sgd.model import AveragedModel, unwrapped
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
@@ -41,38 +40,35 @@ class Member:
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`.
 
     Args:
-        module: The model.
-        averaged: Returns what is averaged of it, as it is now.
+        averaged: The model.
         engine: Averages, over the group's transport.
         group: Who is there.
         front: What `Membership` lets average.
         leave_on_sigterm: As of `elastic.LocalSGD`.
 
     Attributes:
-        module: As given.
+        module: The model, without what is around it.
         observers: Are called after every step, with True; see `thinwire.Watch`.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        averaged: Callable[[], list[Averaged]],
+        averaged: AveragedModel,
         engine: Engine,
         group: Group,
         front: Front,
         *,
         leave_on_sigterm: bool,
     ) -> None:
-        self.module = module
+        self.module = averaged.module
         self.observers: list[Callable[[bool], None]] = []
-        self._averaged_now, self._engine, self._group = averaged, engine, group
+        self._averaged, self._engine, self._group = averaged, engine, group
         self._leave_on_sigterm = leave_on_sigterm
         self._sync = GradientSync(engine)
         self._membership, self._front = Membership(group, engine, front), front
-        first = averaged()
+        first = averaged.tensors()
         self._device = first[0].tensor.device
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in first if not each.is_buffer)
-        self._entered: Mapping[str, object] = {}
         self._attached = ExitStack()
         self._is_inside = False
         self._steps = self._steps_here = 0
@@ -130,7 +126,7 @@ class Member:
                 to others can't be sent.
             CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
-        self._entered = {each.name: each.identity for each in self._averaged_now()}
+        self._averaged.enter(self._averaged.tensors())
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
             # Now, where the user sees it; else the first newcomer would stop all others.
@@ -155,18 +151,17 @@ class Member:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        now = {each.name: each.identity for each in self._averaged_now()}
-        differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
-        if differing:
+        changed = self._averaged.changed()
+        if changed:
             raise StepError(
-                f"the model's trainable parameters or buffers are others than on entry: {differing[:4]}; "
+                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
                 "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
             )
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""
         # By identity: a compiled block's names are not those it is averaged under.
-        averaged = {id(each.tensor) for each in self._averaged_now()}
+        averaged = {id(each.tensor) for each in self._averaged.tensors()}
         held = chain(self.module.named_parameters(), self.module.named_buffers())
         return {plain_name(name): tensor.detach() for name, tensor in held if id(tensor) not in averaged}
 

@@ -22,7 +22,10 @@ from thinwire.elastic.member import (
     plain_module,
 )
 from thinwire.errors import LeftError, StateError, StepError
-from thinwire.fronts.local_sgd.fragment import Averaged, averaged_tensors, buckets_of
+from thinwire.fronts.local_sgd.averaged import Averaged
+from thinwire.fronts.local_sgd.division import buckets_of
+from thinwire.fronts.local_sgd.model import AveragedModel
+from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.local_sgd.validation import checked_optimizer
 from thinwire.sync import Engine
 from thinwire.sync.checksum import check_undamaged, with_checksum
@@ -96,14 +99,14 @@ class Steps(Member):
         module = plain_module(model)
         check_plans_once(algorithm)
         true_or_false("leave_on_sigterm", leave_on_sigterm)
-        averaged = averaged_tensors(module, ignored=(), buffers=False)
+        averaged_model = AveragedModel(module, Replica(None), buffers=False)
+        averaged = averaged_model.tensors()
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._buckets = buckets_of(averaged)
         self._layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
         group = group_of_environment() if group is None else group
         super().__init__(
-            module,
-            lambda: averaged_tensors(module, ignored=(), buffers=False),
+            averaged_model,
             Engine(algorithm, group.transport, [each.spec for each in averaged]),
             group,
             _Front(self),
@@ -126,7 +129,7 @@ class Steps(Member):
                 have in common has settings or state that can't be sent.
             CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
-        if self._entered:
+        if self._averaged.entered:
             raise StepError("this context has been entered before; make a new one")
         with ExitStack() as attached:
             attached.enter_context(self._joined())

@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire.channel import ProcessGroupTransport, gather_stacked
 from thinwire.errors import AgreementError, AttachError
-from thinwire.fronts.local_sgd.fragment import held_of
+from thinwire.fronts.local_sgd.averaged import held_of
 
 __all__ = ["check_replicas"]
 
@@ -81,7 +81,8 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     found = torch.zeros(2, dtype=torch.int64)
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        words = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(BITS[_width(flat)])
+        numbers = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+        words = numbers.view(BITS[numbers.element_size()])
         # Sums of whole numbers are the same however a device adds them up, and may wrap. Each element's place
         # counts in both; the squares see what cancels in the other.
         for some in torch.split(words, WORDS_AT_ONCE):
@@ -96,7 +97,3 @@ def _is_cut(parameter: Any) -> bool:
     # One shard of one is the whole; `replicate` has DTensors too.
     places = enumerate(getattr(parameter, "placements", ()))
     return any(place.is_shard() and parameter.device_mesh.size(dim) > 1 for dim, place in places)
-
-
-def _width(flat: torch.Tensor) -> int:
-    return flat.element_size() // (2 if flat.is_complex() else 1)

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from members import Member, run
 from thinwire.algorithms import AllReduce, PowerSGD
-from thinwire.fronts.local_sgd.averagings import Flight
-from thinwire.fronts.local_sgd.fragment import Fragment, averaged_tensors
+from thinwire.fronts.local_sgd.averaged import averaged_tensors
+from thinwire.fronts.local_sgd.flight import Flight
+from thinwire.fronts.local_sgd.fragment import Fragment
 from thinwire.sync import Engine
 from training import flat, new_model
 

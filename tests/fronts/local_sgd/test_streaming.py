@@ -17,7 +17,8 @@ from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.channel.transport import Collective, Work
 from thinwire.channel.wrapped import Wrapped
 from thinwire.errors import CommunicationError
-from thinwire.fronts.local_sgd.fragment import averaged_tensors, fragments_of, layer_of
+from thinwire.fronts.local_sgd.averaged import averaged_tensors
+from thinwire.fronts.local_sgd.division import fragments_of, layer_of
 from thinwire.sync import engine_of
 from training import batch_of, error_of, flat, new_model, train_step
 

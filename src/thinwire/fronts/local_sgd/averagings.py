@@ -5,22 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeAlias
 
 import torch
 
-from thinwire.channel import Transport
-from thinwire.errors import StepError
-from thinwire.fronts.local_sgd.fragment import Fragment
+from thinwire.fronts.local_sgd.consensus import Answer, Consensus, do_agree
+from thinwire.fronts.local_sgd.flight import Changes, Flight, are_finite
+from thinwire.fronts.local_sgd.fragment import Fragments
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.sync import Engine
-from thinwire.sync.step import Step
 
-__all__ = ["Averagings", "Flight"]
-
-MAX_LISTED = 8
-
-Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
+__all__ = ["Averagings"]
 
 
 class Averagings:
@@ -48,7 +42,7 @@ class Averagings:
         self, schedule: Schedule, engine: Engine, exact: Mapping[Members, Engine], mix: float
     ) -> None:
         self.mix = mix
-        self.fragments: tuple[Fragment, ...] = ()
+        self.fragments = Fragments()
         self.outer: torch.optim.Optimizer | None = None
         self.flights: list[Flight] = []
         self.step = self.own_pending_steps = 0
@@ -205,7 +199,7 @@ class Averagings:
         they ask it, refuse with them.
         """
         own = self._answer(changes)
-        if not _do_agree(Consensus(own, self._exact["subgroup"].transport).answers()):
+        if not do_agree(Consensus(own, self._exact["subgroup"].transport).answers()):
             Consensus(own, self._engine.transport).checked()
 
     def _ask(self, changes: Changes) -> Consensus:
@@ -216,7 +210,7 @@ class Averagings:
 
     def _answer(self, changes: Changes) -> Answer:
         # Of all shards of this replica: so the answers, and what follows from them, are those of every shard.
-        is_finite = not changes or _are_finite(changes, self._engine.settings.together)
+        is_finite = not changes or are_finite(changes, self._engine.settings.together)
         return Answer(self.step, is_finite, self.own_pending_steps > 0)
 
     def _read(self, until: Consensus | None) -> list[Answer]:
@@ -226,160 +220,3 @@ class Averagings:
             # In the order of asking, the same everywhere: so all refuse at the same question.
             answers = self._asked.pop(0).checked()
         return answers
-
-
-class Flight:
-    """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
-
-    Args:
-        changes: By fragment, as from `Fragment.changes`; the flight's from now on.
-        engine: What averages them; None if they are means already, as in a loaded state.
-        consensus: What was asked before they are sent; None if that was read already.
-
-    Attributes:
-        changes: As given.
-        consensus: What was asked before the latest round was sent: to be read before that is waited for.
-        num_rounds: Rounds that were sent so far.
-
-    Raises:
-        AgreementError: The processes have other algorithms, parameters or loaded states.
-        CommunicationError: A collective failed.
-    """
-
-    def __init__(self, changes: Changes, engine: Engine | None, consensus: Consensus | None = None) -> None:
-        self.changes, self.consensus = changes, consensus
-        self.num_rounds = 1
-        self._engine = engine
-        self._step: Step | None = None
-        if engine is None:
-            return
-        engine.agree()
-        # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
-        self._step = engine.begin(pipelined=consensus is None)
-        try:
-            with engine.clock.inside(engine.traffic):
-                for fragment, flats in changes.items():
-                    for specs, flat in zip(fragment.layout, flats, strict=True):
-                        self._step.start(engine.open(specs, flat.device, is_agreed=True), flat)
-        except BaseException:
-            self._step.abandon()
-            raise
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether the changes are their means."""
-        return self._step is None
-
-    def advance(self) -> bool:
-        """Wait for the round under way and send the next one; return whether there was one to send.
-
-        Raises:
-            CommunicationError: A collective failed. Memory is as it was.
-        """
-        assert self._step is not None, "advanced after it has landed"
-        is_under_way = self._step.advance()
-        self.num_rounds += is_under_way
-        return is_under_way
-
-    def land(self) -> None:
-        """Wait until all changes are their means, and let memory be written.
-
-        Raises:
-            StepError: A mean is not finite. Memory is as it was.
-            CommunicationError: A collective failed. Memory is as it was.
-        """
-        assert self._engine is not None
-        assert self._step is not None, "landed before"
-        with self._engine.clock.inside(self._engine.traffic):
-            committed = self._step.finish()
-        # An algorithm without memory commits whatever has come: nobody has looked at its means.
-        if not committed or not _are_finite(self.changes, self._engine.settings.together):
-            raise StepError(
-                "the mean change of the parameters is not finite though that of each process is: it has left "
-                "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"
-            )
-        self._step = None
-
-    def abandon(self) -> None:
-        """Forget it. Memory is as it was before."""
-        if self._step is not None:
-            self._step.abandon()
-
-
-class Answer(NamedTuple):
-    """What a process says of itself: its steps, and whether it had input since the last averaging."""
-
-    step: int
-    is_finite: bool
-    contributes: bool
-
-
-class Consensus:
-    """The answers of all members of a group, under way until they are read. Collective.
-
-    Args:
-        own: This process's answer.
-        transport: The group.
-
-    Cost: a message of 24 bytes from each process and, when they are read, a host synchronisation.
-    """
-
-    def __init__(self, own: Answer, transport: Transport) -> None:
-        # In one type, which holds any count of steps exactly. Kept: a backend may read it meanwhile.
-        self._own = torch.tensor(own, dtype=torch.float64, device=transport.control_device)
-        self._rows = self._own.new_empty(transport.size, len(own))
-        purpose = f"step {own.step}, the consensus check before an averaging"
-        self._work = transport.all_gather(self._rows, self._own, purpose)
-
-    def answers(self) -> list[Answer]:
-        """Return the answers, by rank. Blocks until all have come."""
-        self._work.wait()
-        return [Answer(int(row[0]), bool(row[1]), bool(row[2])) for row in self._rows.tolist()]
-
-    def checked(self) -> list[Answer]:
-        """Return the answers, by rank, or refuse on all members alike. Blocks until all have come.
-
-        Raises:
-            StepError: Processes are at different steps, or one has parameters or buffers that are not finite.
-            CommunicationError: The collective failed.
-        """
-        answers = self.answers()
-        broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
-        if broken:
-            raise StepError(
-                f"the parameters or buffers of process {_listed(broken)} are not finite (inf or NaN); "
-                "nothing was averaged, and every process has kept its own. Find what diverged there "
-                "(learning rate, loss, overflow in fp16 without a GradScaler) and restart all processes from "
-                "a checkpoint; the last average is in state_dict()['last_average']. Buffers that may be "
-                "infinite: average_buffers=False"
-            )
-        if not _do_agree(answers):
-            steps = _listed([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
-            raise StepError(
-                f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
-                "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have uneven "
-                "batches (different numbers of them), train inside thinwire.join as well: with local, "
-                "thinwire.join(local): … Call average() on all processes or on none"
-            )
-        return answers
-
-
-def _do_agree(answers: Sequence[Answer]) -> bool:
-    return len({answer.step for answer in answers}) == 1 and all(answer.is_finite for answer in answers)
-
-
-def _are_finite(changes: Changes, together: Transport | None) -> bool:
-    flats = list(chain(*changes.values()))
-    device = flats[0].device
-    are_finite = torch.stack([flat.isfinite().all().to(device) for flat in flats]).all()
-    if together is not None:
-        are_broken = (~are_finite).to(together.control_device, torch.uint8).view(1)
-        together.all_reduce(are_broken, "whether all shards are finite", operation="max").wait()
-        are_finite = are_broken[0] == 0
-    # One host synchronisation, however many types and devices there are.
-    return bool(are_finite)
-
-
-def _listed(values: Sequence[object]) -> str:
-    listed = ", ".join(map(str, values[:MAX_LISTED]))
-    return listed if len(values) <= MAX_LISTED else f"{listed} and {len(values) - MAX_LISTED} more"

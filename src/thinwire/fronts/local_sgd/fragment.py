@@ -1,202 +1,16 @@
-"""What is averaged of a model, how it is divided, and what each part was after its last averaging."""
+"""A slice of a model, and what it was after its last averaging."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from thinwire.errors import ConfigError, GradientError
-from thinwire.fronts.ddp_model import plain_name
-from thinwire.plan import ParameterSpec
+from thinwire.fronts.local_sgd.averaged import Averaged
+from thinwire.fronts.local_sgd.division import buckets_of
 
-__all__ = [
-    "Averaged",
-    "Fragment",
-    "averaged_tensors",
-    "buckets_of",
-    "fragments_of",
-    "held_of",
-    "holding_average",
-    "layer_of",
-    "names_of_lasts",
-    "outer_parameters",
-    "parts_of",
-]
-
-
-class Averaged(NamedTuple):
-    """A tensor of the model that is averaged.
-
-    Attributes:
-        name: Its name in the model.
-        tensor: The model's own tensor, never replaced.
-        is_buffer: Whether it is a buffer: an outer optimizer leaves it alone.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    is_buffer: bool
-
-    @property
-    def spec(self) -> ParameterSpec:
-        """As DDP's buckets hold it: complex as real numbers, with a last dimension of two."""
-        return ParameterSpec.of(self.name, self.value)._replace(is_statistic=self.is_buffer)
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The model's own values, as real numbers; of a sharded parameter, those on this process."""
-        tensor = held_of(self.tensor)
-        return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-    @property
-    def identity(self) -> tuple[object, ...]:
-        """What must stay as it is while averagings go on."""
-        return id(self.tensor), tuple(self.value.shape), self.value.dtype, self.value.device
-
-
-def held_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of a tensor, which shares its memory."""
-    detached = tensor.detach()
-    # Of a DTensor, not by its type: that takes seconds to import.
-    return detached.to_local() if hasattr(detached, "to_local") else detached
-
-
-def averaged_tensors(
-    module: nn.Module, *, ignored: Iterable[str], buffers: bool, is_sharded: bool = False
-) -> list[Averaged]:
-    """Return what is averaged of a module: trainable parameters and, if asked, saved floating buffers.
-
-    Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not save
-    (masks, position tables) are constants.
-
-    Args:
-        module: The module.
-        ignored: Names of parameters and buffers to leave out.
-        buffers: Whether to include buffers.
-        is_sharded: Whether FSDP2 holds its parameters.
-
-    Raises:
-        ConfigError: It trains nothing, or has parameters without a shape yet.
-        GradientError: It has parameters that others than FSDP2 have sharded over processes.
-    """
-    left_out = set(ignored)
-    found = []
-    # In the model's order, which is the same on every process and decides what travels where.
-    for name, parameter in module.named_parameters():
-        if not parameter.requires_grad or name in left_out:
-            continue
-        if nn.parameter.is_lazy(parameter):
-            raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
-        if hasattr(parameter, "to_local") and not is_sharded:
-            raise GradientError(
-                f"{name} is sharded over processes, expected whole parameters or those of fully_shard; "
-                "LocalSGD averages no others"
-            )
-        found.append(Averaged(plain_name(name), parameter, is_buffer=False))
-    if not found:
-        raise ConfigError(f"{type(module).__name__} has no trainable parameter: there is nothing to average")
-    # Module by module: which buffers are not saved only the module knows that has them. One that modules
-    # share is averaged once.
-    seen: set[int] = set()
-    for prefix, part in module.named_modules() if buffers else ():
-        for own_name, buffer in part.named_buffers(recurse=False):
-            name = f"{prefix}.{own_name}" if prefix else own_name
-            if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
-                seen.add(id(buffer))
-                if buffer.is_floating_point() and name not in left_out:
-                    found.append(Averaged(name, buffer, is_buffer=True))
-    return found
-
-
-def buckets_of(averaged: Iterable[Averaged]) -> list[list[Averaged]]:
-    """Return the tensors that travel as one: those of one device and type, buffers by themselves."""
-    kinds = defaultdict(list)
-    for each in averaged:
-        kinds[each.value.device, each.value.dtype, each.is_buffer].append(each)
-    return list(kinds.values())
-
-
-def layer_of(name: str) -> str:
-    """Return the layer of a parameter or buffer, by its name.
-
-    That is the numbered block it is in, of several the outermost one, and else the module that has it.
-
-    Examples:
-        >>> [layer_of(name) for name in ("blocks.3.mlp.0.weight", "embed.tokens.weight", "scale")]
-        ['blocks.3', 'embed.tokens', 'scale']
-    """
-    parts = name.split(".")
-    numbered = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-    if numbered is not None and numbered < len(parts) - 1:
-        return ".".join(parts[: numbered + 1])
-    return name.rpartition(".")[0] or name
-
-
-def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[Averaged]]:
-    """Deal out the layers of a model: about as many bytes to each fragment, and layers from all depths.
-
-    The largest layers go first, each to the fragment that has least; so it is decided how many layers of
-    each size a fragment gets. Which of them is decided in the order of the model, the fragments in turn.
-    (The strided fragments of Streaming DiLoCo, arXiv 2501.18512, with bytes balanced.)
-
-    Args:
-        averaged: What is averaged, in the order of the model.
-        num_fragments: How many.
-
-    Raises:
-        ConfigError: There are fewer layers.
-    """
-    layers = defaultdict(list)
-    for each in averaged:
-        layers[layer_of(each.name)].append(each)
-    by_bytes = defaultdict(list)
-    for name, members in layers.items():
-        # Of whole parameters: the shards of a model must be divided alike.
-        by_bytes[sum(each.tensor.nbytes for each in members)].append(name)
-    num_layers = sum(len(names) for nbytes, names in by_bytes.items() if nbytes)
-    if num_fragments > num_layers:
-        raise ConfigError(
-            f"fragments={num_fragments} is more than the layers that the model trains, {num_layers} "
-            f"({', '.join(list(layers)[:4])} …); a layer is averaged as a whole, so take at most as many"
-        )
-    held = [0] * num_fragments  # bytes
-    fragment_of: dict[str, int] = {}
-    for nbytes, names in sorted(by_bytes.items(), reverse=True):
-        share: Counter[int] = Counter()
-        for _ in names:
-            lightest = held.index(min(held))
-            held[lightest] += nbytes
-            share[lightest] += 1
-        # The order of the model, so that layers next to each other come into different fragments.
-        dealt: Counter[int] = Counter()
-        for place, name in enumerate(names, start=1):
-            behind = {f: place * share[f] / len(names) - dealt[f] for f in share if dealt[f] < share[f]}
-            fragment_of[name] = max(behind, key=lambda f: (behind[f], -f))
-            dealt[fragment_of[name]] += 1
-    fragments: list[list[Averaged]] = [[] for _ in range(num_fragments)]
-    for each in averaged:
-        fragments[fragment_of[layer_of(each.name)]].append(each)
-    return fragments
-
-
-def parts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tuple[ParameterSpec, ...]]]:
-    """Return the buckets of each fragment, for an engine; none for a model that is averaged at once.
-
-    Args:
-        averaged: As of `fragments_of`.
-        num_fragments: As of `fragments_of`.
-
-    Raises:
-        ConfigError: There are fewer layers.
-    """
-    parts = fragments_of(averaged, num_fragments)
-    buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(part)] for part in parts]
-    return buckets if num_fragments > 1 else []
+__all__ = ["Fragment", "Fragments"]
 
 
 class Fragment:
@@ -305,32 +119,37 @@ class Fragment:
                 each.value.copy_(last)
 
 
-def names_of_lasts(fragments: Iterable[Fragment]) -> dict[int, str]:
-    """Return the name of each last average, by its identity: an optimizer knows no names."""
-    return {id(last): each.name for fragment in fragments for each, last in fragment.lasts}
+class Fragments(tuple[Fragment, ...]):
+    """All fragments of a model, in the order of their turns."""
 
+    @property
+    def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
+        """Each averaged tensor with its last average."""
+        return [pair for fragment in self for pair in fragment.lasts]
 
-def outer_parameters(averaged: Iterable[Averaged], fragments: Iterable[Fragment]) -> list[torch.Tensor]:
-    """Return the last averages that an outer optimizer steps: all but those of buffers.
+    @property
+    def last_names(self) -> dict[int, str]:
+        """The name of each last average, by its identity: an optimizer knows no names."""
+        return {id(last): each.name for each, last in self.lasts}
 
-    Args:
-        averaged: What is averaged of the model.
-        fragments: Those it is divided into.
-    """
-    lasts = {each.name: last for fragment in fragments for each, last in fragment.lasts}
-    # In one order, however many fragments there are: so that its state fits any number.
-    return [lasts[each.name] for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
+    def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
+        """Return the last averages that an outer optimizer steps: all but those of buffers.
 
+        Args:
+            averaged: What is averaged, in the order of the model.
+        """
+        lasts = {each.name: last for each, last in self.lasts}
+        # In one order, however many fragments there are: so that its state fits any number.
+        return [lasts[each.name] for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
 
-@contextmanager
-def holding_average(fragments: Iterable[Fragment]) -> Iterator[None]:
-    """Let the model hold the last averages while this is open. What it held comes back afterwards."""
-    lasts = [pair for fragment in fragments for pair in fragment.lasts]
-    own = [each.value.clone() for each, _ in lasts]
-    try:
-        for each, last in lasts:
-            each.value.copy_(last)
-        yield
-    finally:
-        for (each, _), value in zip(lasts, own, strict=True):
-            each.value.copy_(value)
+    @contextmanager
+    def holding_average(self) -> Iterator[None]:
+        """Let the model hold the last averages while this is open. What it held comes back afterwards."""
+        own = [each.value.clone() for each, _ in self.lasts]
+        try:
+            for each, last in self.lasts:
+                each.value.copy_(last)
+            yield
+        finally:
+            for (each, _), value in zip(self.lasts, own, strict=True):
+                each.value.copy_(value)

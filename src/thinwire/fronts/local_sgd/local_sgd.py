@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -18,40 +18,25 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.uneven import notify_of_step
-from thinwire.checks import checked_scaler, true_or_false, whole_count
-from thinwire.errors import AttachError, ConfigError, StateError, StepError
+from thinwire.checks import checked_scaler, true_or_false
+from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.contributors import Shadow
-from thinwire.fronts.local_sgd.averagings import Averagings, Flight
-from thinwire.fronts.local_sgd.fragment import (
-    Averaged,
-    Fragment,
-    averaged_tensors,
-    fragments_of,
-    held_of,
-    holding_average,
-    names_of_lasts,
-    outer_parameters,
-    parts_of,
-)
+from thinwire.fronts.local_sgd.averaged import held_of
+from thinwire.fronts.local_sgd.averagings import Averagings
+from thinwire.fronts.local_sgd.division import fragments_of, parts_of
+from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
-from thinwire.fronts.local_sgd.schedule import Members, Schedule
+from thinwire.fronts.local_sgd.model import AveragedModel, replica_of, unwrapped
+from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, load_outer, new_outer
+from thinwire.fronts.local_sgd.schedule import Members, Schedule, checked_mix
+from thinwire.fronts.local_sgd.state import LoadedState, checked_state, go_on_from, packed_state
 from thinwire.fronts.local_sgd.validation import (
-    STATE_VERSION,
-    Outer,
     check_on_nonfinite,
-    check_outer,
     checked_device,
     checked_optimizer,
-    checked_state,
-    checked_streaming,
     checked_transports,
-    described_outer,
-    new_outer,
-    replica_of,
-    unwrapped,
 )
 from thinwire.sync import Engine, Settings
-from thinwire.sync.checksum import with_checksum
 from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
@@ -180,48 +165,46 @@ class LocalSGD(Joinable):
         mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        every_steps = whole_count("every_steps", every_steps, minimum=1)
-        warmup_steps = whole_count("warmup_steps", warmup_steps, minimum=0)
-        num_fragments, delay_steps, mix_share = checked_streaming(every_steps, fragments, delay_steps, mix)
         check_outer(outer)
-        self.module, self._ddp = unwrapped(model)
-        has_ddp, has_subgroup = self._ddp is not None, subgroup is not None
-        self._replica = replica_of(self.module, process_group, mesh, has_subgroup=has_subgroup)
-        self._schedule = Schedule(
-            every_steps, warmup_steps, has_ddp, has_subgroup, num_fragments, delay_steps
-        )
-        self._outer_device = checked_device(outer_device)
-        self._average_buffers = true_or_false("average_buffers", average_buffers)
-        averaged = self._averaged_now()
+        module, ddp = unwrapped(model)
+        has_ddp, has_subgroup = ddp is not None, subgroup is not None
+        self._schedule = Schedule(every_steps, warmup_steps, has_ddp, has_subgroup, fragments, delay_steps)
+        mix_share = checked_mix(mix, self._schedule.delay_steps)
+        replica = replica_of(module, process_group, mesh, has_subgroup=has_subgroup)
+        buffers = true_or_false("average_buffers", average_buffers)
+        self._model = AveragedModel(module, replica, ddp, buffers=buffers)
+        self._make_outer, self._outer_device = outer, checked_device(outer_device)
+        averaged = self._model.tensors()
         # Made again on entry: what is frozen or loaded until then changes it.
-        parts = parts_of(averaged, num_fragments)
-        self._optimizer = checked_optimizer(optimizer, averaged, self.module)
+        parts = parts_of(averaged, self._schedule.num_fragments)
+        self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._grad_scaler = checked_scaler(grad_scaler)
         check_on_nonfinite(on_nonfinite, grad_scaler, self._schedule)
         device, specs = averaged[0].tensor.device, [each.spec for each in averaged]
-        group, part = checked_transports(self._replica.replicas, subgroup, self._ddp, device)
-        if self._ddp is not None:
-            check_ddp(self._ddp)
-        together = self._replica.shards
+        group, part = checked_transports(replica.replicas, subgroup, ddp, device)
+        if ddp is not None:
+            check_ddp(ddp)
         # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
-        self._engine = Engine(algorithm, group, specs, Settings(together=together), parts=parts)
+        self._engine = Engine(algorithm, group, specs, Settings(together=replica.shards), parts=parts)
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
-        settings = Settings(on_nonfinite=on_nonfinite, together=together)
+        settings = Settings(on_nonfinite=on_nonfinite, together=replica.shards)
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
         if part is not None:
             self._exact["subgroup"] = Engine(EXACT, part, specs, settings)
-        self.sync = self._replica.sync_of(self._engine)
+        self.sync = replica.sync_of(self._engine)
         self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
-        self._make_outer = outer
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
-        # The identity of what is averaged, from entry on; what was loaded, until then.
-        self._entered: Mapping[str, object] = {}
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: LoadedState | None = None  # until entry
         self._attached = ExitStack()
         self._is_inside = self._shows_average = False
         self._steps_here = 0
         self.observers: list[Callable[[bool], None]] = []
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, without what is around it."""
+        return self._model.module
 
     @property
     def outer(self) -> torch.optim.Optimizer | None:
@@ -277,30 +260,36 @@ class LocalSGD(Joinable):
                 "with load_state_dict(state_dict())"
             )
         schedule, loaded, group = self._schedule, self._loaded, self._engine.transport
+        replica = self._model.replica
         # The models first: those of other shapes could not even be divided alike.
-        self._replica.alike(
+        replica.alike(
             "entering LocalSGD",
             lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
             self._engine.agree,
         )
-        averaged = self._averaged_now()
+        averaged = self._model.tensors()
         parts = fragments_of(averaged, schedule.num_fragments)
-        fragments = tuple(Fragment(part, self._outer_device) for part in parts)
-        outer = self._new_outer(averaged, fragments)
+        fragments = Fragments(Fragment(part, self._outer_device) for part in parts)
+        outer = None
+        if self._make_outer is not None:
+            parameters = fragments.outer_parameters(averaged)
+            outer = new_outer(self._make_outer, parameters, self._engine.algorithm, stacklevel=3)
+            if loaded is not None and loaded.outer is not None:
+                load_outer(outer, fragments.last_names, replica, loaded.outer)
         described = {
             "every_steps": schedule.every_steps,
             "warmup_steps": schedule.warmup_steps,
             "fragments": schedule.num_fragments,
             "delay_steps": schedule.delay_steps,
             "mix": self._averagings.mix,
-            "average_buffers": self._average_buffers,
+            "average_buffers": self._model.buffers,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(outer),
-            "loaded state": loaded is not None and loaded["checksum"],
+            "loaded state": loaded is not None and loaded.checksum,
         }
         # All know before the first message whether the others start anew, which is collective, or go on.
         compared = {subject: str(value) for subject, value in described.items()}
-        self._replica.alike(
+        replica.alike(
             "entering LocalSGD", lambda: compared, lambda: agree(group, compared, "entering LocalSGD")
         )
         if loaded is None:
@@ -310,51 +299,22 @@ class LocalSGD(Joinable):
             for fragment in fragments:
                 fragment.take()
         else:
-            self._go_on_from(loaded, fragments)
+            self._averagings.flights += go_on_from(loaded, fragments)
         with ExitStack() as attached:
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
-            if self._ddp is not None:
+            if self._model.ddp is not None:
                 attached.enter_context(
                     driven_gradients(
-                        self._ddp, self._exact, lambda: schedule.gradients_in(self._averagings.step)
+                        self._model.ddp, self._exact, lambda: schedule.gradients_in(self._averagings.step)
                     )
                 )
             # Kept only when all are attached: where one refuses, those before it are taken off.
             self._attached = attached.pop_all()
         # Only now: until here another attempt to enter is allowed.
         self._averagings.fragments, self._averagings.outer = fragments, outer
-        self._entered = {each.name: each.identity for each in averaged}
+        self._model.enter(averaged)
         self._loaded, self._is_inside = None, True
         return self
-
-    def _go_on_from(self, loaded: Mapping[str, Any], fragments: Sequence[Fragment]) -> None:
-        sent_after = loaded["sent_after"]
-        # Saved with another number of them: as if all had waited as long as the one that has waited longest.
-        if len(sent_after) != len(fragments):
-            sent_after = [min(sent_after)] * len(fragments)
-        for fragment, step in zip(fragments, sent_after, strict=True):
-            fragment.take(loaded["last_average"])
-            fragment.sent_after = step
-        # They have landed; each is applied at the step at which it would have been.
-        for place, means in loaded["in_flight"]:
-            self._averagings.flights.append(Flight({fragments[place]: fragments[place].flat(means)}, None))
-
-    def _new_outer(
-        self, averaged: Sequence[Averaged], fragments: Sequence[Fragment]
-    ) -> torch.optim.Optimizer | None:
-        """Return the outer optimizer of the last averages, with what was loaded of it."""
-        if self._make_outer is None:
-            return None
-        outer = new_outer(
-            self._make_outer, outer_parameters(averaged, fragments), self._engine.algorithm, stacklevel=4
-        )
-        if self._loaded is not None and self._loaded["outer"] is not None:
-            names = names_of_lasts(fragments)
-            try:
-                outer.load_state_dict(self._replica.own_outer(outer, names, self._loaded["outer"]))
-            except ValueError as error:
-                raise StateError(f"the state is of another outer optimizer: {error}") from error
-        return outer
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""
@@ -408,14 +368,14 @@ class LocalSGD(Joinable):
             True
         """
         self._check_inside("averaged()")
-        with holding_average(self._averagings.fragments):
+        with self._averagings.fragments.holding_average():
             # A step now would change the average, and be lost when the model's own values come back.
             self._shows_average = True
             try:
                 yield
             finally:
                 # What was gathered for an evaluation is of the average, and would be used again.
-                self._replica.show_shards()
+                self._model.replica.show_shards()
                 self._shows_average = False
 
     # What happens after a step.
@@ -466,25 +426,13 @@ class LocalSGD(Joinable):
                 f"{call} came inside averaged(), where the model is the last average; leave that first, "
                 "and train and average outside it"
             )
-        # A message is flat: with other tensors its parts would be taken for those of their neighbours.
-        now = {each.name: each.identity for each in self._averaged_now()}
-        differing = sorted({name for name, _ in self._entered.items() ^ now.items()})
-        if differing:
+        changed = self._model.changed()
+        if changed:
             raise StepError(
-                f"the model's trainable parameters or buffers are others than on entry: {differing[:4]}; "
+                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
                 "leave the LocalSGD context before you freeze, unfreeze, replace or resize some, and enter a "
                 "new one"
             )
-
-    def _averaged_now(self) -> list[Averaged]:
-        ignored = () if self._ddp is None else self._ddp.parameters_to_ignore
-        self._replica.show_shards()
-        return averaged_tensors(
-            self.module,
-            ignored=ignored,
-            buffers=self._average_buffers,
-            is_sharded=self._replica.is_sharded,
-        )
 
     # Uneven inputs: see thinwire.join.
 
@@ -502,9 +450,9 @@ class LocalSGD(Joinable):
         """
         if not self._is_inside:
             raise StepError("enter LocalSGD before the join context: with local, thinwire.join(local): …")
-        if self._ddp is not None:
+        if self._model.ddp is not None:
             raise AttachError("a DDP model can't be joined through LocalSGD; pass LocalSGD the plain module")
-        if self._replica.is_sharded:
+        if self._model.replica.is_sharded:
             raise AttachError(
                 "a sharded model can't be joined: FSDP2 needs all processes of a replica in every pass; give "
                 "all processes as many batches"
@@ -528,7 +476,7 @@ class LocalSGD(Joinable):
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
         self._check_inside("join_device")
-        return self._averagings.fragments[0].lasts[0][0].tensor.device
+        return self._averagings.fragments.lasts[0][0].tensor.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -566,27 +514,7 @@ class LocalSGD(Joinable):
         if any(not flight.has_landed for flight in now.flights):
             with self._averaging("state_dict()"):
                 now.finish_all()
-        # In the order of the shapes: a state does not depend on how the model lies in memory.
-        lasts = {
-            each.name: last.clone(memory_format=torch.contiguous_format)
-            for fragment in now.fragments
-            for each, last in fragment.lasts
-        }
-        in_flight = [item for flight in now.flights for item in flight.changes.items()]
-        whole, names = self._replica.whole, names_of_lasts(now.fragments)
-        state = {
-            "version": STATE_VERSION,
-            "step": now.step,
-            "pending_steps": now.step - min(fragment.sent_after for fragment in now.fragments),
-            "sent_after": tuple(fragment.sent_after for fragment in now.fragments),
-            "in_flight": tuple(
-                (now.fragments.index(each), whole(each.named(means))) for each, means in in_flight
-            ),
-            "last_average": whole(lasts),
-            "sync": self.sync.state_dict(),
-            "outer": None if now.outer is None else self._replica.whole_outer(now.outer, names),
-        }
-        return with_checksum(state)
+        return packed_state(now, self.sync, self._model.replica)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
@@ -600,15 +528,18 @@ class LocalSGD(Joinable):
         """
         if self._averagings.fragments:
             raise StepError("load the state before the context is entered")
-        averaged = self._averaged_now()
-        parts = fragments_of(averaged, self._schedule.num_fragments)
+        replica, num_fragments = self._model.replica, self._schedule.num_fragments
         shapes = [
-            {each.name: self._replica.shape_of(each.name, each.value) for each in part} for part in parts
+            {each.name: replica.shape_of(each.name, each.value) for each in part}
+            for part in fragments_of(self._model.tensors(), num_fragments)
         ]
         loaded = checked_state(state, shapes, has_outer=self._make_outer is not None)
         # First what may refuse: then nothing else has changed.
-        self.sync.load_state_dict(loaded["sync"])
-        loaded["last_average"] = self._replica.own(loaded["last_average"])
-        loaded["in_flight"] = tuple((place, self._replica.own(means)) for place, means in loaded["in_flight"])
+        self.sync.load_state_dict(loaded.sync)
+        loaded = loaded._replace(
+            last_average=replica.own(loaded.last_average),
+            in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],
+        )
         # A copy: it is used on entry, and the caller's own may have changed by then.
-        self._loaded, self._averagings.step = copy.deepcopy(loaded), loaded["step"]
+        self._loaded = copy.deepcopy(loaded)
+        self._averagings.step = loaded.step

@@ -5,21 +5,52 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["Members", "Schedule"]
+from thinwire.checks import number, whole_count
+from thinwire.errors import ConfigError
+
+__all__ = ["Members", "Schedule", "checked_mix"]
 
 Members: TypeAlias = Literal["group", "subgroup"]
+
+# Of Streaming DiLoCo (arXiv 2501.18512).
+DEFAULT_MIX = 0.5
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model."""
+    """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model.
+
+    Raises:
+        ConfigError: Numbers of steps or fragments are of the wrong type or out of range, or do not fit each
+            other.
+    """
 
     every_steps: int
-    warmup_steps: int
-    has_ddp: bool
-    has_subgroup: bool
+    warmup_steps: int = 0
+    has_ddp: bool = False
+    has_subgroup: bool = False
     num_fragments: int = 1
     delay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        checked = {
+            "every_steps": whole_count("every_steps", self.every_steps, minimum=1),
+            "warmup_steps": whole_count("warmup_steps", self.warmup_steps, minimum=0),
+            "num_fragments": whole_count("fragments", self.num_fragments, minimum=1),
+            "delay_steps": whole_count("delay_steps", self.delay_steps, minimum=0),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.num_fragments > self.every_steps:
+            raise ConfigError(
+                f"fragments={self.num_fragments} is more than every_steps={self.every_steps}; each is "
+                "averaged after a step of its own, so take at most as many"
+            )
+        if self.delay_steps >= self.every_steps:
+            raise ConfigError(
+                f"delay_steps must be less than every_steps={self.every_steps}, got {self.delay_steps}: a "
+                "change is to be there before the next one is sent"
+            )
 
     @property
     def meets_in_subgroups(self) -> bool:
@@ -71,3 +102,24 @@ class Schedule:
             num_rounds: That the averaging takes.
         """
         return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))
+
+
+def checked_mix(mix: object, delay_steps: int) -> float:
+    """Return the share that a model keeps of its own when a delayed average arrives.
+
+    Args:
+        mix: As the user gave it.
+        delay_steps: As of the schedule.
+
+    Raises:
+        ConfigError: It is no share, or given without a delay.
+    """
+    if mix is None:
+        return DEFAULT_MIX if delay_steps else 0.0
+    share = float(number("mix", mix, minimum=0))
+    if not delay_steps or share >= 1:
+        raise ConfigError(
+            "mix is the share, from 0 to below 1, that the model keeps of what it has become while an "
+            f"average was on its way; got {mix!r} with delay_steps={delay_steps}"
+        )
+    return share

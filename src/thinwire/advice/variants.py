@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.algorithms import Algorithm, Quantize, TopK
-from thinwire.fronts.local_sgd.diloco import DiLoCo
-from thinwire.fronts.local_sgd.local_sgd import LocalSGD
+from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
 
 __all__ = ["LOCAL_VARIANTS", "LocalVariant"]
 

@@ -1,0 +1,83 @@
+"""What members ask each other before they average: at which step each is, and whether it is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from thinwire.channel import Transport
+from thinwire.errors import StepError
+
+__all__ = ["Answer", "Consensus", "do_agree"]
+
+MAX_LISTED = 8
+
+
+class Answer(NamedTuple):
+    """What a process says of itself: its steps, and whether it had input since the last averaging."""
+
+    step: int
+    is_finite: bool
+    contributes: bool
+
+
+class Consensus:
+    """The answers of all members of a group, under way until they are read. Collective.
+
+    Args:
+        own: This process's answer.
+        transport: The group.
+
+    Cost: a message of 24 bytes from each process and, when they are read, a host synchronisation.
+    """
+
+    def __init__(self, own: Answer, transport: Transport) -> None:
+        # In one type, which holds any count of steps exactly. Kept: a backend may read it meanwhile.
+        self._own = torch.tensor(own, dtype=torch.float64, device=transport.control_device)
+        self._rows = self._own.new_empty(transport.size, len(own))
+        purpose = f"step {own.step}, the consensus check before an averaging"
+        self._work = transport.all_gather(self._rows, self._own, purpose)
+
+    def answers(self) -> list[Answer]:
+        """Return the answers, by rank. Blocks until all have come."""
+        self._work.wait()
+        return [Answer(int(row[0]), bool(row[1]), bool(row[2])) for row in self._rows.tolist()]
+
+    def checked(self) -> list[Answer]:
+        """Return the answers, by rank, or refuse on all members alike. Blocks until all have come.
+
+        Raises:
+            StepError: Processes are at different steps, or one has parameters or buffers that are not finite.
+            CommunicationError: The collective failed.
+        """
+        answers = self.answers()
+        broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
+        if broken:
+            raise StepError(
+                f"the parameters or buffers of process {_listed(broken)} are not finite (inf or NaN); "
+                "nothing was averaged, and every process has kept its own. Find what diverged there "
+                "(learning rate, loss, overflow in fp16 without a GradScaler) and restart all processes from "
+                "a checkpoint; the last average is in state_dict()['last_average']. Buffers that may be "
+                "infinite: average_buffers=False"
+            )
+        if not do_agree(answers):
+            steps = _listed([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
+            raise StepError(
+                f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
+                "GradScaler skips steps, pass it: LocalSGD(…, grad_scaler=scaler). If processes have uneven "
+                "batches (different numbers of them), train inside thinwire.join as well: with local, "
+                "thinwire.join(local): … Call average() on all processes or on none"
+            )
+        return answers
+
+
+def do_agree(answers: Sequence[Answer]) -> bool:
+    """Return whether all are at one step, and finite."""
+    return len({answer.step for answer in answers}) == 1 and all(answer.is_finite for answer in answers)
+
+
+def _listed(values: Sequence[object]) -> str:
+    listed = ", ".join(map(str, values[:MAX_LISTED]))
+    return listed if len(values) <= MAX_LISTED else f"{listed} and {len(values) - MAX_LISTED} more"

@@ -1,0 +1,118 @@
+"""Changes under way: sent round by round, until they are their means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import TypeAlias
+
+import torch
+
+from thinwire.channel import Transport
+from thinwire.errors import StepError
+from thinwire.fronts.local_sgd.consensus import Consensus
+from thinwire.fronts.local_sgd.fragment import Fragment
+from thinwire.sync import Engine
+from thinwire.sync.step import Step
+
+__all__ = ["Changes", "Flight", "are_finite"]
+
+Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
+"""By fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
+
+
+class Flight:
+    """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
+
+    Args:
+        changes: By fragment, as from `Fragment.changes`; the flight's from now on.
+        engine: What averages them; None if they are means already, as in a loaded state.
+        consensus: What was asked before they are sent; None if that was read already.
+
+    Attributes:
+        changes: As given.
+        consensus: What was asked before the latest round was sent: to be read before that is waited for.
+        num_rounds: Rounds that were sent so far.
+
+    Raises:
+        AgreementError: The processes have other algorithms, parameters or loaded states.
+        CommunicationError: A collective failed.
+    """
+
+    def __init__(self, changes: Changes, engine: Engine | None, consensus: Consensus | None = None) -> None:
+        self.changes, self.consensus = changes, consensus
+        self.num_rounds = 1
+        self._engine = engine
+        self._step: Step | None = None
+        if engine is None:
+            return
+        engine.agree()
+        # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
+        self._step = engine.begin(pipelined=consensus is None)
+        try:
+            with engine.clock.inside(engine.traffic):
+                for fragment, flats in changes.items():
+                    for specs, flat in zip(fragment.layout, flats, strict=True):
+                        self._step.start(engine.open(specs, flat.device, is_agreed=True), flat)
+        except BaseException:
+            self._step.abandon()
+            raise
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the changes are their means."""
+        return self._step is None
+
+    def advance(self) -> bool:
+        """Wait for the round under way and send the next one; return whether there was one to send.
+
+        Raises:
+            CommunicationError: A collective failed. Memory is as it was.
+        """
+        assert self._step is not None, "advanced after it has landed"
+        is_under_way = self._step.advance()
+        self.num_rounds += is_under_way
+        return is_under_way
+
+    def land(self) -> None:
+        """Wait until all changes are their means, and let memory be written.
+
+        Raises:
+            StepError: A mean is not finite. Memory is as it was.
+            CommunicationError: A collective failed. Memory is as it was.
+        """
+        assert self._engine is not None
+        assert self._step is not None, "landed before"
+        with self._engine.clock.inside(self._engine.traffic):
+            committed = self._step.finish()
+        # An algorithm without memory commits whatever has come: nobody has looked at its means.
+        if not committed or not are_finite(self.changes, self._engine.settings.together):
+            raise StepError(
+                "the mean change of the parameters is not finite though that of each process is: it has left "
+                "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"
+            )
+        self._step = None
+
+    def abandon(self) -> None:
+        """Forget it. Memory is as it was before."""
+        if self._step is not None:
+            self._step.abandon()
+
+
+def are_finite(changes: Changes, together: Transport | None) -> bool:
+    """Return whether changes are finite, on all shards of a replica.
+
+    Args:
+        changes: Of at least one fragment.
+        together: Joins the shards; None where there is one.
+
+    Cost: one host synchronisation, however many types and devices there are.
+    """
+    flats = list(chain(*changes.values()))
+    device = flats[0].device
+    are_finite = torch.stack([flat.isfinite().all().to(device) for flat in flats]).all()
+    if together is not None:
+        are_broken = (~are_finite).to(together.control_device, torch.uint8).view(1)
+        together.all_reduce(are_broken, "whether all shards are finite", operation="max").wait()
+        are_finite = are_broken[0] == 0
+    return bool(are_finite)

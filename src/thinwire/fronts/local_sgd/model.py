@@ -1,0 +1,125 @@
+"""The model that a user gave: what is around it, what this process holds of it, and what is averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.channel import Transport
+from thinwire.errors import AttachError, ConfigError
+from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
+from thinwire.fronts.local_sgd.averaged import Averaged, averaged_tensors
+from thinwire.fronts.local_sgd.replica import Replica
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AveragedModel", "replica_of", "unwrapped"]
+
+
+@dataclass(eq=False)
+class AveragedModel:
+    """A model whose tensors are looked up anew each time: a user may freeze, replace or resize some.
+
+    Attributes:
+        module: The model, not wrapped.
+        replica: What this process holds of it.
+        ddp: The DDP model around it, which may leave some of its parameters out.
+        buffers: Whether saved floating buffers are averaged.
+        entered: What each averaged tensor was on entry, by name; none before.
+    """
+
+    module: nn.Module
+    replica: Replica
+    ddp: DistributedDataParallel | None = None
+    buffers: bool = True
+    entered: Mapping[str, object] = field(default_factory=dict)
+
+    def tensors(self) -> list[Averaged]:
+        """Return what is averaged, as it is now.
+
+        Raises:
+            ConfigError: There is nothing to average, or a parameter has no shape yet.
+            GradientError: A parameter is sharded by others than FSDP2.
+        """
+        self.replica.show_shards()
+        return averaged_tensors(
+            self.module,
+            ignored=() if self.ddp is None else self.ddp.parameters_to_ignore,
+            buffers=self.buffers,
+            is_sharded=self.replica.is_sharded,
+        )
+
+    def enter(self, averaged: Iterable[Averaged]) -> None:
+        """Take note of what is averaged from now on."""
+        self.entered = {each.name: each.identity for each in averaged}
+
+    def changed(self) -> list[str]:
+        """Return the names of tensors that are others than on entry."""
+        # A message is flat: with other tensors its parts would be taken for those of their neighbours.
+        now = {each.name: each.identity for each in self.tensors()}
+        return sorted({name for name, _ in self.entered.items() ^ now.items()})
+
+
+def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
+    """Return the module, and the DDP model around it if there is one.
+
+    Raises:
+        AttachError: It is sharded by FSDP1.
+        ConfigError: It is no module.
+    """
+    # What torch.compile was given.
+    inner = getattr(model, "_orig_mod", model)
+    if isinstance(inner, DistributedDataParallel):
+        return inner.module, inner
+    if not isinstance(inner, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {model!r}")
+    # Its shards are of parameters that were joined end to end, so that none has a name.
+    if is_sharded(inner) and not is_fsdp2(inner):
+        raise AttachError(
+            f"{type(inner).__name__} is sharded by FullyShardedDataParallel (FSDP1); shard it with "
+            "torch.distributed.fsdp.fully_shard instead, or pass the plain module if it fits on each device"
+        )
+    return inner, None
+
+
+def replica_of(
+    module: nn.Module,
+    process_group: dist.ProcessGroup | Transport | None,
+    mesh: DeviceMesh | None,
+    *,
+    has_subgroup: bool,
+) -> Replica:
+    """Return what is known of this process's replica of a model.
+
+    Args:
+        module: The model, not wrapped.
+        process_group: As the user gave it.
+        mesh: As the user gave it.
+        has_subgroup: Whether the user gave one.
+
+    Raises:
+        ConfigError: A setting does not go with this kind of model.
+        AttachError: A sharded model can't be averaged, or the group is not of equal shards.
+    """
+    if not is_fsdp2(module):
+        if mesh is not None:
+            raise ConfigError(
+                "mesh is for models of fully_shard; pass process_group=mesh.get_group() with this one"
+            )
+        return Replica(process_group)
+    if has_subgroup:
+        raise ConfigError(
+            "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
+        )
+    # DTensors take seconds to import; with a sharded model that is done.
+    made: Replica = import_module("thinwire.fronts.local_sgd.sharded_replica").ShardedReplica(
+        module, process_group, mesh
+    )
+    return made

@@ -1,0 +1,142 @@
+"""The outer optimizer, which steps the last averages: made, described, and its state saved by shards."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from thinwire.algorithms import Algorithm
+from thinwire.errors import ConfigError, StateError
+from thinwire.fronts.local_sgd.replica import Replica
+
+__all__ = [
+    "OUTER_EXAMPLE",
+    "Outer",
+    "check_outer",
+    "described_outer",
+    "held_by",
+    "load_outer",
+    "new_outer",
+    "saved_outer",
+]
+
+Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+"""Makes an optimizer of the last averaged parameters."""
+
+OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
+
+
+def check_outer(outer: object) -> None:
+    """Refuse what does not make an outer optimizer.
+
+    Raises:
+        ConfigError: It is no function.
+    """
+    if outer is not None and not callable(outer):
+        raise ConfigError(f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Return the identities of the parameters that an optimizer holds."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def new_outer(
+    make: Outer, parameters: list[torch.Tensor], algorithm: Algorithm, *, stacklevel: int
+) -> torch.optim.Optimizer:
+    """Return the outer optimizer of `parameters`; warn of a momentum that does not go with `algorithm`.
+
+    Args:
+        make: What the user gave.
+        parameters: All that it must hold.
+        algorithm: How the changes that it is given are averaged.
+        stacklevel: Of the user's line, for the warning.
+
+    Raises:
+        ConfigError: `make` does not make an optimizer of exactly these.
+    """
+    outer: object = make(parameters)
+    if not isinstance(outer, torch.optim.Optimizer):
+        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+    if held_by(outer) != set(map(id, parameters)):
+        raise ConfigError(
+            f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
+        )
+    has_momentum = any(
+        group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups
+    )
+    if has_momentum and algorithm.sends_few_entries:
+        warnings.warn(
+            f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
+            "moves it on in all the steps in which nothing was sent of it; "
+            "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
+            stacklevel=stacklevel,
+        )
+    return outer
+
+
+def described_outer(outer: torch.optim.Optimizer | None) -> str:
+    """Return what processes compare of an outer optimizer: its kind, and settings that are plain values."""
+    if outer is None:
+        return "none"
+    # What else there is (functions, tensors) may print differently on every process.
+    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
+    return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica) -> dict[str, Any]:
+    """Return the state of an outer optimizer, as if it had whole parameters. Collective.
+
+    Args:
+        outer: The optimizer.
+        names: Of its parameters, by identity.
+        replica: What this process holds of them.
+    """
+    # A copy: an optimizer hands out its own tensors, which go on changing.
+    state = copy.deepcopy(outer.state_dict())
+    for name, parameter, kept, key in _tensors(outer, names, state):
+        if kept[key].shape == parameter.shape:
+            kept[key] = replica.whole({name: kept[key]})[name]
+    return state
+
+
+def load_outer(
+    outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica, state: Mapping[str, Any]
+) -> None:
+    """Let an outer optimizer go on from what `saved_outer` has returned.
+
+    Args:
+        outer: The optimizer.
+        names: Of its parameters, by identity.
+        replica: What this process holds of them.
+        state: Of whole parameters; left as it is.
+
+    Raises:
+        StateError: It is of another kind of optimizer, or of other parameters.
+    """
+    own = copy.deepcopy(dict(state))
+    for name, parameter, kept, key in _tensors(outer, names, own):
+        if kept[key].shape == replica.shape_of(name, parameter):
+            kept[key] = replica.own({name: kept[key]})[name]
+    try:
+        outer.load_state_dict(own)
+    except ValueError as error:
+        raise StateError(f"the state is of another outer optimizer: {error}") from error
+
+
+def _tensors(
+    outer: torch.optim.Optimizer, names: Mapping[int, str], state: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor, dict[str, Any], str]]:
+    """Yield each tensor of a state: its parameter's name and itself, and where it stands, as (dict, key)."""
+    # A state calls parameters by their place in the optimizer's groups, one after the other.
+    parameters = [parameter for group in outer.param_groups for parameter in group["params"]]
+    for place, kept in state["state"].items():
+        if place >= len(parameters):
+            continue  # of another optimizer: this one refuses it when it is loaded
+        for key, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                yield names[id(parameters[place])], parameters[place], kept, key

@@ -1,0 +1,193 @@
+"""Saved state of a `LocalSGD`: how far its averagings are, and what algorithm and outer optimizer keep."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from thinwire.checks import whole_number
+from thinwire.errors import StateError
+from thinwire.fronts.local_sgd.averagings import Averagings
+from thinwire.fronts.local_sgd.flight import Flight
+from thinwire.fronts.local_sgd.fragment import Fragments
+from thinwire.fronts.local_sgd.outer import saved_outer
+from thinwire.fronts.local_sgd.replica import Replica
+from thinwire.sync import GradientSync
+from thinwire.sync.checksum import check_undamaged, with_checksum
+from thinwire.sync.state import DTYPES
+
+__all__ = ["LoadedState", "checked_state", "go_on_from", "packed_state"]
+
+STATE_VERSION = 3
+KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
+LATER_KEYS = {"sent_after", "in_flight"}  # that a state of version 2 lacks
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+
+class LoadedState(NamedTuple):
+    """A state that has been checked, of whole parameters.
+
+    Attributes:
+        step: Attempted steps.
+        sent_after: Of each fragment, the step after which its change was last sent.
+        in_flight: What has landed and is not applied yet: a fragment's place, and its mean changes by name.
+        last_average: By name.
+        sync: The state of the engine, not checked.
+        outer: That of the outer optimizer, not checked; None if there was none.
+        checksum: Of all of it, for processes to compare what they loaded.
+    """
+
+    step: int
+    sent_after: Sequence[int]
+    in_flight: Sequence[tuple[int, Tensors]]
+    last_average: Tensors
+    sync: Mapping[str, Any]
+    outer: Mapping[str, Any] | None
+    checksum: str
+
+
+def packed_state(averagings: Averagings, sync: GradientSync, replica: Replica) -> dict[str, Any]:
+    """Return the state, as copies on the CPU. Collective.
+
+    Args:
+        averagings: In which all that was in flight has landed.
+        sync: Whose state is a part of it.
+        replica: What this process holds of the model.
+
+    Raises:
+        StepError: A step is under way.
+        CommunicationError: A collective failed.
+        AgreementError: The processes have made different steps, or have other algorithms.
+    """
+    fragments, outer = averagings.fragments, averagings.outer
+    # In the order of the shapes: a state does not depend on how the model lies in memory.
+    lasts = {each.name: last.clone(memory_format=torch.contiguous_format) for each, last in fragments.lasts}
+    in_flight = [item for flight in averagings.flights for item in flight.changes.items()]
+    state = {
+        "version": STATE_VERSION,
+        "step": averagings.step,
+        "pending_steps": averagings.step - min(fragment.sent_after for fragment in fragments),
+        "sent_after": tuple(fragment.sent_after for fragment in fragments),
+        "in_flight": tuple(
+            (fragments.index(each), replica.whole(each.named(means))) for each, means in in_flight
+        ),
+        "last_average": replica.whole(lasts),
+        "sync": sync.state_dict(),
+        "outer": None if outer is None else saved_outer(outer, fragments.last_names, replica),
+    }
+    return with_checksum(state)
+
+
+def go_on_from(loaded: LoadedState, fragments: Fragments) -> list[Flight]:
+    """Let fragments go on from a state; return what had landed and is still to be applied.
+
+    Args:
+        loaded: Of this process's shard.
+        fragments: Of the model.
+    """
+    sent_after = loaded.sent_after
+    # Saved with another number of them: as if all had waited as long as the one that has waited longest.
+    if len(sent_after) != len(fragments):
+        sent_after = [min(sent_after)] * len(fragments)
+    for fragment, step in zip(fragments, sent_after, strict=True):
+        fragment.take(loaded.last_average)
+        fragment.sent_after = step
+    # They have landed; each is applied at the step at which it would have been.
+    return [
+        Flight({fragments[place]: fragments[place].flat(means)}, None) for place, means in loaded.in_flight
+    ]
+
+
+def checked_state(
+    state: object, shapes: Sequence[Mapping[str, tuple[int, ...]]], *, has_outer: bool
+) -> LoadedState:
+    """Return a state once all of it has been checked, but for what the engine and the outer optimizer check.
+
+    Args:
+        state: As the user gave it.
+        shapes: Of what it must be of, by fragment and name.
+        has_outer: Whether there is an outer optimizer to take its state.
+
+    Raises:
+        StateError: It is none of LocalSGD's, of another version, damaged, or of another model; or something
+            was in flight, in other fragments.
+    """
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise StateError("expected a state made by LocalSGD.state_dict()")
+    version = state["version"]
+    if version not in (2, STATE_VERSION):
+        raise StateError(
+            f"the state is of version {version!r}, this Thinwire reads version {STATE_VERSION}; "
+            "load it with the Thinwire that saved it"
+        )
+    if state.keys() != (KEYS if version == 2 else KEYS | LATER_KEYS):
+        raise StateError("expected a state made by LocalSGD.state_dict()")
+    # Before anything is believed of it.
+    checksum = check_undamaged(state)
+    step = whole_number("step", state["step"], minimum=0, error=StateError)
+    pending_steps = whole_number("pending_steps", state["pending_steps"], minimum=0, error=StateError)
+    # Version 2 is of before fragments: there was one, and nothing in flight.
+    later: Mapping[str, Any] = state
+    if version == 2:
+        later = {"sent_after": (step - pending_steps,), "in_flight": ()}
+    if state["outer"] is not None and not has_outer:
+        raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
+    everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
+    _check_tensors("last_average", state["last_average"], everywhere)
+    _check_flights(later, shapes)
+    return LoadedState(
+        step,
+        later["sent_after"],
+        later["in_flight"],
+        state["last_average"],
+        state["sync"],
+        state["outer"],
+        checksum,
+    )
+
+
+def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    """Refuse what does not say, of each fragment, when it was sent, and of some, what came back."""
+    for key in LATER_KEYS:
+        if not isinstance(state[key], list | tuple):
+            raise StateError(f"{key} must be a tuple, got {type(state[key]).__name__}")
+    for sent_after in state["sent_after"]:
+        whole_number("sent_after", sent_after, minimum=-1, error=StateError)
+    num_saved = len(state["sent_after"])
+    if not num_saved:
+        raise StateError("sent_after must hold a number for each fragment, got none")
+    # What has landed is of one division of the model, and can't be applied to another's parts.
+    if state["in_flight"] and num_saved != len(shapes):
+        raise StateError(
+            f"the state was saved while one of {num_saved} fragments was in flight, and here are "
+            f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
+        )
+    for item in state["in_flight"]:
+        if not isinstance(item, list | tuple) or len(item) != 2 or item[0] not in range(num_saved):
+            raise StateError("in_flight must hold pairs of a fragment's number and its mean changes")
+        _check_tensors(f"in_flight of fragment {item[0]}", item[1], shapes[item[0]])
+
+
+def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if not isinstance(tensors, Mapping):
+        raise StateError(f"{key} must map names to tensors, got {type(tensors).__name__}")
+    differing = sorted(map(str, shapes.keys() ^ tensors.keys()))
+    if differing:
+        raise StateError(
+            f"the state and the model differ in {differing[:4]}; load the state of the same model, with the "
+            "same average_buffers="
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shapes[name]:
+            raise StateError(
+                f"the state's {name} is not a tensor of shape {shapes[name]}, as the model's is; "
+                "load the state of the same model"
+            )
+        if tensor.dtype not in DTYPES:
+            raise StateError(f"the state's {name} is of {tensor.dtype}; load a state as state_dict() made it")
+        # It would be in every process's model with the first averaging.
+        if not tensor.isfinite().all():
+            raise StateError(f"the state's {name} is not finite: it is damaged; load an earlier one")
