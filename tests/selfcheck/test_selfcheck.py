@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,10 +18,12 @@ import torch.distributed as dist
 
 from launcher import run_job
 from pool import Pool
+from thinwire.channel import InProcessTransport
 from thinwire.cli import check
-from thinwire.errors import ConfigError
+from thinwire.errors import CommunicationError, ConfigError
+from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, Bench
-from thinwire.selfcheck.device import ALGORITHMS, measured
+from thinwire.selfcheck.device import ALGORITHMS, MATRIX_RANKS, measured
 from thinwire.sync import Engine
 from thinwire.sync.exchange import Exchange
 
@@ -131,10 +134,49 @@ def _measured() -> tuple[dict[str, Any], str]:
     return page.as_plain(), page.as_markdown()
 
 
+@pytest.mark.parametrize(
+    ("error", "left_out"),
+    [
+        (RuntimeError("no such kernel\nat line 1"), "time is used up"),
+        (CommunicationError("gone"), "lost each other"),
+    ],
+    ids=["a part", "the processes"],
+)
+def test_what_fails_stands_on_the_page(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, left_out: str
+) -> None:
+    """What a part raises takes away that part alone, unless the processes have lost each other."""
+    told: list[str] = []
+
+    def step_cost(code: str, *rest: object) -> device_page.StepCost:
+        if code == "AllReduce()":
+            raise error
+        monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
+        return device_page.StepCost(code, 1.0, 2.0, None, None, None)
+
+    monkeypatch.setattr(device_page, "_step_cost", step_cost)
+    page = measured(
+        torch.device("cpu"), InProcessTransport.group(1)[0], {"layer": (48, 64)}, tell=told.append
+    )
+    first, second, *others = ALGORITHMS
+    is_alone = isinstance(error, CommunicationError)
+    assert [each.matrix_rank for each in page.kernels] == list(MATRIX_RANKS)
+    assert [each.algorithm for each in page.steps] == ([] if is_alone else [second])
+    assert list(page.failures) == [first, *([second] if is_alone else []), *others]
+    assert page.failures[first] in {"RuntimeError: no such kernel", "CommunicationError: gone"}
+    assert all(left_out in page.failures[name] for name in others)
+    assert f"- **failed**: {first}: {page.failures[first]}" in page.as_markdown().splitlines()
+    assert f"measuring {first}" in told
+    assert f"{first}: {page.failures[first]}" in told
+
+
 def test_another_device_than_the_jobs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int | None] = []
     monkeypatch.setattr(check, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
+    monkeypatch.setattr(check, "run_here", started.append)
     with pytest.raises(ConfigError, match="the job's device is cpu, got --device cuda"):
         check.check(backend=None, processes=None, as_json=False, device="cuda")
+    assert started == [1]  # outside of a job
 
 
 def test_output_that_can_not_be_written_leaves_the_others_in_peace(pool2: Pool) -> None:
