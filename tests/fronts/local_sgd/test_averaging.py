@@ -671,6 +671,34 @@ def test_a_model_that_trains_other_parameters_than_on_entry_is_refused() -> None
         assert "0.weight" in message
 
 
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        (
+            (0, 1),
+            "StepError: the model's trainable parameters or buffers are others than when this LocalSGD was ",
+        ),
+        # Both would send as many numbers, of other parameters.
+        (
+            (1,),
+            "AgreementError: entering LocalSGD: process 0 has no parameters that have changed since LocalSGD",
+        ),
+    ],
+)
+def test_a_model_that_trains_other_parameters_than_when_it_was_made_is_refused(
+    by: tuple[int, ...], said: str
+) -> None:
+    def enter(member: Member) -> None:
+        local = member.local()
+        next(member.model.parameters()).requires_grad_(member.rank not in by)
+        with local:
+            raise AssertionError("entered")
+
+    for message in run(2, lambda member: error_of(lambda: enter(member))):
+        assert message.startswith(said)
+        assert "0.weight" in message
+
+
 # Entry, exit, averaging on request
 
 

@@ -175,7 +175,6 @@ class LocalSGD(Joinable):
         self._model = AveragedModel(module, replica, ddp, buffers=buffers)
         self._make_outer, self._outer_device = outer, checked_device(outer_device)
         averaged = self._model.tensors()
-        # Made again on entry: what is frozen or loaded until then changes it.
         parts = parts_of(averaged, self._schedule.num_fragments)
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._grad_scaler = checked_scaler(grad_scaler)
@@ -248,7 +247,7 @@ class LocalSGD(Joinable):
         """Start: all processes take the first one's model, unless a state was loaded. Collective.
 
         Raises:
-            StepError: It was entered before.
+            StepError: It was entered before, or the model trains other parameters than when it was made.
             ConfigError: `outer` does not make an optimizer of the tensors it is given.
             StateError: The loaded state is not of this outer optimizer.
             AgreementError: The processes have other models, settings or loaded states.
@@ -268,6 +267,21 @@ class LocalSGD(Joinable):
             self._engine.agree,
         )
         averaged = self._model.tensors()
+        # Planned is what was trained when this was made: messages of other lengths would end the process, and
+        # those of equal lengths be averaged with other parameters'.
+        made = {spec.name: spec for spec in self._engine.specs}
+        now = {each.name: each.spec for each in averaged}
+        others = sorted(name for name in made.keys() | now.keys() if made.get(name) != now.get(name))
+        changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
+        replica.alike(
+            "entering LocalSGD", lambda: changed, lambda: agree(group, changed, "entering LocalSGD")
+        )
+        if others:
+            raise StepError(
+                "the model's trainable parameters or buffers are others than when this "
+                f"{type(self).__name__} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
+                "make it"
+            )
         parts = fragments_of(averaged, schedule.num_fragments)
         fragments = Fragments(Fragment(part, self._outer_device) for part in parts)
         outer = None
