@@ -18,10 +18,11 @@ from torch.distributed.algorithms.join import Join
 import thinwire
 from pool import Pool
 from reference_powersgd import ReferencePowerSGD
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.bases import random_rows
 from thinwire.channel import Recording
-from thinwire.powersgd import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
+from thinwire.powersgd import Aggregator, AlgorithmAggregator, AllReduce, Config, PowerSGD, optimizer_step
 from thinwire.testing import InjectedError, fail_at, faults
 
 AT_ONCE = Config(rank=2, start_compressing_after_num_steps=0)
@@ -409,21 +410,46 @@ def _own_aggregator() -> tuple[list[float], bool]:
 @pytest.mark.parametrize("num_batches", [(0, 12), (9, 2)], ids=str)
 @pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
 def test_uneven_inputs(pool2: Pool, num_batches: tuple[int, int], divide_by_initial: bool) -> None:
+    _check_uneven(pool2, num_batches, divide_by_initial, None)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        thinwire.Quantize(bits=2, error_feedback=True),
+        thinwire.TopK(density=0.1, error_decay=1.0, merge="members"),
+    ],
+    ids=["Quantize", "TopK"],
+)
+def test_any_algorithm_averages_at_the_optimizer_step(pool2: Pool, algorithm: Algorithm) -> None:
+    _check_uneven(pool2, (3, 5), True, algorithm)
+
+
+def _check_uneven(
+    pool: Pool, num_batches: tuple[int, int], divide_by_initial: bool, algorithm: Algorithm | None
+) -> None:
     """What was applied and what is still owed are the true sum over the whole uneven run."""
-    results = pool2.run(_uneven, num_batches, divide_by_initial)
-    for parameters, _, steps in results:
+    results = pool.run(_uneven, num_batches, divide_by_initial, algorithm)
+    for parameters, _, steps, ratio in results:
         assert steps == max(num_batches)
+        assert ratio > 4
         assert all(torch.equal(a, b) for a, b in zip(parameters, results[0][0], strict=True))
     assert results[num_batches.index(max(num_batches))][1] < 1e-5
 
 
-def _uneven(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[list[Tensor], float, int]:
+def _uneven(
+    num_batches: tuple[int, int], divide_by_initial: bool, algorithm: Algorithm | None
+) -> tuple[list[Tensor], float, int, float]:
     """With a learning rate of one and gradients that do not depend on the weights."""
     torch.manual_seed(0)
     layer = nn.Linear(40, 30, bias=False)
     start = layer.weight.detach().clone()
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
-    powersgd = PowerSGD(layer.parameters(), AT_ONCE)
+    powersgd = (
+        PowerSGD(layer.parameters(), AT_ONCE)
+        if algorithm is None
+        else AlgorithmAggregator(layer.parameters(), algorithm)
+    )
 
     def gradient(step: int, process_rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * step + process_rank)
@@ -442,7 +468,8 @@ def _uneven(num_batches: tuple[int, int], divide_by_initial: bool) -> tuple[list
     owed = dict(powersgd.state_dict()["error"])["parameter[0]"]
     assert owed.norm() > 0
     gap = (applied + owed - true).norm() / true.norm()
-    return parameters_of(layer), float(gap), powersgd.stats().steps
+    stats = powersgd.stats()
+    return parameters_of(layer), float(gap), stats.steps, stats.compression_ratio
 
 
 def test_after_torchs_own_join_context_it_averages_on(pool2: Pool) -> None:

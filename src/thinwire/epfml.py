@@ -19,7 +19,7 @@ from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
 
-__all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
+__all__ = ["Aggregator", "AlgorithmAggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
 
 
 class Aggregator(ABC):
@@ -157,7 +157,88 @@ class AllReduce(_Synchronised):
         return self._front
 
 
-class PowerSGD(StepFront, _Synchronised):
+class AlgorithmAggregator(StepFront, _Synchronised):
+    """Averages gradients by any of Thinwire's algorithms, such as `thinwire.Quantize(bits=4)`.
+
+    Args:
+        params: The model's parameters, in an order that is the same in every run: saved state knows them by
+            their position.
+        algorithm: How gradients become their mean over the group.
+        process_group: None for the default one; without any, this process is the only worker.
+        grad_scaler: The `GradScaler` that scales the loss, if there is one. The residual is then kept in
+            unscaled units, and `optimizer_step` steps through the scaler.
+        on_nonfinite: What `aggregate` gives back where a mean is not finite: NaN, or zeros ("zero"); or it
+            raises `NonfiniteError` ("raise"), as `optimizer_step` does. That else skips the step, on all
+            processes; with "nan" only if the algorithm keeps a residual, for else nobody looks at the means
+            (a `GradScaler` does).
+
+    A direct `aggregate` leaves the residual in its input, to be added in full to what comes next: the
+    `error_decay` of `TopK` needs `optimizer_step`.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
+        AttachError: This process is not in the group, or `torchrun` has started several and
+            `torch.distributed` is not initialised.
+
+    Cost per step: the algorithm's, and see `StepFront`.
+
+    Examples:
+        >>> import thinwire
+        >>> layer = torch.nn.Linear(64, 32)  # in a process group
+        >>> aggregator = AlgorithmAggregator(layer.parameters(), thinwire.Quantize(bits=4))
+        >>> layer(torch.ones(1, 64)).sum().backward()
+        >>> optimizer_step(torch.optim.AdamW(layer.parameters()), aggregator)
+        True
+        >>> round(aggregator.stats().compression_ratio, 1)
+        7.5
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor],
+        algorithm: algorithms.Algorithm,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
+    ) -> None:
+        self.grad_scaler = checked_scaler(grad_scaler)
+        super().__init__(
+            params,
+            algorithm,
+            process_group=process_group,
+            grad_scaler=grad_scaler,
+            on_nonfinite=on_nonfinite,
+        )
+
+    def front_for(self, tensors: Gradients) -> StepFront:
+        """Return itself."""
+        return self
+
+    @property
+    def step_counter(self) -> int:
+        """Steps so far, those in the warm-up and those that were skipped included."""
+        return self.sync.steps
+
+    @property
+    def plan(self) -> Plan:
+        """Which parameter travels how."""
+        return self.sync.plan
+
+    def stats(self) -> Stats:
+        """Return what has been done so far; see `thinwire.Stats`."""
+        return self.sync.stats()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
+        return self.sync.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """As `GradientSync.load_state_dict`: continue from a saved state, on any number of processes."""
+        self.sync.load_state_dict(state, strict=strict)
+
+
+class PowerSGD(AlgorithmAggregator):
     """Sends low-rank factors of every gradient matrix; what is not sent is added to the next gradients.
 
     Source: Vogels et al., "PowerSGD" (arXiv 1905.13727), in the form of the reference implementation, which
@@ -167,15 +248,11 @@ class PowerSGD(StepFront, _Synchronised):
     gradients fp64.
 
     Args:
-        params: The model's parameters, in an order that is the same in every run: saved state knows them by
-            their position.
+        params: As of `AlgorithmAggregator`.
         config: The settings.
-        process_group: None for the default one; without any, this process is the only worker.
-        grad_scaler: The `GradScaler` that scales the loss, if there is one. The error is then kept in
-            unscaled units, and `optimizer_step` steps through the scaler.
-        on_nonfinite: What `aggregate` gives back where a mean is not finite: NaN, or zeros ("zero"); or it
-            raises `NonfiniteError` ("raise"), as `optimizer_step` does. That else skips the step, on all
-            processes.
+        process_group: As of `AlgorithmAggregator`.
+        grad_scaler: As of `AlgorithmAggregator`.
+        on_nonfinite: As of `AlgorithmAggregator`.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
@@ -204,7 +281,6 @@ class PowerSGD(StepFront, _Synchronised):
         grad_scaler: GradScaler | None = None,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
-        self.grad_scaler = checked_scaler(grad_scaler)
         super().__init__(
             params,
             _algorithm_of(config),
@@ -213,32 +289,6 @@ class PowerSGD(StepFront, _Synchronised):
             on_nonfinite=on_nonfinite,
         )
         self.config = config
-
-    def front_for(self, tensors: Gradients) -> StepFront:
-        """Return itself."""
-        return self
-
-    @property
-    def step_counter(self) -> int:
-        """Steps so far, those in the warm-up and those that were skipped included."""
-        return self.sync.steps
-
-    @property
-    def plan(self) -> Plan:
-        """Which parameter travels how."""
-        return self.sync.plan
-
-    def stats(self) -> Stats:
-        """Return what has been done so far; see `thinwire.Stats`."""
-        return self.sync.stats()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is remembered, the same on every process. Collective; see `GradientSync.state_dict`."""
-        return self.sync.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """As `GradientSync.load_state_dict`: continue from a saved state, on any number of processes."""
-        self.sync.load_state_dict(state, strict=strict)
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> bool:

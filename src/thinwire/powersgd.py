@@ -8,9 +8,10 @@ Change `from powersgd import …` to `from thinwire.powersgd import …`:
     loss.backward()
     optimizer_step(optimizer, powersgd)
 
-docs/migrating.md says what behaves differently.
+docs/migrating.md says what behaves differently. `AlgorithmAggregator` is not of that package: it takes any of
+Thinwire's algorithms.
 """
 
-from thinwire.epfml import Aggregator, AllReduce, Config, PowerSGD, optimizer_step
+from thinwire.epfml import Aggregator, AlgorithmAggregator, AllReduce, Config, PowerSGD, optimizer_step
 
-__all__ = ["Aggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
+__all__ = ["Aggregator", "AlgorithmAggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
