@@ -23,7 +23,9 @@ from gpu_ready.counting import (
     on_meta,
 )
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, Memory
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.fronts.tensors import StepFront
@@ -181,6 +183,18 @@ def test_few_bits_by_triton(algorithm: Algorithm) -> None:
         found = step_of(algorithm, ONE_LAYER)
     limit = QUANTIZE_BY_TRITON[algorithm]
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+
+
+def test_what_watch_asks_of_every_bucket() -> None:
+    """By one operation each: the norms of all residuals, and of all that was sent."""
+    specs = [spec for bucket in buckets_of(gpt2_small()) for spec in bucket]
+    plan, memory = PowerSGD(matrix_rank=4).prepare(specs), Memory()
+    for spec, route in zip(specs, plan.routes, strict=True):
+        if route.is_compressed:
+            memory[ERROR][spec.name] = torch.empty(spec.numel, device="meta")
+            memory[SENT][spec.name] = torch.empty(4 * spec.shape[1], device="meta")
+    found, counting = counted(lambda: plan.diagnose(memory))
+    assert found.launches <= 22, counting.launches
 
 
 def parameters_of(shapes: dict[str, tuple[int, ...]]) -> list[torch.nn.Parameter]:

@@ -7,8 +7,11 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from members import Member, run
+from thinwire.fronts.local_sgd.outer import saved_outer
+from thinwire.fronts.local_sgd.replica import Replica
 from training import batch_of, flat, new_model, train_step
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -45,6 +48,17 @@ def _diloco_by_itself(num_workers: int, *, num_averagings: int, every_steps: int
         velocity = 0.9 * velocity + outer_gradient
         theta = theta - 0.7 * (outer_gradient + 0.9 * velocity)
     return theta
+
+
+def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:
+    """What lay on a GPU, all processes of a machine would load onto that one."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        last = nn.Parameter(torch.empty(3, device="cuda"))
+        outer = torch.optim.SGD([last], lr=0.5, momentum=0.9)
+        outer.state[last]["momentum_buffer"] = torch.empty(3, device="cuda")
+        state = saved_outer(outer, {id(last): "weight"}, Replica(None))
+    assert state["state"][0]["momentum_buffer"].device.type == "cpu"
+    assert outer.state[last]["momentum_buffer"].device.type == "cuda"
 
 
 def test_an_outer_optimizer_can_be_scheduled() -> None:

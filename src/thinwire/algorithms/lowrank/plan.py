@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -129,7 +129,7 @@ class LowRankPlan(BucketPlan):
     def diagnose(self, memory: Memory) -> Diagnosis | None:
         """Return the approximation errors of the last step.
 
-        Cost: one norm for each compressed parameter.
+        Cost: one norm of each compressed parameter and of each factor; on an accelerator a few launches.
         """
         # P̂ has orthonormal columns, so ‖M‖² = ‖M − P̂P̂ᵀM‖² + ‖P̂ᵀM‖²: the residual and what was sent are
         # enough, and M, which the mean has overwritten, is not needed.
@@ -140,11 +140,9 @@ class LowRankPlan(BucketPlan):
         ]
         if not known:
             return None
-        device = memory[SENT][known[0].label].device
-        errors = [_norm(memory[ERROR][name] for name in route.names).to(device) for route in known]
-        sent = [_norm([memory[SENT][route.label]]).to(device) for route in known]
-        norms = torch.stack(errors)
-        relative = torch.where(norms > 0, norms / torch.hypot(norms, torch.stack(sent)), 0.0)
+        norms = _norms([[memory[ERROR][name] for name in route.names] for route in known])
+        sent = _norms([[memory[SENT][route.label]] for route in known])
+        relative = torch.where(norms > 0, norms / torch.hypot(norms, sent), 0.0)
         return Diagnosis([route.label for route in known], relative, norms)
 
 
@@ -162,7 +160,10 @@ def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -
     }
 
 
-def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(tensor) for tensor in tensors]
+def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """Return the norm of each route's tensors together, float64; all are of one type and device."""
+    # By one operation: on an accelerator each by itself would be a launch, or several.
+    each = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
     # In double: the square of a large fp32 norm is beyond fp32.
-    return cast(torch.Tensor, torch.linalg.vector_norm(torch.stack(norms).double()))
+    parts = each.double().split_with_sizes([len(of_route) for of_route in of_routes])
+    return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])

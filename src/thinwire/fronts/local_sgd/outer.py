@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._pytree import tree_map
 
 from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError, StateError
@@ -89,15 +90,18 @@ def described_outer(outer: torch.optim.Optimizer | None) -> str:
 
 
 def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica) -> dict[str, Any]:
-    """Return the state of an outer optimizer, as if it had whole parameters. Collective.
+    """Return the state of an outer optimizer, as if it had whole parameters: copies on the CPU. Collective.
 
     Args:
         outer: The optimizer.
         names: Of its parameters, by identity.
         replica: What this process holds of them.
     """
-    # A copy: an optimizer hands out its own tensors, which go on changing.
-    state = copy.deepcopy(outer.state_dict())
+    # Copies: an optimizer hands out its own tensors, which go on changing.
+    state: dict[str, Any] = tree_map(
+        lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
+        outer.state_dict(),
+    )
     for name, parameter, kept, key in _tensors(outer, names, state):
         if kept[key].shape == parameter.shape:
             kept[key] = replica.whole({name: kept[key]})[name]

@@ -63,8 +63,12 @@ def packed_state(averagings: Averagings, sync: GradientSync, replica: Replica) -
         AgreementError: The processes have made different steps, or have other algorithms.
     """
     fragments, outer = averagings.fragments, averagings.outer
-    # In the order of the shapes: a state does not depend on how the model lies in memory.
-    lasts = {each.name: last.clone(memory_format=torch.contiguous_format) for each, last in fragments.lasts}
+    # In the order of the shapes: a state does not depend on how the model lies in memory. On the CPU: a file
+    # of what lay on a GPU is loaded onto that very one, by all processes of a machine.
+    lasts = {
+        each.name: last.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for each, last in fragments.lasts
+    }
     in_flight = [item for flight in averagings.flights for item in flight.changes.items()]
     state = {
         "version": STATE_VERSION,
