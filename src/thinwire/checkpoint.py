@@ -30,7 +30,8 @@ import torch
 
 from thinwire.algorithms.registry import SLOTS
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
-from thinwire.sync.state import checked_state, slot_names
+from thinwire.sync.checked_state import checked_state
+from thinwire.sync.state import slot_names
 
 __all__ = ["load", "save"]
 

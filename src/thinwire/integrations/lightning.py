@@ -12,23 +12,19 @@ docs/migrating.md says what behaves differently.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torchs_post_local
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire import hooks
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.fronts.attach import attach
-from thinwire.fronts.ddp_model import register, wrong_model
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
+from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import Makes, checked_averaging, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
@@ -56,48 +52,7 @@ __all__ = ["ThinwireCallback", "ThinwireStrategy", "register_ddp_comm_hook"]
 
 CHECKPOINT_KEY = "thinwire"
 
-# What each hook is registered with: DDP takes any state, and the mistake would show in the first step.
-STATES: dict[type, tuple[Callable[..., Any], ...]] = {
-    PowerSGDState: (hooks.powerSGD_hook, hooks.batched_powerSGD_hook),
-    PostLocalSGDState: (hooks.post_localSGD_hook,),
-}
-STATELESS: tuple[Callable[..., Any], ...] = (
-    hooks.allreduce_hook,
-    hooks.fp16_compress_hook,
-    hooks.bf16_compress_hook,
-    hooks.quantization_pertensor_hook,
-    hooks.quantization_perchannel_hook,
-)
-
 Remembering: TypeAlias = "GradientSync | PowerSGDState | LocalSGD"
-
-
-def register_ddp_comm_hook(
-    model: DistributedDataParallel,
-    ddp_comm_state: object | None = None,
-    ddp_comm_hook: Callable[..., Any] | None = None,
-    ddp_comm_wrapper: Callable[..., Any] | None = None,
-) -> None:
-    """Register a communication hook on a DDP model, wrapped if asked; nothing without a hook.
-
-    Args:
-        model: The DDP model, on any device.
-        ddp_comm_state: What the hook wants: a `PowerSGDState` for `powerSGD_hook` and its batched variant,
-            a `PostLocalSGDState` for `post_localSGD_hook` (which leaves averaging the models to you), a
-            process group or None for hooks without memory.
-        ddp_comm_hook: One of `thinwire.hooks`, or any other.
-        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or another.
-
-    Raises:
-        AttachError: Not a DDP model, or it has a hook already.
-        ConfigError: A state or wrapper without a hook, a state of the wrong kind, or a wrapper around what is
-            no hook.
-    """
-    hook = _checked_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper)
-    if not isinstance(model, DistributedDataParallel):
-        raise AttachError(wrong_model(model))
-    if hook is not None:
-        register(model, ddp_comm_state, hook)
 
 
 class ThinwireStrategy(DDPStrategy):
@@ -155,7 +110,7 @@ class ThinwireStrategy(DDPStrategy):
         # With DDPStrategy's own names, so that what is given by position is found as well.
         given = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
         state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
-        _checked_hook(state, hook, given.get("ddp_comm_wrapper"))
+        checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
         if checked_on_nonfinite(on_nonfinite) != "nan" and hook is not None:
@@ -168,7 +123,7 @@ class ThinwireStrategy(DDPStrategy):
                 f'on_nonfinite="{on_nonfinite}" has no effect here; give it to what is called: '
                 "functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
             )
-        _check_period(state, given.get("model_averaging_period"))
+        check_period(state, given.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
         self._on_nonfinite = on_nonfinite
@@ -438,61 +393,6 @@ def _remembering(trainer: Trainer) -> Remembering:
     if not isinstance(remembering, GradientSync | PowerSGDState | LocalSGD):
         raise AttachError("nothing is attached: trainer.fit() attaches when it wraps the model")
     return remembering
-
-
-def _checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., Any] | None:
-    """Return the hook with its wrapper; None without a hook.
-
-    Raises:
-        ConfigError: What was given does not belong together.
-    """
-    if hook is None:
-        if state is not None or wrapper is not None:
-            raise ConfigError(
-                "ddp_comm_state and ddp_comm_wrapper need a ddp_comm_hook, such as "
-                "thinwire.hooks.powerSGD_hook"
-            )
-        return None
-    if not callable(hook):
-        raise ConfigError(f"ddp_comm_hook must be a hook such as thinwire.hooks.powerSGD_hook, got {hook!r}")
-    _check_state(state, hook)
-    if wrapper is None:
-        return hook
-    # A wrapper is only known to be one by what it returns.
-    wrapped = wrapper(hook) if callable(wrapper) else None
-    if not callable(wrapped):
-        raise ConfigError(
-            "ddp_comm_wrapper must be a wrapper such as thinwire.hooks.fp16_compress_wrapper, got "
-            f"{wrapper!r}"
-        )
-    return wrapped  # type: ignore[no-any-return]
-
-
-def _check_state(state: object, hook: object) -> None:
-    for needed, needing in STATES.items():
-        if hook in needing and not isinstance(state, needed):
-            got = f"{type(state).__module__}.{type(state).__name__}"
-            raise ConfigError(f"this hook needs a thinwire.hooks.{needed.__name__}, got {got}")
-    if hook in STATELESS and not (state is None or isinstance(state, dist.ProcessGroup)):
-        raise ConfigError(f"this hook needs a process group or None, got {type(state).__name__}")
-
-
-def _check_period(state: object, period: object) -> None:
-    """Refuse `post_localSGD_hook` without `model_averaging_period`, and that without the hook."""
-    # With torch's own state, too: Lightning averages models with either.
-    is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
-    if is_local and period is None:
-        raise ConfigError(
-            "post_localSGD_hook leaves the models apart; give the strategy model_averaging_period= as well, "
-            "or use thinwire.LocalSGD"
-        )
-    if period is not None:
-        whole_number("model_averaging_period", period, minimum=1)
-        if not is_local:
-            raise ConfigError(
-                "model_averaging_period is for post_localSGD_hook with a PostLocalSGDState and would have no "
-                "effect; leave it out, or use thinwire.LocalSGD"
-            )
 
 
 # Importing this module is what makes the name known; the registry refuses a second time.

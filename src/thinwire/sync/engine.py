@@ -14,12 +14,13 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Description, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
+from thinwire.sync.checked_state import checked_state
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes, Parts
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, checked_state, packed_state
+from thinwire.sync.state import LoadedState, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 

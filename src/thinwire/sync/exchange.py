@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
 from thinwire.algorithms import (
     AllFinite,
-    AllGather,
-    AllToAll,
     Choices,
     Commit,
     Jointly,
@@ -22,13 +19,11 @@ from thinwire.algorithms import (
     Replanning,
     Request,
     Requests,
-    ShardGather,
-    ShardSum,
     all_finite,
 )
-from thinwire.algorithms.joining import as_one
-from thinwire.channel import Transport, Work
+from thinwire.channel import Transport
 from thinwire.errors import CommunicationError, ConfigError
+from thinwire.sync.messages import Ways, send_all
 
 __all__ = ["Exchange", "Task", "answered", "shown"]
 
@@ -86,38 +81,42 @@ class Task:
         self._requests.close()
 
 
-class _Ways(NamedTuple):
-    """What carries messages: over the group, and between the shards of a replica."""
-
-    group: Transport
-    shards: Transport | None
-
-    def of(self, kind: type) -> Transport:
-        if kind not in (ShardSum, ShardGather):
-            return self.group
-        if self.shards is None:
-            raise ConfigError(
-                f"an exchange has asked for {kind.__name__} where no parameter is cut into shards; ask for "
-                "it only of a bucket whose parameters have a cut"
-            )
-        return self.shards
-
-
-@dataclass
-class _Sent:
-    """A message of one or several requests, under way."""
-
-    work: Work
-    message: torch.Tensor  # kept until it has come back: a backend may read it meanwhile
-    parts: Callable[[], Sequence[torch.Tensor]]  # the answers, once it has come back
-
-
-@dataclass
 class _Round:
-    """What some tasks have asked for together: their requests in the order of `tasks`, and the messages."""
+    """Some tasks' messages, sent together; their answers are handed over when all have come.
 
-    tasks: Sequence[Task]
-    sent: Sequence[tuple[Sequence[tuple[int, int]], _Sent]]  # of each message: (task, place in its request)
+    Args:
+        tasks: Which; each stands at a message, or at its commit.
+        ways: What carries the messages.
+        purpose: What for, for errors.
+    """
+
+    def __init__(self, tasks: Sequence[Task], ways: Ways, purpose: str) -> None:
+        self.tasks = tasks
+        self._sent = send_all([task.request for task in tasks], ways, purpose)
+
+    @property
+    def has_come(self) -> bool:
+        return all(sent.work.is_completed() for _, sent in self._sent)
+
+    def wait(self) -> None:
+        for _, sent in self._sent:
+            sent.work.wait()
+
+    def drain(self) -> None:
+        for _, sent in self._sent:
+            with suppress(CommunicationError):
+                sent.work.wait()
+
+    def answer(self) -> None:
+        answers: list[dict[int, torch.Tensor]] = [{} for _ in self.tasks]
+        for owners, sent in self._sent:
+            for (number, place), part in zip(owners, sent.parts(), strict=True):
+                answers[number][place] = part
+        for task, of_task in zip(self.tasks, answers, strict=True):
+            if isinstance(task.request, tuple):
+                task.answer(tuple(of_task[place] for place in range(len(of_task))))
+            elif of_task:
+                task.answer(of_task[0])
 
 
 class Exchange:
@@ -135,7 +134,7 @@ class Exchange:
     def __init__(self, transport: Transport, name: str, shards: Transport | None = None) -> None:
         self.tasks: list[Task] = []
         self._closing: list[Task] = []
-        self._ways = _Ways(transport, shards)
+        self._ways = Ways(transport, shards)
         self._name = name
         self._rounds: list[_Round] = []
         self._previous: _Round | None = None
@@ -162,7 +161,8 @@ class Exchange:
             # Of this bucket alone: to wait for the others' would take the first message out of the backward
             # pass.
             _compute_jointly([task])
-            self._rounds.append(_send([task], self._ways, f"{self._name}, round 1 of the bucket of {name}"))
+            purpose = f"{self._name}, round 1 of the bucket of {name}"
+            self._rounds.append(_Round([task], self._ways, purpose))
         # Not before it is sent: of a bucket that was not, nothing is in flight.
         self.tasks.append(task)
 
@@ -184,19 +184,18 @@ class Exchange:
         earlier = self._rounds[:end]
         with shown("thinwire: wait for earlier buckets"):
             for each in earlier:
-                for _, sent in each.sent:
-                    sent.work.wait()
+                each.wait()
         with shown("thinwire: earlier buckets"):
             tasks = [task for each in earlier for task in each.tasks]
             for each in earlier:
-                _answer(each)
+                each.answer()
             del self._rounds[:end]
             _compute_jointly(tasks)
             # Whose exchange has come to its commit stands there until all have.
             waiting = [task for task in tasks if not isinstance(task.request, Commit)]
             if waiting:
                 purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-                self._rounds.append(_send(waiting, self._ways, purpose))
+                self._rounds.append(_Round(waiting, self._ways, purpose))
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
@@ -219,13 +218,12 @@ class Exchange:
         """
         with shown(f"thinwire: wait for round {self._number}"):
             for each in self._rounds:
-                for _, sent in each.sent:
-                    sent.work.wait()
+                each.wait()
         self._number += 1
         with shown(f"thinwire: round {self._number}"):
             # All before anything is sent: so the next messages of all buckets travel as one.
             for each in self._rounds:
-                _answer(each)
+                each.answer()
             self._rounds = []
             _compute_jointly(self.tasks)
             waiting = [task for task in self.tasks if not isinstance(task.request, Commit)]
@@ -239,13 +237,13 @@ class Exchange:
             self._joining = []
             if waiting:
                 purpose = f"{self._name}, round {self._number} of all buckets"
-                self._rounds.append(_send(waiting, self._ways, purpose))
+                self._rounds.append(_Round(waiting, self._ways, purpose))
         return bool(waiting)
 
     @property
     def is_ready(self) -> bool:
         """Whether `advance` would not block."""
-        return all(sent.work.is_completed() for each in self._rounds for _, sent in each.sent)
+        return all(each.has_come for each in self._rounds)
 
     @property
     def commits(self) -> Sequence[Commit]:
@@ -297,9 +295,7 @@ class Exchange:
         Until then the backend may write to the messages, which may lie in the gradients themselves.
         """
         for each in self._rounds:
-            for _, sent in each.sent:
-                with suppress(CommunicationError):
-                    sent.work.wait()
+            each.drain()
         self._rounds = []
 
 
@@ -325,8 +321,7 @@ def answered(requests: Replanning, transport: Transport, purpose: str) -> Choice
         answers: list[torch.Tensor] = []
         # One after the other: nothing else travels at this time, and it is seldom asked.
         for message in messages:
-            _check_message(message)
-            sent = _MESSAGES[type(message)]([message], transport, purpose)
+            ((_, sent),) = send_all([(message,)], Ways(transport), purpose)
             sent.work.wait()
             answers += sent.parts()
         answer = tuple(answers) if isinstance(request, tuple) else answers[0]
@@ -352,114 +347,3 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
         for task, items in zip(served, of_each, strict=True):
             task.answer(results[: len(items)])
             del results[: len(items)]
-
-
-def _send(tasks: Sequence[Task], ways: _Ways, purpose: str) -> _Round:
-    """Send what tasks ask for; messages of one operation, type and device as one."""
-    kinds: dict[tuple[str, str, type], list[tuple[int, int, Any]]] = {}
-    for number, task in enumerate(tasks):
-        messages: Sequence[Any] = task.request if isinstance(task.request, tuple) else (task.request,)
-        for place, message in enumerate(messages):
-            if isinstance(message, Commit) and not isinstance(task.request, tuple):
-                continue
-            _check_message(message)
-            key = (str(message.tensor.device), str(message.tensor.dtype), type(message))
-            kinds.setdefault(key, []).append((number, place, message))
-    # Backends match collectives by their order alone, and wait for ever where it differs. Sorted, it follows
-    # from what is asked for: not from which bucket asked first, nor from what a dictionary makes of that.
-    sent = []
-    for key in sorted(kinds, key=lambda key: (key[0], key[1], key[2].__name__)):
-        together = kinds[key]
-        under_way = _MESSAGES[key[2]]([each for _, _, each in together], ways.of(key[2]), purpose)
-        sent.append(([(number, place) for number, place, _ in together], under_way))
-    return _Round(tasks, sent)
-
-
-def _answer(finished: _Round) -> None:
-    """Hand every task its answers."""
-    answers: list[dict[int, torch.Tensor]] = [{} for _ in finished.tasks]
-    for owners, sent in finished.sent:
-        for (number, place), part in zip(owners, sent.parts(), strict=True):
-            answers[number][place] = part
-    for task, of_task in zip(finished.tasks, answers, strict=True):
-        if isinstance(task.request, tuple):
-            task.answer(tuple(of_task[place] for place in range(len(of_task))))
-        elif of_task:
-            task.answer(of_task[0])
-
-
-def _sent_means(messages: Sequence[Mean], transport: Transport, purpose: str) -> _Sent:
-    tensors = [message.tensor for message in messages]
-    for tensor in tensors:
-        _check_flat("Mean", tensor)
-        if not tensor.is_floating_point():
-            raise ConfigError(
-                f"an exchange has asked for the mean of {tensor.dtype}, expected a floating type; "
-                "AllGather and AllToAll carry every type"
-            )
-    # One alone is not copied, so its mean comes to lie where the request was.
-    flat = tensors[0] if len(tensors) == 1 else as_one(tensors)
-    work = transport.mean(flat, purpose)
-    sizes = [tensor.numel() for tensor in tensors]
-    return _Sent(work, flat, lambda: [flat] if len(sizes) == 1 else flat.split_with_sizes(sizes))
-
-
-def _sent_gathers(messages: Sequence[AllGather | ShardGather], transport: Transport, purpose: str) -> _Sent:
-    tensors = [message.tensor for message in messages]
-    for tensor in tensors:
-        _check_flat(type(messages[0]).__name__, tensor)
-    flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
-    rows = flat.new_empty(transport.size, flat.numel())
-    work = transport.all_gather(rows, flat, purpose)
-    sizes = [tensor.numel() for tensor in tensors]
-    return _Sent(work, flat, lambda: rows.split_with_sizes(sizes, dim=1))
-
-
-def _sent_shard_sums(messages: Sequence[ShardSum], transport: Transport, purpose: str) -> _Sent:
-    tensors = [message.tensor for message in messages]
-    for tensor in tensors:
-        _check_flat("ShardSum", tensor)
-    flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    work = transport.all_reduce(flat, f"{purpose}, between shards")
-    sizes = [tensor.numel() for tensor in tensors]
-    return _Sent(work, flat, lambda: flat.split_with_sizes(sizes))
-
-
-def _sent_exchanges(messages: Sequence[AllToAll], transport: Transport, purpose: str) -> _Sent:
-    tensors = [message.tensor for message in messages]
-    for tensor in tensors:
-        if tensor.dim() != 2 or len(tensor) != transport.size:
-            raise ConfigError(
-                f"an exchange has asked for AllToAll of shape {tuple(tensor.shape)}, expected a row for each "
-                f"of the {transport.size} members"
-            )
-    rows = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
-    received = torch.empty_like(rows)
-    work = transport.all_to_all(received, rows, purpose)
-    sizes = [tensor.shape[1] for tensor in tensors]
-    return _Sent(work, rows, lambda: received.split_with_sizes(sizes, dim=1))
-
-
-def _check_message(message: object) -> None:
-    if type(message) not in _MESSAGES:
-        raise ConfigError(
-            f"an algorithm has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
-            "may stand in a tuple; or, of an exchange and alone, Jointly or Commit"
-        )
-
-
-def _check_flat(operation: str, tensor: torch.Tensor) -> None:
-    if tensor.dim() != 1:
-        raise ConfigError(
-            f"an exchange has asked for {operation} of shape {tuple(tensor.shape)}, expected a flat tensor; "
-            "send tensor.view(-1)"
-        )
-
-
-_MESSAGES: dict[type, Callable[[Any, Transport, str], _Sent]] = {
-    Mean: _sent_means,
-    AllGather: _sent_gathers,
-    AllToAll: _sent_exchanges,
-    ShardSum: _sent_shard_sums,
-    ShardGather: _sent_gathers,
-}

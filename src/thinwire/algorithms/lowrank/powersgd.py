@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
-from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory, Replanning
-from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
-from thinwire.algorithms.kernels.dispatch import kernels_for
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write, round_all_into, widened
-from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of_rows
-from thinwire.algorithms.lowrank.alternating import alternate
+from thinwire.algorithms.base import NO_CHOICES, BucketPlan, Choices, Memory, Replanning
 from thinwire.algorithms.lowrank.budget import measured, within_bytes, within_error
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed, all_written
-from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
-from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
-from thinwire.algorithms.lowrank.two_rounds import approximate
+from thinwire.algorithms.lowrank.plan import LowRankPlan
+from thinwire.algorithms.lowrank.powersgd_plan import PowerSGDPlan
+from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.algorithms.lowrank.wire import FactorWire, coded_bytes, num_blocks
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
-from thinwire.plan import BUCKET_SEPARATOR, Cut, ParameterSpec
+from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec
 
 __all__ = ["PowerSGD"]
 
@@ -197,7 +188,9 @@ class PowerSGD(LowRank):
         before = sum(route.message_bytes for route in uncompressed)
         shrinks = sum(route.message_bytes for route in routes) * min(1.0, self.min_compression_ratio) < before
         chosen = tuple(map(_of_shard, specs, routes if compresses and shrinks else uncompressed))
-        return PowerSGDPlan(tuple(specs), self._filled(chosen, num_members), self, num_members)
+        wire = FactorWire(self.wire_dtype, self.factor_bits, num_members, self.error_feedback)
+        filled = self._filled(chosen, num_members)
+        return PowerSGDPlan(tuple(specs), filled, self, wire, self.alternating)
 
     def _filled(self, routes: tuple[LowRankRoute, ...], num_members: int) -> tuple[LowRankRoute, ...]:
         """Let the largest of coded routes bear what fills up the members' shares of the blocks."""
@@ -325,16 +318,9 @@ class PowerSGD(LowRank):
         others = sum(route.message_bytes for route in uncompressed)
         if self.factor_bits is not None:
             # At most so much fills up the shares, of the left factors and of the right ones.
-            missing = sum(2 * (plan.num_members - 1) for plan in factored)
+            missing = sum(2 * (plan.wire.num_members - 1) for plan in factored)
             others += int(coded_bytes(missing, self.factor_bits) * self.factor_pairs)
         return within_bytes(spectra, self.bytes_per_step - others)
-
-
-def _before(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
-    """Return what was kept where a tensor is to be; zeros if there was nothing like it."""
-    kind = (tensor.shape, tensor.dtype, tensor.device)
-    is_alike = was is not None and (was.shape, was.dtype, was.device) == kind
-    return was if was is not None and is_alike else torch.zeros_like(tensor)
 
 
 def _sent_bytes(plan: BucketPlan) -> int:
@@ -357,177 +343,3 @@ def _of_shard(spec: ParameterSpec, route: LowRankRoute) -> LowRankRoute:
         message_bytes=whole_bytes * share // (rows + columns),
         detail=f"{route.detail}, with {spec.cut.num_shards} shards",
     )
-
-
-class _ShapeGroup(NamedTuple):
-    """Parameters of a bucket with the same matrix shape and matrix rank, by index.
-
-    Of parameters that are cut into shards, `shape` is that of this process's rows.
-    """
-
-    shape: tuple[int, int]
-    matrix_rank: int
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class PowerSGDPlan(LowRankPlan):
-    """Every matrix of a bucket as two factors.
-
-    Attributes:
-        config: The settings.
-        num_members: Of the group.
-    """
-
-    config: PowerSGD
-    num_members: int = 1
-
-    @cached_property
-    def wire(self) -> FactorWire:
-        """How factors travel."""
-        config = self.config
-        return FactorWire(config.wire_dtype, config.factor_bits, self.num_members, config.error_feedback)
-
-    @cached_property
-    def shape_groups(self) -> tuple[_ShapeGroup, ...]:
-        """What is compressed together."""
-        groups: dict[tuple[tuple[int, int], int], list[int]] = defaultdict(list)
-        for index, route in enumerate(self.routes):
-            if route.matrix_shape is not None and route.matrix_rank is not None:
-                groups[route.matrix_shape, route.matrix_rank].append(index)
-        # By the shapes of whole matrices: shards with other numbers of rows must make the same groups.
-        return tuple(
-            _ShapeGroup((self.specs[indices[0]].numel // columns, columns), matrix_rank, tuple(indices))
-            for ((_, columns), matrix_rank), indices in groups.items()
-        )
-
-    @cached_property
-    def cuts(self) -> tuple[Cut, ...]:
-        """Of each group, where the matrices are cut into shards; none where they are not."""
-        cuts = [self.specs[group.indices[0]].cut for group in self.shape_groups]
-        return tuple(cut for cut in cuts if cut is not None)
-
-    def sent_of(self, term: Factors) -> torch.Tensor:
-        """As `LowRankPlan.sent_of`; of whole matrices, what was sent of this shard's rows."""
-        return norm_of_rows(term) if self.cuts else super().sent_of(term)
-
-    @cached_property
-    def grouped(self) -> tuple[int, ...]:
-        """The parameters that are compressed, by index, group after group."""
-        return tuple(index for shape_group in self.shape_groups for index in shape_group.indices)
-
-    @cached_property
-    def uncompressed(self) -> tuple[int, ...]:
-        """The parameters that travel uncompressed, by index."""
-        return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
-
-    def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """As `LowRankPlan.compress`: one or two rounds for each iteration."""
-        names, gradients = [spec.name for spec in bucket.specs], bucket.gradients
-        groups = self._matrices(bucket, memory)
-        sent = compensated(bucket, memory, self.uncompressed, self.config.message_dtype(bucket.flat.dtype))
-        if self.cuts:
-            found = yield from approximate_whole(
-                self.config, self.bases, groups, sent.parts, memory, bucket, self.cuts
-            )
-        else:
-            rounds = alternate if self.config.alternating else approximate
-            found = yield from rounds(self.config, self.wire, self.bases, groups, sent.parts, memory, bucket)
-        labels = [group.labels for group in groups]
-        remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
-        errors = self._errors(bucket, memory)
-        # What is dropped only the host can take back: then the engine copies memory, and puts it back.
-        drops = any(names[index] in memory[slot] for index in self.uncompressed for slot in (ERROR, SENT))
-        is_healthy = yield Commit(AllFinite(tuple(found.received)), writes_where=not drops)
-        count = len(self.uncompressed)
-        targets = [gradients[index] for index in self.uncompressed]
-        writes = [
-            Write(target, mean, None)
-            for target, mean in zip(targets, found.uncompressed[:count], strict=True)
-        ]
-        # Not on the CPU, nor with `host_check`: there the generator is closed where the step is not healthy.
-        if is_healthy is not None:
-            before = {slot: memory[slot] for slot in remembered}
-            before[BASIS] = by_label(labels, found.starts)
-            writes += [
-                Write(tensor, None, _before(tensor, before[slot].get(label)))
-                for slot, tensors in remembered.items()
-                for label, tensor in tensors.items()
-            ]
-        placed = yield Jointly(all_written, [(each, is_healthy) for each in writes])
-        if is_healthy is not None:
-            kept = iter(placed[count:])
-            remembered = {
-                slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()
-            }
-        written = [
-            [errors[name].view(shape_group.shape) for name in group.labels] if errors else None
-            for shape_group, group in zip(self.shape_groups, groups, strict=True)
-        ]
-        reconstructed = [
-            Reconstruction(*each, bucket.loss_scale, is_healthy)
-            for each in zip(groups, written, found.terms, strict=True)
-        ]
-        yield Jointly(all_reconstructed, reconstructed)
-        # What rounding loses of wide copies goes to the residual too.
-        copied = [
-            (index, matrix.view(-1))
-            for shape_group, group in zip(self.shape_groups, groups, strict=True)
-            for index, matrix in zip(shape_group.indices, group.matrices, strict=True)
-            if matrix.dtype != bucket.flat.dtype
-        ]
-        rounded, of_names = (
-            [gradients[index] for index, _ in copied],
-            [errors.get(names[index]) for index, _ in copied],
-        )
-        round_all_into(rounded, [wide for _, wide in copied], of_names, bucket.loss_scale, is_healthy)
-        for slot, tensors in {ERROR: errors, **remembered}.items():
-            memory[slot].update(tensors)
-        # With nothing of the bucket in front, since of nothing at all there is no `cat`.
-        remaining = torch.cat([bucket.flat[:0], *found.uncompressed[count:]])
-        sent_names = [names[index] for index in self.uncompressed]
-        keep_remainder(memory, sent_names, sent, remaining)
-        for name in sent_names:
-            memory[SENT].pop(name, None)
-
-    def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
-        """Return gradients and residuals as matrices: views, or copies in fp32 where kernels need them."""
-        gradients = bucket.gradients
-        # Between iterations what was sent is taken from the matrices, which 16 bits would round.
-        subtracts = self.config.alternating and self.config.power_iterations > 1
-        copied = [
-            index
-            for shape_group in self.shape_groups
-            for index in shape_group.indices
-            if subtracts
-            or gradients[index].dtype
-            not in kernels_for(gradients[index], shape_group.matrix_rank).gradient_types
-        ]
-        copies = widened([gradients[index] for index in copied], bucket.specs[0].memory_dtype)
-        wide = {**dict(enumerate(gradients)), **dict(zip(copied, copies, strict=True))}
-        groups = []
-        for shape_group in self.shape_groups:
-            names = [bucket.specs[index].name for index in shape_group.indices]
-            errors = [memory[ERROR].get(name) for name in names]
-            groups.append(
-                MatrixGroup(
-                    names,
-                    matrices=[wide[index].view(shape_group.shape) for index in shape_group.indices],
-                    errors=[None if error is None else error.view(shape_group.shape) for error in errors],
-                    matrix_rank=shape_group.matrix_rank,
-                )
-            )
-        return groups
-
-    def _errors(self, bucket: Bucket, memory: Memory) -> dict[str, torch.Tensor]:
-        """Return where to write residuals, by name: the tensors of memory, or new ones in a batch."""
-        errors: dict[str, torch.Tensor] = {}
-        for shape_group in self.shape_groups if self.config.error_feedback else ():
-            labels = [bucket.specs[index].name for index in shape_group.indices]
-            # In place where all have one: it was added to the matrices already.
-            kept = [memory[ERROR][label] for label in labels if label in memory[ERROR]]
-            like = bucket.gradients[shape_group.indices[0]]
-            if len(kept) < len(labels):
-                kept = list(like.new_zeros(len(labels), like.numel(), dtype=bucket.specs[0].memory_dtype))
-            errors.update(zip(labels, kept, strict=True))
-        return errors
