@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
+from hypothesis import strategies as st
 
 from thinwire.channel import Work, run_members
 from thinwire.channel.in_process import wait_for
@@ -118,3 +119,14 @@ class InTurns(ABC, Generic[Front]):
     @abstractmethod
     def train(self, member: int) -> str:
         """Train with a front of its own, put into `fronts`; how that ended."""
+
+
+@st.composite
+def clean_lives(draw: st.DrawFn, every_steps: int, steps: int) -> dict[str, Any]:
+    """When members join, and in which of so many steps some of them leave in order."""
+    joins_at = [0, *draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))]
+    leaving = draw(st.sets(st.integers(1, len(joins_at) - 1)))
+    # Not before it has joined: at the end of the turn in which it asks.
+    first = [-(-(at + 1) // every_steps) * every_steps for at in joins_at]
+    ends = {member: (draw(st.integers(first[member], steps)), "leave") for member in leaving}
+    return {"joins_at": joins_at, "ends": ends, "steps": steps}

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.in_turns import InTurns, Killed, Reached, Turn
+from elastic.in_turns import InTurns, Killed, Reached, Turn, clean_lives
 from thinwire import Watch, read_run
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
@@ -76,12 +76,12 @@ class Run(InTurns[LocalSGD]):
                     self.end(end, local, group, model)
                 for parameter in model.parameters():
                     parameter.grad = torch.randn(parameter.shape, generator=generator)
-                if (local._pending_steps + 1) >= local._steps_to_turn():
+                if (local._pending_steps + 1) * shared.get("fragments", 1) >= EVERY:
                     self.note_before(member, local, model, optimizer)
                 optimizer.step()
                 wait_for(Turn())
                 if not local._pending_steps:
-                    self.models[local.steps, member] = parameters_of(model)
+                    self.models[local.steps, member] = self.lasts(member)
         return "left" if local.is_leaving else "done"
 
     def end(self, how: str, local: LocalSGD, group: InProcessGroup, model: nn.Module) -> None:
@@ -116,10 +116,22 @@ class Run(InTurns[LocalSGD]):
         self, member: int, local: LocalSGD, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
         """Note what the member is about to put in, of which the last step is still to be taken."""
-        grads = torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-        last = torch.cat([last.flatten() for fragment in local._fragments for _, last in fragment.lasts])
-        change = (parameters_of(model) - last).double() - optimizer.param_groups[0]["lr"] * grads.double()
-        self.put_in.setdefault(local._turns, {})[member] = (local._pending_steps + 1, change)
+        due = {each.name: last for each, last in local._fragments[local._due].lasts}
+        change = torch.zeros(0, dtype=torch.float64)
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None
+            # Of another fragment, this averaging moves nothing.
+            moved = (parameter - due.get(name, parameter)).detach().double()
+            moved -= (name in due) * optimizer.param_groups[0]["lr"] * parameter.grad.double()
+            change = torch.cat([change, moved.flatten()])
+        weight = round(local._work[local._due]) + 1
+        self.put_in.setdefault(local._turns, {})[member] = (weight, change)
+
+    def lasts(self, member: int) -> torch.Tensor:
+        """Return the model as of the last averages."""
+        fragments = self.fronts[member]._fragments
+        lasts = {each.name: last for fragment in fragments for each, last in fragment.lasts}
+        return torch.cat([lasts[name].flatten() for name, _ in nn.Linear(1, 1).named_parameters()])
 
     def check_equal(self) -> None:
         for step in {step for step, _ in self.models}:
@@ -168,26 +180,19 @@ def test_who_is_told_to_leave_in_an_averaging_hands_over_at_the_next_one() -> No
     assert run.lost() < 3e-6
 
 
-@st.composite
-def clean_runs(draw: st.DrawFn) -> dict[str, Any]:
-    joins_at = [0, *draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))]
-    leaving = draw(st.sets(st.integers(1, len(joins_at) - 1)))
-    ends = {
-        # Not before it has joined: at the end of the turn in which it asks.
-        member: (draw(st.integers(-(-(joins_at[member] + 1) // EVERY) * EVERY, 8)), "leave")
-        for member in leaving
-    }
-    return {
-        "joins_at": joins_at,
-        "ends": ends,
-        "algorithm": draw(st.sampled_from([FEW_BITS, TopK(density=1 / 8, error_decay=1.0, merge="members")])),
-    }
-
-
-@settings(max_examples=8, deadline=None, derandomize=True)
-@given(clean_runs())
-def test_movement_and_mean_residual_are_all_changes_whoever_joins_and_leaves(drawn: dict[str, Any]) -> None:
-    run = Run(**drawn)
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    clean_lives(EVERY, steps=8),
+    st.sampled_from([FEW_BITS, TopK(density=1 / 8, error_decay=1.0, merge="members")]),
+    # With an outer step along the mean change itself, the model moves by what has been averaged.
+    st.sampled_from([(LocalSGD, {}), (DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0})]),
+    st.sampled_from([1, 2]),
+)
+def test_movement_and_mean_residual_are_all_changes_whoever_joins_and_leaves(
+    lives: dict[str, Any], algorithm: Any, front: tuple[Any, dict[str, Any]], fragments: int
+) -> None:
+    kind, outer = front
+    run = Run(**lives, kind=kind, algorithm=algorithm, fragments=fragments, **outer)
     assert run.results[0] == "done"
     assert not run.errors
     run.check_equal()

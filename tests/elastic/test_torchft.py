@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -15,6 +18,7 @@ from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
 from thinwire.elastic import TorchftGroup, torchft_group
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
+from thinwire.lifeline import LAUNCHER_VARIABLE
 
 pytest.importorskip("torchft")
 
@@ -96,6 +100,34 @@ def test_a_torchft_that_is_too_old_is_refused(found: str, is_too_old: bool) -> N
                 TorchftGroup("http://127.0.0.1:1")
         else:
             assert torchft_group._checked_version() == found
+
+
+def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    monkeypatch.setenv(LAUNCHER_VARIABLE, str(gone.pid))
+    with pytest.raises(CommunicationError, match=f"process {gone.pid}, which has started this member"):
+        TorchftGroup("http://127.0.0.1:1")
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself
+def test_newcomers_are_sent_nothing_while_there_are_too_few(job: Job) -> None:
+    options: dict[str, Any] = {"min_members": 3, "wait_seconds": 20, "hostname": "127.0.0.1"}
+    groups = [TorchftGroup(job.address, **options) for _ in range(2)]
+    try:
+        with patch("thinwire.elastic.torchft_group.send_state") as sent, ThreadPoolExecutor() as threads:
+            sizes: list[int] = []
+            while sizes != [2, 2]:  # one may have met alone before the lighthouse knew of the other
+                for group in groups:
+                    group.conclude(False) if sizes else None
+                list(threads.map(TorchftGroup.meet, groups))
+                sizes = [group.transport.size for group in groups]
+        assert not sent.called
+        assert [group.received for group in groups] == [None, None]
+        assert [group._manager.current_step() for group in groups] == [0, 0]
+    finally:
+        for group in groups:
+            group.leave()
 
 
 @pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself

@@ -227,16 +227,13 @@ class LocalSGD(Member):
         self._pending_steps += 1
         if self._weigh_by == "steps":
             self._work = [work + 1 for work in self._work]
-        if self._pending_steps >= self._steps_to_turn():
+        # As many steps lie between two averagings as spread the fragments evenly.
+        every_steps, num_fragments = self._schedule.every_steps, self._schedule.num_fragments
+        ends = [-(-place * every_steps // num_fragments) for place in (self._due, self._due + 1)]
+        if self._pending_steps >= ends[1] - ends[0]:
             self._average()
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
-
-    def _steps_to_turn(self) -> int:
-        """Return how many steps lie between the last averaging and the next: fragments evenly spread."""
-        every_steps, num_fragments = self._schedule.every_steps, self._schedule.num_fragments
-        ends = [-(-place * every_steps // num_fragments) for place in (self._due, self._due + 1)]
-        return ends[1] - ends[0]
 
     def _outer_lr_for(self, num_members: int) -> float | None:
         """Return the outer learning rate for so many members; None to leave it alone."""
@@ -376,15 +373,16 @@ class _Front:
                 pass
         return _Flying(flight, local._outer, local._outer_lr_for(local._group.transport.size))
 
-    def committed(self, step: int, *, was_averaged: bool) -> None:
+    def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""
         local = self._local
-        if not was_averaged and local._pending_steps:
-            raise StepError(
-                "no member has counted any work since the last averaging, so nothing was averaged: call "
-                "count_work() before optimizer.step()"
-            )
         if not was_averaged:
+            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            if local._pending_steps and not has_newcomers:
+                raise StepError(
+                    "no member has counted any work since the last averaging, so nothing was averaged: call "
+                    "count_work() before optimizer.step()"
+                )
             return
         local._work[local._due] = 0.0
         local._steps, local._pending_steps = step, 0

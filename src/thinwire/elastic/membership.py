@@ -77,12 +77,16 @@ class Front(Protocol):
             scale: What this member's part is multiplied by.
         """
 
-    def committed(self, step: int, *, was_averaged: bool) -> None:
+    def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """Go on from a committed averaging.
 
         Args:
             step: That the furthest member had made.
             was_averaged: Whether anybody had anything to put in.
+            has_newcomers: Whether somebody has started from the others in it, and so had nothing.
+
+        Raises:
+            StepError: Nobody had, though all came for it.
         """
 
 
@@ -429,7 +433,9 @@ class Membership:
     def _averaged(self, present: tuple[Presence, ...]) -> None:
         """Send, and commit once everybody has received everything."""
         group = self._group
-        lineage = _next(self.lineage, group.quorum_id)
+        # The same on all of this quorum, and on nobody else: of the past, and of who was there.
+        digest = hashlib.sha256(f"{self.lineage} {group.quorum_id}".encode()).digest()
+        lineage = int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
         total = sum(each.weight for each in present)
         prepared: Prepared | None = None
         if total:
@@ -455,7 +461,11 @@ class Membership:
         if prepared is not None:
             prepared.commit()
         self.lineage = lineage
-        self._front.committed(max(each.step for each in present), was_averaged=prepared is not None)
+        self._front.committed(
+            max(each.step for each in present),
+            was_averaged=prepared is not None,
+            has_newcomers=any(each.is_new for each in present),
+        )
         stats = self.stats
         stats.averagings += prepared is not None
         stats.members = len(present)
@@ -506,8 +516,3 @@ class Membership:
 def _drawn() -> int:
     """Return a number that no other member has; whatever seeds the user's script sets."""
     return random.SystemRandom().getrandbits(NUMBER_BITS) | 1
-
-
-def _next(lineage: int, quorum_id: int) -> int:
-    digest = hashlib.sha256(f"{lineage} {quorum_id}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1

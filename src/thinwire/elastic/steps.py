@@ -147,10 +147,12 @@ class Steps(Member):
         The gradients are the means afterwards. A parameter without one counts as zeros.
 
         Args:
-            work: What this member's gradients weigh: such as the tokens that their mean is over.
+            work: What this member's gradients weigh: such as the tokens that their mean is over. 0 to add
+                nothing to the step of the others, of whom one at least must weigh something.
 
         Raises:
-            StepError: Outside the context, or this member's gradients are not finite; it has left then.
+            StepError: Outside the context; or this member's gradients are not finite, and it has left; or
+                those of all members weigh 0, and no step was taken.
             LeftError: This member has left, after this step, as it was asked to; the context swallows it.
             CommunicationError: No averaging has succeeded in the group's `wait_seconds`.
             ConfigError: `work` is not a number, or negative.
@@ -295,10 +297,16 @@ class _Front:
             raise
         return _Prepared(steps, step, flats)
 
-    def committed(self, step: int, *, was_averaged: bool) -> None:
+    def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""
         steps = self._steps
         if not was_averaged:
+            # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
+            if steps._is_inside and not has_newcomers:
+                raise StepError(
+                    "no member's gradients weigh anything: step(work=0) on all of them, so there is no mean, "
+                    "and no step was taken; give the work that they are of, or leave the step out on all"
+                )
             return
         # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
         steps._optimizer.step()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -94,17 +95,16 @@ class TorchftGroup(Group):
         inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
         self._group = _Configured(inner)
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
-        # Not of a launcher further up: what stands between may end without that being an end of the job.
-        if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
-            follow_launcher()
+        _follow_launcher()
         # Of this member alone: torchft announces itself in it, and joins a quorum's members through that of
         # one of them.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
         try:
             self._manager = torchft.Manager(
                 pg=self._group,
-                load_state_dict=self._receive,
-                state_dict=self._provided,
+                # Only noted: it is looked at when all members have agreed, and by the caller's thread.
+                load_state_dict=partial(setattr, self, "received"),
+                state_dict=lambda: self.provide(),  # noqa: PLW0108 - it is set after this
                 min_replica_size=1,
                 use_async_quorum=False,
                 timeout=self._timeout,
@@ -118,7 +118,7 @@ class TorchftGroup(Group):
                 replica_id=f"{host}-{os.getpid()}" if name is None else name,
                 hostname=host,
                 heartbeat_interval=HEARTBEAT,
-                checkpoint_transport=_StateTransport(self._group, self._timeout),
+                checkpoint_transport=_StateTransport(self._group, self.min_members),
             )
         except RuntimeError as error:
             raise CommunicationError(
@@ -148,7 +148,9 @@ class TorchftGroup(Group):
         cause = None if failed is None else failed.original_exception
         if isinstance(cause, StateError):  # of this member itself: no other quorum would help
             raise cause
-        if cause is not None or self._group.size == 0:
+        # Too few for an averaging, and joined nevertheless: the members themselves find that out, all alike.
+        is_joined = cause is None or isinstance(cause, _NothingSentError)
+        if not is_joined or self._group.size == 0:
             raise CommunicationError(
                 f"the members of quorum {self._group.quorum_id} could not be joined, or their state not be "
                 f"received: {cause or 'the group was broken off and not joined anew'}; it is tried again"
@@ -207,13 +209,6 @@ class TorchftGroup(Group):
         self._manager.shutdown(wait=False)
         self._group.abort()
 
-    def _provided(self) -> Mapping[str, Any]:
-        return self.provide()  # which is set after the manager has been made
-
-    def _receive(self, state: Mapping[str, Any]) -> None:
-        # Only noted: it is looked at when all members have agreed, and by the caller's thread.
-        self.received = state
-
 
 class _Configured:
     """torchft's process group as its manager configures it; remembers for whom."""
@@ -249,14 +244,19 @@ class _Configured:
         self.size = 0
 
 
+class _NothingSentError(Exception):
+    """There are too few members for an averaging."""
+
+
 class _StateTransport:
     """What a newcomer starts from, over the members' own process group: no further port, nothing pickled.
 
-    It is what torchft calls a checkpoint transport.
+    It is what torchft calls a checkpoint transport. Nothing is sent where there are too few members for an
+    averaging: all know their number, and the same newcomer would be sent the same again at the next attempt.
     """
 
-    def __init__(self, group: _Configured, timeout: timedelta) -> None:
-        self._group, self._timeout = group, timeout
+    def __init__(self, group: _Configured, min_members: int) -> None:
+        self._group, self._min_members = group, min_members
 
     def metadata(self) -> str:
         """Return what a receiver must know beforehand: nothing."""
@@ -266,13 +266,17 @@ class _StateTransport:
         self, dst_ranks: Sequence[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
     ) -> None:
         """Send a state to newcomers, one after the other."""
-        send_state(state_dict, self._group.transport(), dst_ranks)
+        if self._group.size >= self._min_members:
+            send_state(state_dict, self._group.transport(), dst_ranks)
 
     def disallow_checkpoint(self) -> None:
         """Do nothing: everything was sent when `send_checkpoint` returned."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Receive a state."""
+        if self._group.size < self._min_members:
+            # Raised: else torchft would count this member among those who have the state.
+            raise _NothingSentError
         return receive_state(self._group.transport(), src_rank)
 
     def shutdown(self, wait: bool = True) -> None:
@@ -298,8 +302,34 @@ def _checked_version() -> str:
     return found
 
 
+def _follow_launcher() -> None:
+    """End with `thinwire run`, if it has started this process.
+
+    Raises:
+        CommunicationError: It has ended already.
+    """
+    launcher = os.environ.get(LAUNCHER_VARIABLE)
+    if launcher is None:
+        return
+    if launcher == str(os.getppid()):
+        follow_launcher()
+        return
+    # Of a launcher further up: what stands between may end without that being an end of the job. But it may
+    # have been killed while this process imported, and nobody would end this one any more.
+    try:
+        os.kill(int(launcher), 0)
+    except ProcessLookupError:
+        raise CommunicationError(
+            f"process {launcher}, which has started this member ({LAUNCHER_VARIABLE}), has ended: so does "
+            "this one. Start thinwire run again"
+        ) from None
+    except PermissionError:
+        pass  # it is there, as another user's
+
+
 def _says_something(record: logging.LogRecord) -> bool:
-    # It warns so at every change of members, where there is no NCCL, or one without a flight recorder.
+    # It warns so at every change of members, where there is no NCCL, or one without a flight recorder. (A
+    # function of the module: however often it is added, a logger holds it once.)
     return "NCCL flight recorder" not in record.getMessage()
 
 
