@@ -668,7 +668,11 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "world": "different shards of one replica",
             "both": "pass one of them",
             "plain parameter": "embed.weight is trained, but no fully_shard holds it",
-            "meta": "is on the meta device",
+            "meta": "embed.weight is on the meta device",
+            "meta buffer": "seen is on the meta device",
+            "part": "a part of a larger sharded model",
+            "step inside": "0.weight was set to None before it was averaged",
+            "advise": "advise times the whole model on each process, got one that is sharded (FSDP)",
             "twice": "sync.use",
             "FSDP1": "shard it with fully_shard",
             "unlike": "process 0 has embed.weight of shape (11, 8)",
@@ -702,6 +706,13 @@ def _refused() -> dict[str, str]:
     assigned, _ = attached(POWER)
     assigned.load_state_dict({k: v.clone() for k, v in assigned.state_dict().items()}, assign=True)
     plain = sharded(language(), mesh["shard"])
+    without_values = sharded(language(), mesh["shard"])
+    without_values.register_buffer("seen", torch.zeros(3, device="meta"))
+    whole = sharded(language(), mesh["shard"])
+    attach(whole.blocks[0], POWER, mesh=mesh)
+    steps_inside, _ = attached(POWER)
+    taken = steps_inside.blocks[0][0].weight
+    taken.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     return {
         "native HSDP": error_of(lambda: attach(sharded(language(), mesh), POWER, mesh=mesh)),
@@ -711,6 +722,10 @@ def _refused() -> dict[str, str]:
         "both": error_of(lambda: attach(plain, POWER, mesh=mesh, process_group=dist.group.WORLD)),
         "plain parameter": error_of(lambda: attach(partly, POWER, mesh=mesh)),
         "meta": error_of(lambda: attach(empty, POWER, mesh=mesh)),
+        "meta buffer": error_of(lambda: attach(without_values, POWER, mesh=mesh)),
+        "part": error_of(lambda: whole(tokens_of(0))),
+        "step inside": error_of(lambda: backward(steps_inside, 0)),
+        "advise": error_of(lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
         "FSDP1": error_of(lambda: attach(old, POWER, mesh=mesh)),
         "twice": error_of(lambda: attach(twice, POWER, mesh=mesh)),
         "unlike": error_of(lambda: attach(unlike, POWER, mesh=mesh)),

@@ -23,7 +23,7 @@ from fronts.test_sharded import (
     tokens_of,
 )
 from pool import Pool
-from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize
+from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, attach
 from thinwire.channel import InProcessTransport, run_members
 from training import error_of
 
@@ -271,6 +271,7 @@ def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
             "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
             "mesh": "process_group=mesh.get_group()",
             "join": "a sharded model can't be joined",
+            "attached": "the model is attached already; its gradients are averaged",
         }.items():
             assert words in found[case], (case, found[case])
 
@@ -285,7 +286,10 @@ def _refused() -> dict[str, str]:
     with LocalSGD(model, optimizer, every_steps=2, mesh=mesh) as local:
         joined = error_of(local.join_hook)
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    attached = sharded(language(), mesh["shard"])
+    attach(attached, PowerSGD(matrix_rank=2), mesh=mesh)
     return {
+        "attached": error(attached, mesh=mesh["replicate"]),
         "no replicas": error(model),
         "native": error(sharded(language(), mesh), mesh=mesh),
         "subgroup": error(model, mesh=mesh, subgroup=mesh["shard"].get_group()),

@@ -40,7 +40,7 @@ from thinwire.channel import (
 )
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
-from thinwire.fronts.ddp_model import register
+from thinwire.fronts.ddp_model import is_sharded, register
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 
@@ -101,8 +101,8 @@ def advise(
     runs.
 
     Raises:
-        ConfigError: `one_step` does not run a backward pass, the model is on several devices, or an argument
-            is out of range.
+        ConfigError: `one_step` does not run a backward pass, the model is sharded or on several devices, or
+            an argument is out of range.
         AttachError: There is no process group, or the model can't be wrapped.
     """
     if not 0 < budget_seconds < math.inf or not 0 <= least_gain < 1:
@@ -118,6 +118,11 @@ def advise(
     transport = ProcessGroupTransport()
     # Of a compiled model the module inside: what is compiled can't be copied.
     given = getattr(model, "_orig_mod", model)
+    if is_sharded(given):
+        raise ConfigError(
+            "advise times the whole model on each process, got one that is sharded (FSDP), which can't be "
+            "copied; pass the plain module, as it is before fully_shard"
+        )
     # A copy, so that neither gradients nor hooks are left behind on the user's.
     module = copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given)
     devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}

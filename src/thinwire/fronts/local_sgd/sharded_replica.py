@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError
 from thinwire.fronts.local_sgd.replica import Replica
-from thinwire.fronts.sharded.front import alike_on_all_shards
-from thinwire.fronts.sharded.model import Piece, ShardedModel, pieces_of, replicas_of
+from thinwire.fronts.sharded.front import alike_on_all_shards, refuse_attached
+from thinwire.fronts.sharded.model import Piece, ShardedModel, pieces_of, replicas_of, reshard
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.sync import Engine, GradientSync
 
@@ -30,7 +29,7 @@ class ShardedReplica(Replica):
         mesh: As of `LocalSGD`.
 
     Raises:
-        AttachError: It is not sharded as it must be, or the group is not of equal shards.
+        AttachError: It is not sharded as it must be, or attached, or the group is not of equal shards.
         ConfigError: Both a group and a mesh are given.
     """
 
@@ -56,16 +55,20 @@ class ShardedReplica(Replica):
             )
         super().__init__(replicas_of(sharded, process_group, mesh))
         self._pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
-        self._fsdp = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        refuse_attached(
+            self._pieces.values(),
+            "its gradients are averaged over the replicas in every step, so averaging models as well would "
+            "change nothing; leave out one of the two",
+        )
+        self._module = module
         inside = ProcessGroupTransport(own.get_group(), torch.device(own.device_type))
         # A replica of one shard has nobody to ask, and its steps are committed without.
         self._inside = inside if inside.size > 1 else InProcessTransport.group(1)[0]
         self.shards = inside if inside.size > 1 else None
 
     def show_shards(self) -> None:
-        """As `Replica.show_shards`: a forward pass without a backward pass leaves whole parameters."""
-        for module in self._fsdp:
-            module.reshard()
+        """As `Replica.show_shards`."""
+        reshard(self._module)
 
     def alike(
         self, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], None]

@@ -13,7 +13,7 @@ from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transpor
 from thinwire.checks import true_or_false
 from thinwire.errors import AttachError
 from thinwire.fronts.ddp_model import plain_name
-from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards, specs_of
+from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards, refuse_attached, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.fronts.sharded.trial import as_averaged_faster
@@ -62,7 +62,7 @@ def attach_sharded(
     sharded = ShardedModel(model)
     replicas = replicas_of(sharded, process_group, mesh)
     pieces = pieces_of(model, sharded)
-    _refuse_attached(pieces)
+    refuse_attached(pieces, "switch its algorithm with sync.use(…), where sync is what attach returned")
     trained = [piece for piece in pieces if piece.parameter.requires_grad]
     if not trained:
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
@@ -107,17 +107,6 @@ def attach_sharded(
     front.register(model)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     return ShardedSync(engine, shards, own, front.forget_pass)
-
-
-def _refuse_attached(pieces: list[Piece]) -> None:
-    # A front leaves no trace on the module; its hooks are bound methods of it.
-    for piece in pieces:
-        hooks = getattr(piece.parameter, "_post_accumulate_grad_hooks", None) or {}
-        if any(isinstance(getattr(hook, "__self__", None), ShardedFront) for hook in hooks.values()):
-            raise AttachError(
-                "the model is attached already; switch its algorithm with sync.use(…), where sync is what "
-                "attach returned"
-            )
 
 
 def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:

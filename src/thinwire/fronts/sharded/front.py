@@ -14,14 +14,14 @@ from torch.autograd import Variable
 
 from thinwire.algorithms import Bucket
 from thinwire.channel import Transport, Work, agree, gather_bytes
-from thinwire.errors import AgreementError, StepError
+from thinwire.errors import AgreementError, AttachError, StepError
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, sharded_like
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
 from thinwire.sync.lane import Lane
 from thinwire.sync.step import Step
 
-__all__ = ["ShardedFront", "alike_on_all_shards", "specs_of"]
+__all__ = ["ShardedFront", "alike_on_all_shards", "refuse_attached", "specs_of"]
 
 Result = TypeVar("Result")
 
@@ -62,6 +62,23 @@ def alike_on_all_shards(
     if refusal is not None:
         raise refusal
     return result
+
+
+def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
+    """Refuse a model whose gradients a front averages already.
+
+    Args:
+        pieces: What this process has of its parameters.
+        what_to_do: Instead, for the error.
+
+    Raises:
+        AttachError: There is a front.
+    """
+    # It leaves no trace on the module; its hooks are bound methods of it.
+    for piece in pieces:
+        hooks = getattr(piece.parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(isinstance(getattr(hook, "__self__", None), ShardedFront) for hook in hooks.values()):
+            raise AttachError(f"the model is attached already; {what_to_do}")
 
 
 @dataclass(eq=False)
@@ -168,6 +185,12 @@ class ShardedFront:
                 "a part of the model was sharded after it was attached, so nobody averages its gradients "
                 "over the replicas; call fully_shard on all parts, then attach"
             )
+        # Behind the check above: a root that was sharded later has made parts of those that were roots.
+        if self._sharded.is_inside_another:
+            raise StepError(
+                "what was attached is a part of a larger sharded model, and nobody averages the rest of it "
+                "over the replicas; attach the whole model"
+            )
         strangers = [p for p in self._sharded.parameters if p.requires_grad and id(p) not in self._bucket_of]
         if strangers:
             raise StepError(
@@ -237,6 +260,14 @@ class ShardedFront:
 
     def _start(self, bucket: _Bucket) -> None:
         try:
+            # Whoever takes a gradient before it is averaged has stepped with that of its own replica.
+            for piece in bucket.pieces:
+                if piece.parameter.grad is None and id(piece.parameter) in self._arrived:
+                    raise StepError(
+                        f"the gradient of {piece.name} was set to None before it was averaged over the "
+                        "replicas (by an optimizer that steps inside of the backward pass?); step after "
+                        "backward(), and restart all processes from a checkpoint"
+                    )
             if self._step is None:
                 self._step = self.engine.begin()
             # A copy: where the step fails, the gradients are as FSDP2 has left them.

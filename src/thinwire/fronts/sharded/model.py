@@ -22,6 +22,7 @@ __all__ = [
     "local_of",
     "pieces_of",
     "replicas_of",
+    "reshard",
     "sharded_like",
 ]
 
@@ -147,6 +148,12 @@ class ShardedModel:
         )
 
     @property
+    def is_inside_another(self) -> bool:
+        """Whether it is a part of a larger FSDP2 model; known from its first forward pass on."""
+        # The first module to run is a root, and so are several side by side where none holds the others.
+        return all(state._is_root is False for state in self._states)
+
+    @property
     def is_finalized_by_hand(self) -> bool:
         """Whether the user calls `finalize_backward`, as torch 2.15 allows."""
         return any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self._states)
@@ -221,6 +228,17 @@ def _groups_of(state: Any) -> list[Any]:
     return list(groups)
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Let a model's parameters be its shards: after a forward pass without a backward one some may be whole.
+
+    Args:
+        model: The module.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     """Reshard a model, and return what this process has of each parameter: frozen ones too, tied ones once.
 
@@ -229,27 +247,25 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
         sharded: FSDP2's side of it.
 
     Raises:
-        AttachError: A parameter is trained but not FSDP2's, or is cut over more than one dimension, or has
-            no values yet.
+        AttachError: A parameter is trained but not FSDP2's, or is cut over more than one dimension; or it, or
+            a buffer, has no values yet.
     """
-    # After a forward pass without a backward one, parameters may still be whole ones, and no DTensors.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    reshard(model)
     # What FSDP2 reduces together becomes ready together.
     bucket_of = {
         id(each.sharded_param): number
         for number, group in enumerate(sharded.groups)
         for each in group.fsdp_params
     }
+    for long_name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if local_of(tensor).is_meta:
+            raise AttachError(
+                f"{plain_name(long_name)} is on the meta device and has no values yet; call "
+                "model.to_empty(device=…) and initialise or load it, then attach"
+            )
     pieces = []
     for long_name, parameter in model.named_parameters():
         name = plain_name(long_name)
-        if parameter.is_meta or local_of(parameter).is_meta:
-            raise AttachError(
-                f"{name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
-                "initialise or load it, then attach"
-            )
         if id(parameter) not in bucket_of:
             if parameter.requires_grad:
                 raise AttachError(
