@@ -28,7 +28,7 @@ from thinwire.fronts.local_sgd.flight import Flight, are_finite
 from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step
 from thinwire.fronts.local_sgd.model import AveragedModel
-from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, new_outer
+from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, new_outer, warn_of_momentum
 from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.fronts.local_sgd.validation import checked_device, checked_optimizer
@@ -186,7 +186,8 @@ class LocalSGD(Member):
         self._work = [0.0] * len(self._fragments)
         if self._make_outer is not None:
             parameters = self._fragments.outer_parameters(averaged)
-            self._outer = new_outer(self._make_outer, parameters, self._engine.algorithm, stacklevel=3)
+            self._outer = new_outer(self._make_outer, parameters)
+            warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
             attached.enter_context(self._joined())
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))

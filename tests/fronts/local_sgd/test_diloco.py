@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from members import Member, run
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
+from thinwire.errors import StateError
 from thinwire.fronts.local_sgd import DiLoCo
 from training import batch_of, error_of, flat, new_model
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def diloco(member: Member, **settings: Any) -> DiLoCo:
@@ -187,5 +191,37 @@ def test_momentum_with_few_entries_is_warned_of() -> None:
     def body(member: Member) -> None:
         with pytest.warns(UserWarning, match="sends an entry only now and then"):
             diloco(member, algorithm=TopK(), outer_momentum=0.9).__enter__()
+        with diloco(member, every_steps=2) as local:
+            member.train(2)
+            local.sync.use(TopK())
+            with pytest.warns(UserWarning, match="sends an entry only now and then"):
+                member.train(2)
+        # The momentum is that of the state, and not the one that goes with the algorithm.
+        resumed = diloco(member, every_steps=2, algorithm=TopK())
+        resumed.load_state_dict(local.state_dict())
+        with pytest.warns(UserWarning, match="sends an entry only now and then"):
+            resumed.__enter__()
+
+    run(1, body)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading", "lacks"),
+    [
+        (torch.optim.SGD, torch.optim.Adam, ".*betas, eps"),
+        (NESTEROV, torch.optim.Adam, "step"),  # torch's Adam itself looks for it
+        (torch.optim.Adam, NESTEROV, ".*momentum, nesterov"),
+    ],
+)
+def test_the_state_of_another_kind_of_outer_optimizer_is_refused(
+    saved: Any, loading: Any, lacks: str
+) -> None:
+    def body(member: Member) -> None:
+        with member.local(outer=saved) as local:
+            member.train(1)
+        other = member.local(outer=loading)
+        other.load_state_dict(local.state_dict())
+        with pytest.raises(StateError, match=f"another outer optimizer: it has no {lacks}"):
+            other.__enter__()
 
     run(1, body)

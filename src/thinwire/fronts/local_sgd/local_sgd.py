@@ -27,7 +27,14 @@ from thinwire.fronts.local_sgd.division import fragments_of, parts_of
 from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.model import AveragedModel, replica_of, unwrapped
-from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, load_outer, new_outer
+from thinwire.fronts.local_sgd.outer import (
+    Outer,
+    check_outer,
+    described_outer,
+    load_outer,
+    new_outer,
+    warn_of_momentum,
+)
 from thinwire.fronts.local_sgd.schedule import Members, Schedule, checked_mix
 from thinwire.fronts.local_sgd.state import LoadedState, checked_state, go_on_from, packed_state
 from thinwire.fronts.local_sgd.validation import (
@@ -287,9 +294,10 @@ class LocalSGD(Joinable):
         outer = None
         if self._make_outer is not None:
             parameters = fragments.outer_parameters(averaged)
-            outer = new_outer(self._make_outer, parameters, self._engine.algorithm, stacklevel=3)
+            outer = new_outer(self._make_outer, parameters)
             if loaded is not None and loaded.outer is not None:
                 load_outer(outer, fragments.last_names, replica, loaded.outer)
+            warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
         described = {
             "every_steps": schedule.every_steps,
             "warmup_steps": schedule.warmup_steps,
@@ -424,6 +432,8 @@ class LocalSGD(Joinable):
     def _averaging(self, call: str) -> Iterator[None]:
         """Check the model first; where anything fails inside, forget what is in flight."""
         self._check_inside(call)
+        if not self._engine.has_agreed:  # perhaps because of another algorithm since the last averaging
+            warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
         try:
             # The step may stand under autocast, which would round the arithmetic on changes.
             with full_precision(self.join_device):
@@ -534,7 +544,9 @@ class LocalSGD(Joinable):
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
 
         Load the model and the optimizer as well: with a state, entering leaves the model alone. The number of
-        fragments may be another one, unless something was in flight.
+        fragments may be another one, unless something was in flight. The outer optimizer goes on with the
+        learning rate and momentum of the state, whatever is given here or would be chosen, as torch's
+        optimizers do: to change them, write to `outer.param_groups` after entering.
 
         Raises:
             StateError: It is not such a state, or is of another model.

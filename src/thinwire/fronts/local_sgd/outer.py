@@ -23,6 +23,7 @@ __all__ = [
     "load_outer",
     "new_outer",
     "saved_outer",
+    "warn_of_momentum",
 ]
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -46,16 +47,12 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def new_outer(
-    make: Outer, parameters: list[torch.Tensor], algorithm: Algorithm, *, stacklevel: int
-) -> torch.optim.Optimizer:
-    """Return the outer optimizer of `parameters`; warn of a momentum that does not go with `algorithm`.
+def new_outer(make: Outer, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return the outer optimizer of `parameters`.
 
     Args:
         make: What the user gave.
         parameters: All that it must hold.
-        algorithm: How the changes that it is given are averaged.
-        stacklevel: Of the user's line, for the warning.
 
     Raises:
         ConfigError: `make` does not make an optimizer of exactly these.
@@ -67,17 +64,26 @@ def new_outer(
         raise ConfigError(
             f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
         )
-    has_momentum = any(
-        group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups
-    )
-    if has_momentum and algorithm.sends_few_entries:
+    return outer
+
+
+def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, *, stacklevel: int) -> None:
+    """Warn of a momentum that does not go with an algorithm.
+
+    Args:
+        outer: The outer optimizer, as it is by now: a loaded state has brought its own momentum.
+        algorithm: How the changes that it is given are averaged.
+        stacklevel: Of the user's line.
+    """
+    if outer is None or not algorithm.sends_few_entries:
+        return
+    if any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups):
         warnings.warn(
             f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
             "moves it on in all the steps in which nothing was sent of it; "
             "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
-            stacklevel=stacklevel,
+            stacklevel=stacklevel + 1,
         )
-    return outer
 
 
 def described_outer(outer: torch.optim.Optimizer | None) -> str:
@@ -128,8 +134,17 @@ def load_outer(
             kept[key] = replica.own({name: kept[key]})[name]
     try:
         outer.load_state_dict(own)
+        # It takes the settings of most others, too, and would fail in the first step for want of its own.
+        missing = sorted(outer.defaults.keys() - set.intersection(*map(set, outer.param_groups)))
+    except KeyError as error:
+        missing = list(error.args)
     except ValueError as error:
         raise StateError(f"the state is of another outer optimizer: {error}") from error
+    if missing:
+        raise StateError(
+            f"the state is of another outer optimizer: it has no {', '.join(missing)}, which "
+            f"{type(outer).__name__} needs; pass outer= as when it was saved"
+        )
 
 
 def _tensors(
