@@ -134,7 +134,7 @@ class Counting(TorchDispatchMode):
         overwrites = name in ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
         read = given if not overwrites else given[len(written) :]
         if "out" in kwargs:
-            read = [each for each in given if each is not kwargs["out"]]
+            read = list(tensors_in(args))  # what it overwrites it may read as well
         self.bytes[name] += sum(map(_held_bytes, read)) + sum(map(_held_bytes, written))
 
 

@@ -64,11 +64,14 @@ def step_of(
     dtype: torch.dtype = torch.float32,
     *,
     untold: int = 1,
+    in_one_bucket: bool = False,
     **settings: Any,
 ) -> Counted:
     """What the second step costs, which has a residual and factors; the third also has Triton's tables."""
     engine = Engine(algorithm, Alike(), settings=Settings(**settings))
     buckets = buckets_of(shapes, dtype)
+    if in_one_bucket:
+        buckets = [tuple(spec for bucket in buckets for spec in bucket)]
 
     def step() -> None:
         engine.average(zip(buckets, flats_of(buckets), strict=True), is_agreed=True)
@@ -122,7 +125,7 @@ def scale(device: torch.device) -> torch.Tensor:
 SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
     "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(339, 45.4)),
     "loss scale": (PowerSGD(matrix_rank=4), torch.float32, {"loss_scale": scale}, Limit(415, 12.3)),
-    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(424, 10.3, 0)),
+    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(424, 11.3, 0)),
     "alternating": (PowerSGD(matrix_rank=4, alternating=True), torch.float32, {}, Limit(267, 9.2)),
     # Random rows are drawn on the host in every step, and it does not wait for their copies.
     "no warm start": (PowerSGD(matrix_rank=1, warm_start=False), torch.float32, {}, Limit(1017, 10.1)),
@@ -135,6 +138,16 @@ def test_gpt2_small_by_setting(name: str) -> None:
     algorithm, dtype, settings, limit = SETTINGS[name]
     found = step_of(algorithm, gpt2_small(), dtype, **settings)
     assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
+
+
+def test_in_one_bucket_to_keep_what_was_takes_a_launch_for_each_shape() -> None:
+    """By PyTorch, which can't choose between many tensors at once; all else is seven launches."""
+    checked, unchecked = (
+        step_of(PowerSGD(matrix_rank=4), gpt2_small(), in_one_bucket=True, host_check=each)
+        for each in (True, False)
+    )
+    assert Limit(173, 10.3).holds(checked, bytes_of(gpt2_small(), torch.float32)), checked
+    assert Limit(180, 11.3, 0).holds(unchecked, bytes_of(gpt2_small(), torch.float32)), unchecked
 
 
 # Of one layer, in two buckets. What has no row here is to be counted and given one.
@@ -226,5 +239,5 @@ def test_the_front_of_local_sgd() -> None:
     ):
         found, _ = counted(optimizer.step)
         assert engine_of(local.sync).counts().compression_ratio > 5
-    limit = Limit(218, 35.3, 3)
+    limit = Limit(216, 36.3, 3)
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)

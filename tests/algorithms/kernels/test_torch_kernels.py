@@ -71,6 +71,36 @@ def test_matrices_at_equal_distances_are_one_batch(
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("healthy", [True, False])
+def test_of_a_batch_that_is_not_healthy_residuals_stay_by_one_choice(
+    healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, whatever the gradients have become."""
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    choices: list[torch.Tensor] = []
+    choose = torch.where
+
+    def chosen(flag: torch.Tensor, *given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        choices.append(out)
+        return choose(flag, *given, out=out)
+
+    terms = [Factors(factor_of(3, 2, 18), factor_of(3, 2, 33), factor_of(3, 2, 33, seed=2))]
+    before, plain, group = (batched_group((18, 33), distance=7) for _ in range(3))
+    if not healthy:
+        group.matrices[1][2, 3] = torch.inf
+    monkeypatch.setattr(torch, "where", chosen)
+    for each, flag in ((plain, None), (group, torch.tensor(healthy))):
+        errors = [error for error in each.errors if error is not None]
+        KERNELS.reconstruct([each], [errors], [terms], None, flag)
+    for index in range(3):
+        assert group.matrices[index].isnan().all() == (not healthy)
+        error, expected = group.errors[index], (plain if healthy else before).errors[index]
+        assert error is not None
+        assert expected is not None
+        assert torch.equal(error, expected)
+    assert [tuple(each.shape) for each in choices] == [(3, 18, 33)]
+
+
 def test_what_is_no_batch() -> None:
     flat = torch.zeros(100)
     assert stacked([flat[0:6].view(2, 3), flat[10:16].view(2, 3), flat[21:27].view(2, 3)]) is None

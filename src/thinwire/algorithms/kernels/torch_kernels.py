@@ -117,17 +117,19 @@ class TorchKernels(Kernels):
     ) -> None:
         """Do it for all groups, with few launches."""
         # In place: with the matrix added to a product elsewhere, torch would copy it there first.
-        kept = [index for index, of_group in enumerate(errors) if of_group is not None]
-        self.subtract_own([groups[index] for index in kept], [terms[index][-1] for index in kept])
-        written = [error for of_group in errors if of_group is not None for error in of_group]
-        left_over = [matrix for index in kept for matrix in groups[index].matrices]
+        kept = [
+            (group, of_group) for group, of_group in zip(groups, errors, strict=True) if of_group is not None
+        ]
+        last = [found[-1] for found, of_group in zip(terms, errors, strict=True) if of_group is not None]
+        self.subtract_own([group for group, _ in kept], last)
+        written = [error for _, of_group in kept for error in of_group]
+        left_over = [matrix for group, _ in kept for matrix in group.matrices]
         if loss_scale is not None and left_over:
             torch._foreach_div_(left_over, loss_scale)
-        if is_healthy is not None:
-            for error, rest in zip(written, left_over, strict=True):
-                torch.where(is_healthy, rest, error, out=error)
-        elif written:
+        if is_healthy is None and written:
             torch._foreach_copy_(written, left_over)
+        elif is_healthy is not None:
+            _keep_unless_healthy(kept, is_healthy)
         # The residuals are out of the matrices; now those may be overwritten.
         means = [[term.pair(term.mean) for term in found] for found in terms]
         if is_healthy is not None:
@@ -254,6 +256,21 @@ def _reconstruct_each(
                     torch.mm(left[index][:, block].t(), right[index], out=matrix[block])
                 else:
                     matrix[block].addmm_(left[index][:, block].t(), right[index])
+
+
+def _keep_unless_healthy(
+    written: Sequence[tuple[MatrixGroup, Sequence[torch.Tensor]]], is_healthy: torch.Tensor
+) -> None:
+    """Write the matrices of each group to the tensors beside it where `is_healthy`; else those stay."""
+    for group, of_group in written:
+        # A choice, and no product with 0 or 1: what is not finite would stay so. Torch can't choose between
+        # many tensors at once, so it takes a launch for each batch.
+        rests, rooms = stacked(group.matrices), stacked(of_group)
+        if rests is not None and rooms is not None:
+            torch.where(is_healthy, rests, rooms, out=rooms)
+            continue
+        for rest, room in zip(group.matrices, of_group, strict=True):
+            torch.where(is_healthy, rest, room, out=room)
 
 
 def _one_or_nan(is_healthy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
