@@ -7,6 +7,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -148,6 +149,22 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             pytest.raises(StateError, match="can't be sent"),
         ):
             group.meet()
+        asked: list[timedelta] = []
+
+        def no_answer(timeout: timedelta) -> None:
+            asked.append(timeout)
+            if len(asked) < 3:
+                raise TimeoutError("no answer")
+
+        with (
+            patch.object(group._manager, "start_quorum", no_answer),
+            patch("thinwire.elastic.torchft_group.PAUSE_SECONDS", 0.0),
+        ):
+            group.meet()
+        # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.
+        assert [each / asked[0] for each in asked[:2]] == [1, 2]
+        assert asked[0] == timedelta(seconds=7.5)
+        assert asked[2] <= timedelta(seconds=20)
         group.is_leaving = lambda: True
         with (
             patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer")),

@@ -32,6 +32,7 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 MIN_MEMBERS = "THINWIRE_MIN_MEMBERS"
 HOSTNAME = "THINWIRE_HOSTNAME"
 MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
+ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
 PAUSE_SECONDS = 1.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
@@ -160,9 +161,14 @@ class TorchftGroup(Group):
 
     def _ask(self, give_up_at: float) -> None:
         """Ask the lighthouse who takes part, until it answers; torchft's manager joins them."""
+        # Of a lighthouse that dies while it is asked, torchft's manager never tells: no answer comes. So what
+        # takes long is asked for again. But each question starts the lighthouse's grace for stragglers anew:
+        # the time doubles, and becomes longer than that, however long that is.
+        patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             try:
-                self._manager.start_quorum()
+                left = timedelta(seconds=max(0.1, give_up_at - time.monotonic()))
+                self._manager.start_quorum(timeout=min(patience, left))
                 return
             except (RuntimeError, TimeoutError) as error:
                 # It would raise the same error at the next call, too, before it asks.
@@ -181,6 +187,7 @@ class TorchftGroup(Group):
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
                 )
                 time.sleep(PAUSE_SECONDS)
+                patience *= 2
 
     def conclude(self, committed: bool) -> None:
         """As `Group.conclude`."""
