@@ -210,7 +210,7 @@ def test_momentum_with_few_entries_is_warned_of() -> None:
     [
         (torch.optim.SGD, torch.optim.Adam, ".*betas, eps"),
         (NESTEROV, torch.optim.Adam, "step"),  # torch's Adam itself looks for it
-        (torch.optim.Adam, NESTEROV, ".*momentum, nesterov"),
+        (torch.optim.Adam, NESTEROV, ".*dampening, momentum"),
     ],
 )
 def test_the_state_of_another_kind_of_outer_optimizer_is_refused(
