@@ -6,7 +6,13 @@ milliseconds. `Metered` and `Recording` wrap either.
 """
 
 from thinwire.channel.agreement import CALL, Description, agree
-from thinwire.channel.collectives import copy_from, gather_bytes, gather_numbers, gather_stacked
+from thinwire.channel.collectives import (
+    copy_from,
+    gather_bytes,
+    gather_numbers,
+    gather_stacked,
+    true_for_all,
+)
 from thinwire.channel.in_process import InProcessTransport, run_members
 from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, message_bytes_of, wire_bytes
 from thinwire.channel.process_group import ProcessGroupTransport, alone, checked_group, own_subgroup
@@ -37,5 +43,6 @@ __all__ = [
     "message_bytes_of",
     "own_subgroup",
     "run_members",
+    "true_for_all",
     "wire_bytes",
 ]

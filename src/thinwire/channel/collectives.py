@@ -10,7 +10,7 @@ import torch
 from thinwire.channel.transport import Transport
 from thinwire.errors import CommunicationError
 
-__all__ = ["copy_from", "gather_bytes", "gather_numbers", "gather_stacked"]
+__all__ = ["copy_from", "gather_bytes", "gather_numbers", "gather_stacked", "true_for_all"]
 
 MAX_DIMENSIONS = 16
 
@@ -146,3 +146,20 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
 
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+
+def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
+    """Return whether something is true on every member, as a tensor of one bool. Collective.
+
+    Args:
+        is_true: One bool.
+        transport: Over which group.
+        purpose: What for, for errors.
+
+    Raises:
+        CommunicationError: The transport failed.
+    """
+    # A maximum of what is false: transports have sums and maxima, and not every backend reduces bools.
+    is_false = (~is_true).to(transport.control_device, torch.uint8).view(1)
+    transport.all_reduce(is_false, purpose, operation="max").wait()
+    return is_false[0] == 0

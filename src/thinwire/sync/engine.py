@@ -20,7 +20,7 @@ from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes, Parts
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, packed_state
+from thinwire.sync.state import LoadedState, average_local, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 
@@ -439,7 +439,8 @@ class Engine:
                 if slot.is_local and not slot.is_saved:
                     tensors.clear()
             if not lanes.local_is_mean:
-                self._average_local(purpose)
+                specs = lanes.specs.values()
+                average_local(lanes.memory, specs, lanes.device, self.transport, purpose)
                 lanes.local_is_mean = True
             return packed_state(
                 lanes.algorithm,
@@ -451,35 +452,6 @@ class Engine:
                 buckets=lanes.expected.names if lanes.algorithm.sees_buckets else (),
                 choices=lanes.choices,
             )
-
-    def _average_local(self, purpose: str) -> None:
-        """Replace what differs between processes by its mean; some may have none of a parameter."""
-        memory = self._lanes.memory
-        # In one order on all processes, whatever order parameters and slots became known in.
-        specs = sorted(self._lanes.specs.values())
-        for slot in sorted(memory.slots, key=lambda slot: slot.name):
-            if not (slot.is_local and slot.is_elementwise) or not specs:
-                continue
-            tensors = memory[slot]
-            # Asked first: a member without one sends zeros where another has some, or the others would wait.
-            has = torch.tensor([spec.name in tensors for spec in specs], dtype=torch.uint8).to(
-                self.transport.control_device
-            )
-            self.transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
-            under_way = []
-            for spec in [spec for spec, one in zip(specs, has.tolist(), strict=True) if one]:
-                own = tensors.get(spec.name)
-                mean = (
-                    torch.zeros(spec.numel, dtype=spec.memory_dtype, device=self._lanes.device)
-                    if own is None
-                    else own.clone()
-                )
-                under_way.append((spec.name, mean, self.transport.mean(mean, f"{purpose}, {spec.name}")))
-            # Only when all have come: where one fails, memory is as it was.
-            for _, _, work in under_way:
-                work.wait()
-            for name, mean, _ in under_way:
-                tensors[name] = tensors[name].copy_(mean) if name in tensors else mean
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`."""

@@ -9,6 +9,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Choices, Memory, Slot
 from thinwire.algorithms.registry import SLOTS
+from thinwire.channel import Transport
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.sync.checksum import with_checksum
@@ -16,6 +17,7 @@ from thinwire.sync.checksum import with_checksum
 __all__ = [
     "DTYPES",
     "LoadedState",
+    "average_local",
     "check_model",
     "fitting",
     "in_memory_order",
@@ -53,6 +55,51 @@ class LoadedState(NamedTuple):
     checksum: str
     buckets: tuple[tuple[str, ...], ...]
     choices: Choices | None
+
+
+def average_local(
+    memory: Memory,
+    specs: Iterable[ParameterSpec],
+    device: torch.device,
+    transport: Transport,
+    purpose: str,
+) -> None:
+    """Replace what differs between processes by its mean; some may have none of a parameter. Collective.
+
+    Args:
+        memory: Written, once all means have come.
+        specs: All parameters that are known.
+        device: Where memory is.
+        transport: Over which group.
+        purpose: What for, for errors.
+
+    Raises:
+        CommunicationError: A collective failed; slots whose means had not all come are as they were.
+    """
+    # In one order on all processes, whatever order parameters and slots became known in.
+    ordered = sorted(specs)
+    for slot in sorted(memory.slots, key=lambda slot: slot.name):
+        if not (slot.is_local and slot.is_elementwise) or not ordered:
+            continue
+        tensors = memory[slot]
+        # Asked first: a member without one sends zeros where another has some, or the others would wait.
+        has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
+        has = has.to(transport.control_device)
+        transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
+        under_way = []
+        for spec in [spec for spec, one in zip(ordered, has.tolist(), strict=True) if one]:
+            own = tensors.get(spec.name)
+            mean = (
+                torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device)
+                if own is None
+                else own.clone()
+            )
+            under_way.append((spec.name, mean, transport.mean(mean, f"{purpose}, {spec.name}")))
+        # Only when all have come: where one fails, memory is as it was.
+        for _, _, work in under_way:
+            work.wait()
+        for name, mean, _ in under_way:
+            tensors[name] = tensors[name].copy_(mean) if name in tensors else mean
 
 
 def packed_state(

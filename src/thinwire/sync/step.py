@@ -9,7 +9,7 @@ import torch
 
 from thinwire.algorithms import Bucket, Commit, accelerators
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Traffic, Transport
+from thinwire.channel import Traffic, Transport, true_for_all
 from thinwire.errors import StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
@@ -263,10 +263,8 @@ class Step:
         is_healthy = self._exchange.is_healthy()
         if settings.together is not None:
             # Other shards have received other messages, so they do ask.
-            unhealthy = (~is_healthy).to(settings.together.control_device, torch.uint8).view(1)
             purpose = f"step {self._number}, whether it is healthy"
-            settings.together.all_reduce(unhealthy, purpose, operation="max").wait()
-            is_healthy = unhealthy[0] == 0
+            is_healthy = true_for_all(is_healthy, settings.together, purpose)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             self._commit_unseen(is_healthy, fill)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from thinwire.channel import Transport
+from thinwire.channel import Transport, true_for_all
 from thinwire.errors import StepError
 from thinwire.fronts.local_sgd.consensus import Consensus
 from thinwire.fronts.local_sgd.fragment import Fragment
@@ -112,7 +112,5 @@ def are_finite(changes: Changes, together: Transport | None) -> bool:
     device = flats[0].device
     are_finite = torch.stack([flat.isfinite().all().to(device) for flat in flats]).all()
     if together is not None:
-        are_broken = (~are_finite).to(together.control_device, torch.uint8).view(1)
-        together.all_reduce(are_broken, "whether all shards are finite", operation="max").wait()
-        are_finite = are_broken[0] == 0
+        are_finite = true_for_all(are_finite, together, "whether all shards are finite")
     return bool(are_finite)
