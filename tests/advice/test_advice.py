@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from io import StringIO
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +21,7 @@ import thinwire
 from launcher import run_python
 from pool import Pool
 from thinwire import Advice, ConfigError
-from thinwire.advice.measure import BASELINE, _slowest_of, priced
+from thinwire.advice.measure import BASELINE, _slowest_of, _with_losses, priced
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS
@@ -258,6 +261,15 @@ def test_in_the_table_less_is_better_everywhere() -> None:
     ]
 
 
+def test_of_two_kinds_of_16_bits_that_tie_the_one_without_overflow_is_advised() -> None:
+    found = [predicted(name, 49, 51, 0) for name in ('Cast("fp16")', BASELINE)]
+    found.append(replace(found[0], name="AllReduce()", step_seconds=1.0, low_seconds=1.0))
+    bench: Any = SimpleNamespace(local=[], variants=priced())
+    half, brain, exact = _with_losses(found, bench, "AdamW", 2, 1000)
+    assert (half.loss_gap_order, brain.loss_gap_order, exact.loss_gap_order) == (1, 0, 0)
+    assert choose([half, brain, exact], 0.05) is brain
+
+
 def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
     first, second = pool2.run(_advised)
     assert [each.step_seconds for each in first[0].predictions] == [
@@ -315,8 +327,12 @@ def test_what_can_not_be_advised(pool2: Pool) -> None:
         assert "must run a backward pass on the model that it is given" in messages[0]
         assert "budget_seconds must be above 0" in messages[1]
         assert "budget_seconds must be above 0 and finite" in messages[2]
-        assert "budget_loss must be a share of at least 0, such as 0.005 for 0.5 %, got -0.1" in messages[3]
-        assert 'optimizer must be a name such as "AdamW" or "SGD", or None, got 7' in messages[4]
+        assert "budget_loss must be a number of at least 0, got '1%'" in messages[3]
+        assert 'optimizer must be a torch optimizer, or the name of one such as "AdamW", got 7' in messages[4]
+        assert "least_gain must be a share below 1, such as 0.05 for 5 %, got 1" in messages[5]
+        assert "probe must be what thinwire.probe or Probe.load returned, or None, got 'probe" in messages[6]
+        assert "expected a torch.nn.Module, got <function" in messages[7]
+        assert "no parameter of the model is trained, so there is nothing to average" in messages[8]
 
 
 def _refused() -> list[str]:
@@ -325,11 +341,16 @@ def _refused() -> list[str]:
         {"one_step": lambda model: None},
         {"one_step": one_step, "budget_seconds": 0.0},
         {"one_step": one_step, "budget_seconds": float("inf")},
-        {"one_step": one_step, "budget_loss": -0.1},
+        {"one_step": one_step, "budget_loss": "1%"},
         {"one_step": one_step, "optimizer": 7},
+        {"one_step": one_step, "least_gain": 1},
+        {"one_step": one_step, "probe": "probe.json"},
+        {"one_step": one_step, "model": new_model},
+        {"one_step": one_step, "model": new_model().requires_grad_(False)},
     ):
+        given: dict[str, Any] = {"model": new_model(), "probe": network(1e8, 0.001), **options}
         with pytest.raises(ConfigError) as caught:
-            thinwire.advise(new_model(), probe=network(1e8, 0.001), **options)
+            thinwire.advise(**given)
         messages.append(str(caught.value))
     return messages
 

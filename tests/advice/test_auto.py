@@ -132,6 +132,10 @@ def test_it_tells_what_and_why() -> None:
     slow = trial("slow", 2, 90)
     told = " ".join(why(SIXTEEN, [EXACT, SIXTEEN, slow], candidates(slow), 0.05))
     assert "nothing rougher within a loss budget of 0.5 % wins more than 5% over sixteen for sure" in told
+    told = " ".join(
+        why(SIXTEEN, [EXACT, SIXTEEN, slow], replace(candidates(slow), budget_loss=math.inf), 0.05)
+    )
+    assert "nothing rougher wins more than 5% over sixteen for sure" in told
     idle = trial("sixteen", 1, 80, waited=1)
     told = " ".join(why(idle, [EXACT, idle], candidates(slow), 0.05))
     assert "nothing to win by rougher messages, for of the 80 ms of a step with sixteen it waits 1 ms" in told

@@ -18,10 +18,10 @@ from thinwire.advice.loss import (
     EXACT_LOSS,
     ExpectedLoss,
     LossGap,
-    checked_optimizer_name,
     expected_loss,
     known_optimizers,
     loss_gaps,
+    optimizer_name,
     published_gap,
 )
 from thinwire.advice.measure import _notes, _predicted_local
@@ -91,7 +91,8 @@ def test_the_nearest_training_tells_and_an_unknown_optimizer_gets_the_worst() ->
     assert expected_loss("few", None, 2, 10**6).percent == 1.0
     assert expected_loss("rare", "SGD", 2, 10**6).kind == "unknown"  # known with AdamW only
     assert expected_loss("nothing", None, 2, 10**6).short == "?"
-    assert checked_optimizer_name(" adamw ") == "AdamW"
+    assert optimizer_name(" adamw ") == "AdamW"
+    assert optimizer_name(torch.optim.SGD([torch.ones(1)], lr=0.1)) == "SGD"
 
 
 @pytest.mark.usefixtures("small_table")

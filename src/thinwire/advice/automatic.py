@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.advice.loss import checked_optimizer_name, known_optimizers
+from thinwire.advice.loss import optimizer_name
 from thinwire.advice.trials import (
     Candidate,
     Candidates,
@@ -123,7 +123,7 @@ def auto(
         >>> chooser.is_choosing, chooser.sync.algorithm  # the first of its trials
         (True, AllReduce())
     """
-    name = _optimizer_name(optimizer)
+    name = optimizer_name(optimizer)
     budget_loss = number("budget_loss", budget_loss, minimum=0)
     if not number("least_gain", least_gain, minimum=0) < 1:
         raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
@@ -331,24 +331,3 @@ class Auto:
     def _tell(self, text: str) -> None:
         if all(group.rank == 0 for group in self._groups):
             self._log(f"thinwire.auto: {text}")
-
-
-def _optimizer_name(optimizer: object) -> str:
-    """Return under which name an optimizer's loss gaps are looked up.
-
-    Raises:
-        ConfigError: It is neither an optimizer nor a name.
-    """
-    # Frameworks wrap it.
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        # One's own kind of SGD trains as SGD does.
-        names = [kind.__name__ for kind in type(optimizer).__mro__]
-        return next((each for each in names if each in known_optimizers()), names[0])
-    if not isinstance(optimizer, str):
-        raise ConfigError(
-            f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {optimizer!r:.200}'
-        )
-    name = checked_optimizer_name(optimizer)
-    return "" if name is None else name

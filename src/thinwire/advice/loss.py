@@ -13,6 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal
 
+import torch
+
 from thinwire.errors import ConfigError
 
 __all__ = [
@@ -20,10 +22,10 @@ __all__ = [
     "UNKNOWN_LOSS",
     "ExpectedLoss",
     "LossGap",
-    "checked_optimizer_name",
     "expected_loss",
     "known_optimizers",
     "loss_gaps",
+    "optimizer_name",
     "optimizer_note",
     "published_gap",
     "signed",
@@ -149,17 +151,26 @@ def known_optimizers() -> list[str]:
     return sorted({each.optimizer for each in loss_gaps() if not each.is_published})
 
 
-def checked_optimizer_name(name: object) -> str | None:
-    """Return an optimizer's name, written as in the table if it is there; None for None.
+def optimizer_name(optimizer: object) -> str:
+    """Return under which name an optimizer's loss gaps are looked up.
+
+    Args:
+        optimizer: The optimizer, or a framework's wrapper of it, or its name in any case.
 
     Raises:
-        ConfigError: It is no name.
+        ConfigError: It is neither an optimizer nor a name.
     """
-    if name is None:
-        return None
-    if not isinstance(name, str) or not 0 < len(name.strip()) <= MAX_NAME_LENGTH:
-        raise ConfigError(f'optimizer must be a name such as "AdamW" or "SGD", or None, got {name!r:.200}')
-    given = name.strip()
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # One's own kind of SGD trains as SGD does.
+        names = [kind.__name__ for kind in type(optimizer).__mro__]
+        return next((each for each in names if each in known_optimizers()), names[0])
+    if not isinstance(optimizer, str) or not 0 < len(optimizer.strip()) <= MAX_NAME_LENGTH:
+        raise ConfigError(
+            f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {optimizer!r:.200}'
+        )
+    given = optimizer.strip()
     return next((each for each in known_optimizers() if each.lower() == given.lower()), given)
 
 
@@ -189,7 +200,7 @@ def expected_loss(
 
     Args:
         name: As it is written in code.
-        optimizer: As of `checked_optimizer_name`; of one that is not in the table, and of None, the largest
+        optimizer: As of `optimizer_name`; of one that is not in the table, and of None, the largest
             gap of all that are.
         members: That train together.
         parameters: Of the model.

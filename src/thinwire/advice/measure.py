@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.advice.local import LocalBench, local_benches
 from thinwire.advice.loss import (
     EXACT_LOSS,
-    checked_optimizer_name,
     expected_loss,
     known_optimizers,
+    optimizer_name,
     optimizer_note,
     published_gap,
 )
@@ -38,6 +38,7 @@ from thinwire.channel import (
     own_subgroup,
     wire_bytes,
 )
+from thinwire.checks import number
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
 from thinwire.fronts.ddp_model import is_sharded, register
@@ -69,7 +70,7 @@ def advise(
     budget_seconds: float = 30.0,
     least_gain: float = 0.05,
     budget_loss: float = 0.01,
-    optimizer: str | None = None,
+    optimizer: torch.optim.Optimizer | str | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> Advice:
     """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
@@ -90,8 +91,8 @@ def advise(
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
             0.01 is 1 %. `math.inf` for any, known or not.
-        optimizer: What trains the model, such as "AdamW" or "SGD". With another one than was measured with,
-            and with None, the largest gap of those counts.
+        optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With another
+            one than was measured with, and with None, the largest gap of those counts.
         progress: Gets what is being measured, in words.
 
     To be called on every process of the default process group, or in a group of one; the result is the
@@ -101,65 +102,39 @@ def advise(
     runs.
 
     Raises:
-        ConfigError: `one_step` does not run a backward pass, the model is sharded or on several devices, or
-            an argument is out of range.
-        AttachError: There is no process group, or the model can't be wrapped.
+        ConfigError: `one_step` does not run a backward pass, the model is sharded, on several devices or all
+            frozen, or an argument is out of range.
+        AttachError: There is no process group.
+        GradientError: Gradients are sparse.
     """
-    if not 0 < budget_seconds < math.inf or not 0 <= least_gain < 1:
-        raise ConfigError(
-            f"budget_seconds must be above 0 and finite, least_gain at least 0 and below 1, got "
-            f"{budget_seconds} and {least_gain}"
-        )
-    if not budget_loss >= 0:
-        raise ConfigError(
-            f"budget_loss must be a share of at least 0, such as 0.005 for 0.5 %, got {budget_loss}"
-        )
-    optimizer = checked_optimizer_name(optimizer)
+    name = None if optimizer is None else optimizer_name(optimizer)
+    budget_loss = number("budget_loss", budget_loss, minimum=0)
+    if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
+        raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
+    if not number("least_gain", least_gain, minimum=0) < 1:
+        raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
+    if not isinstance(probe, Probe | None):
+        raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
+    module, device = _copied(model)
     transport = ProcessGroupTransport()
-    # Of a compiled model the module inside: what is compiled can't be copied.
-    given = getattr(model, "_orig_mod", model)
-    if is_sharded(given):
-        raise ConfigError(
-            "advise times the whole model on each process, got one that is sharded (FSDP), which can't be "
-            "copied; pass the plain module, as it is before fully_shard"
-        )
-    # A copy, so that neither gradients nor hooks are left behind on the user's.
-    module = copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given)
-    devices = {parameter.device for parameter in module.parameters()} or {torch.device("cpu")}
-    if len(devices) > 1:
-        places = " and ".join(sorted(map(str, devices)))
-        raise ConfigError(f"advise times the work of one device, got a model on {places}; put it on one")
-    (device,) = devices
     probe = measure_network() if probe is None else probe
     with _alone(module) as ddp, ExitStack() as entered:
         bench = _Bench(ddp, one_step, Stopwatch(probe.world_size, device), entered)
         bench.run(budget_seconds, transport, progress)
-        # While they are there: what the fronts keep goes with them.
-        memory_bytes = {code: front.engine.memory_bytes() for code, front in bench.fronts.items()}
-        for each in bench.local:
-            each.averaging.note_memory()
-    # Without averaging, too, the slowest of as many processes sets the pace.
-    own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
 
     # Of any network: the rate at which compressing begins to win is found by asking again.
     def predictions(network: Network) -> list[Prediction]:
-        found = [
-            _predicted(variant, bench.timelines[code], memory_bytes[code], network, probe.world_size)
-            for code, variant in bench.variants.items()
-        ]
-        found += [
-            _predicted_local(each, bench.without_averaging, network, probe.world_size) for each in bench.local
-        ]
-        return _agreed(found, transport)
+        return _agreed(bench.predictions(network, probe.world_size), transport)
 
-    found = predictions(probe.collective_seconds)
     # Published gaps shrink as models grow, so that of the nearest size is named.
     parameters = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    found = predictions(probe.collective_seconds)
     ranked = sorted(
-        _with_losses(found, bench, optimizer, probe.world_size, parameters),
-        key=lambda each: each.step_seconds,
+        _with_losses(found, bench, name, probe.world_size, parameters), key=lambda each: each.step_seconds
     )
     within = [each for each in ranked if is_within(each, budget_loss)]
+    # Without averaging, too, the slowest of as many processes sets the pace.
+    own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == BASELINE),
@@ -171,9 +146,34 @@ def advise(
         compute_seconds=_mean_over_processes([own_seconds], transport)[0],
         least_gain=least_gain,
         budget_loss=budget_loss,
-        optimizer=optimizer,
-        notes=tuple(_notes(optimizer, probe, transport.size, device)),
+        optimizer=name,
+        notes=tuple(_notes(name, probe, transport.size, device)),
     )
+
+
+def _copied(model: nn.Module) -> tuple[nn.Module, torch.device]:
+    """Return a copy of a model's module, so that neither gradients nor hooks are left behind, and its device.
+
+    Raises:
+        ConfigError: It is none that one process can train by itself, on one device.
+    """
+    # Of a compiled model the module inside: what is compiled can't be copied.
+    given = getattr(model, "_orig_mod", model)
+    if not isinstance(given, nn.Module):
+        raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
+    if is_sharded(given):
+        raise ConfigError(
+            "advise times the whole model on each process, got one that is sharded (FSDP), which can't be "
+            "copied; pass the plain module, as it is before fully_shard"
+        )
+    if not any(each.requires_grad for each in given.parameters()):
+        raise ConfigError("no parameter of the model is trained, so there is nothing to average")
+    devices = {parameter.device for parameter in given.parameters()}
+    if len(devices) > 1:
+        places = " and ".join(sorted(map(str, devices)))
+        raise ConfigError(f"advise times the work of one device, got a model on {places}; put it on one")
+    (device,) = devices
+    return copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given), device
 
 
 def _with_losses(
@@ -205,7 +205,10 @@ def _with_losses(
     # Equal gaps have one place: then time decides. Unknown ones are infinite, and come last.
     orders = sorted({each.loss.order for each in with_loss if each.is_lossy})
     return [
-        replace(each, loss_gap_order=1 + orders.index(each.loss.order)) if each.is_lossy else each
+        replace(each, loss_gap_order=2 + orders.index(each.loss.order))
+        if each.is_lossy
+        # Of two kinds of 16 bits that tie, the one that no gradient is too large for.
+        else replace(each, loss_gap_order=int(each.name not in (EXACT, BASELINE)))
         for each in with_loss
     ]
 
@@ -286,6 +289,7 @@ class _Bench:
         # DDP takes one hook, and never another one: whose turn it is changes behind it.
         register(ddp, self.turns, thinwire_hook)
         self.timelines: dict[str, list[Timeline]] = {code: [] for code in self.variants}
+        self.memory_bytes: dict[str, int] = {}
         self.without_averaging: list[Timeline] = []
         self.local = local_benches(ddp.module, self.stopwatch, entered)
 
@@ -309,9 +313,28 @@ class _Bench:
         round_seconds = _mean_over_processes([own_seconds], transport)[0]
         # The budget bends where steps are long: fewer would tell nothing.
         num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds) - UNTIMED_ROUNDS)
-        for number in range(num_rounds):
-            progress(f"round {number + 1} of {num_rounds}, a step with every algorithm")
+        for done in range(num_rounds):
+            progress(f"round {done + 1} of {num_rounds}, a step with every algorithm")
             self._round()
+        # While they are there: what the fronts keep goes with them.
+        self.memory_bytes = {code: front.engine.memory_bytes() for code, front in self.fronts.items()}
+        for each in self.local:
+            each.averaging.note_memory()
+
+    def predictions(self, network: Network, world_size: int) -> list[Prediction]:
+        """Return what each way of averaging would take.
+
+        Args:
+            network: Tells how long messages take.
+            world_size: Processes.
+        """
+        of_gradients = [
+            _predicted(variant, self.timelines[code], self.memory_bytes[code], network, world_size)
+            for code, variant in self.variants.items()
+        ]
+        return of_gradients + [
+            _predicted_local(each, self.without_averaging, network, world_size) for each in self.local
+        ]
 
     def _round(self) -> None:
         # DDP calls no hook in there.

@@ -25,8 +25,8 @@ class Prediction:
         message_bytes: What a process sends per step, counted as of an all-reduce.
         memory_bytes: What it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits, or the models drift apart for some steps.
-        loss_gap_order: 0 for what is not lossy; else its place among all by their loss gaps, from 1, the
-            smallest, on; what has no known gap comes last.
+        loss_gap_order: 0 for exact averaging and bf16, 1 for fp16, whose range large gradients leave; else
+            its place among all by their loss gaps, from 2, the smallest, on; of unknown gaps the last.
         averages_less_often: Whether whole models are averaged now and then, in place of gradients.
         sent_bytes: What leaves a process on the wire, mean per step.
         received_bytes: What reaches it.

@@ -238,8 +238,9 @@ def why(chosen: Trial, trials: Sequence[Trial], candidates: Candidates, least_ga
         )
     elif len(trials) > 2:
         lines.append(
-            f"{name}: a step takes {_ms(chosen.step_seconds)}, and nothing rougher within a loss budget of "
-            f"{budget} wins more than {least_gain:.0%} over {fastest.candidate.name} for sure."
+            f"{name}: a step takes {_ms(chosen.step_seconds)}, and nothing rougher"
+            f"{'' if math.isinf(candidates.budget_loss) else f' within a loss budget of {budget}'} wins more "
+            f"than {least_gain:.0%} over {fastest.candidate.name} for sure."
         )
     else:
         lines.append(f"{name}: a step takes {_ms(chosen.step_seconds)}.")
