@@ -102,10 +102,12 @@ bench: .venv/.installed
 soak: .venv/.installed
 	$(BIN)/python tests/soak.py
 
-# Real members and a real lighthouse, in an hour; the cut link needs root, or user namespaces.
+# Real members and a real lighthouse, in an hour or two; the cut link needs root, or user namespaces. A soak that
+# is in build/elastic-soaks.jsonl is not repeated.
 elastic-faults: .venv/.installed
 	cd tests && ../$(BIN)/python -m elastic.soak_in_turns
 	cd tests && ../$(BIN)/python elastic_faults.py
+	cd tests && ../$(BIN)/python elastic_faults.py --peer
 
 .venv/.demo: EXTRA := cli
 .venv/.installed: EXTRA := dev

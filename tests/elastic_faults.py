@@ -1,4 +1,4 @@
-"""Faults of real elastic members, one kind after the other, then many at random.
+"""Faults of real elastic members, one kind after the other, then many at random; of torchft's own, too.
 
 After every averaging all members must hold one model, nothing may hang beyond its timeout, and no process
 may be left behind. The time is from the fault to the next but one averaging of the others.
@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import signal
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,11 +17,12 @@ from pathlib import Path
 
 from elastic import job as elastic_job
 from elastic.job import Job
+from elastic.learner import BATCH, EVERY, USUAL
+from elastic.soak import calm_loss, soaked
 from thinwire.lab.layout import Layout
 from thinwire.lab.network import Network
 
-NUM_STEPS = 100_000
-LEAST = 3  # members of the soak
+ROOT = Path(__file__).parents[1]
 
 
 def killed(job: Job, members: int) -> str:
@@ -85,18 +84,18 @@ def dark(job: Job, members: int) -> str:
 def served_by_the_dying(job: Job, members: int) -> str:
     """The member that serves a newcomer dies as it begins to."""
     job.start(members)
-    job.wait(lambda: job.told(event="joined", member=members))
+    job.wait(lambda: job.told(event="averaged", member=members))
     return "losses"
 
 
-def dying_in(words: str) -> Callable[[Job, int], str]:
-    """Return a fault: a member dies as it sends a certain message."""
+def dying_in(moment: str) -> Callable[[Job, int], str]:
+    """Return a fault: a member dies in a certain moment of an averaging."""
 
     def fault(job: Job, members: int) -> str:
         job.wait(lambda: not job.processes[-1].is_alive())
         return "losses"
 
-    fault.__doc__ = f"A member dies as it sends: {words}."
+    fault.__doc__ = f"A member dies in the {moment}."
     return fault
 
 
@@ -104,11 +103,11 @@ MATRIX: list[tuple[Callable[[Job, int], str], str]] = [
     (cut_off, ""),
     (slowed, ""),
     (dark, ""),
-    (dying_in("who takes part"), "who takes part"),
-    (dying_in("round 1"), "round 1"),
-    (dying_in("round 2"), "round 2"),
-    (dying_in("whether all have received"), "whether all have received"),
-    (served_by_the_dying, "handing"),
+    (dying_in("asking"), "asking"),
+    (dying_in("all-to-all"), "all-to-all"),
+    (dying_in("all-gather"), "all-gather"),
+    (dying_in("vote"), "vote"),
+    (served_by_the_dying, "serving"),
     (killed, ""),
     (stopped, ""),
     (told_to_leave, ""),
@@ -116,101 +115,79 @@ MATRIX: list[tuple[Callable[[Job, int], str], str]] = [
 ]
 
 
-def run_one(fault: Callable[[Job, int], str], words: str, members: int) -> None:
+def run_one(fault: Callable[[Job, int], str], moment: str, members: int, *, peer: bool) -> None:
     """Start members, let the fault strike, and see that the others go on."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as opened:
         # Only here: a network of the lab's needs root, or user namespaces.
         network = opened.enter_context(Network(Layout(members + 1))) if fault is cut_off else None
-        job = Job(Path(folder), network)
+        # A lighthouse that comes back has forgotten who was there: of fewer than most, two parts could each
+        # go on by themselves for an averaging.
+        least = members // 2 + 1 if fault is dark else 1
+        settings = {"peer": peer, "min_members": least, "step_seconds": 0.01}
+        job = Job(Path(folder), network, learners=settings, least_at_lighthouse=least if peer else 1)
+        went_on = "did not go on"
         try:
             # The first in the order of names serves newcomers, and must die there; else the last dies.
-            deadly = 0 if words == "handing" else members - 1
+            deadly = 0 if moment == "serving" else members - 1
             for member in range(members):
-                dies_at = (words, 6) if words and member == deadly else None
-                # A lighthouse that comes back has forgotten who was there: of fewer than most, two parts
-                # could each go on by themselves for an averaging.
-                least = members // 2 + 1 if fault is dark else 1
-                job.start(member, min_members=least, dies_at=dies_at)
-            watched = 1 if words == "handing" else 0
+                job.start(
+                    member,
+                    dies_at=(moment, 6 if moment != "serving" else 2)
+                    if moment and member == deadly
+                    else None,
+                )
+            watched = 1 if moment == "serving" else 0
             job.wait(lambda: len(job.told(event="averaged", members=members)) >= members)
             start = time.monotonic()
             counted = fault(job, members)
+            if peer and counted == "leaves":
+                counted = "losses"  # it knows no other
             if counted:
                 job.wait(lambda: any(each[counted] for each in job.told(event="averaged", member=watched)))
             job.wait_for_averagings(watched)
-            seconds = time.monotonic() - start
+            went_on = f"went on within {time.monotonic() - start:.1f} s"
+        except AssertionError:
+            if not peer:
+                raise
+        finally:
             compared = job.check_equal()
-            retries = job.told(event="averaged", member=watched)[-1]["retries"]
-            print(
-                f"{members} members. {fault.__doc__} Went on within {seconds:.1f} s, {retries} averagings "
-                f"repeated, models equal at {compared} steps",
-                flush=True,
-            )
-        finally:
+            told = job.told(event="averaged", member=watched)
+            again = {key: told[-1].get(key, 0) for key in ("retries", "discarded_steps")} if told else {}
+            raised = {(each["member"], each["message"][:60]) for each in job.told(event="raised")}
             job.close()
-
-
-def soak(averagings: int, seed: int) -> None:
-    """Let faults strike at random until so many averagings have been."""
-    draw = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder))
-        counts = {"killed": 0, "stopped": 0, "left": 0, "joined": 0}
-        # Of up to six, with one struck at a time: no two parts of the group can both be enough.
-        alive = {member: job.start(member, min_members=LEAST) for member in range(LEAST + 2)}
-        start, started = time.monotonic(), max(alive)
-        try:
-            # Member 0 stays, to count; it is stopped now and then, too.
-            while (len(job.told(event="averaged", member=0))) < averagings:
-                # By averagings and not by the clock: a busy computer gets as many faults as an idle one.
-                target = len(job.told(event="averaged", member=0)) + draw.randint(5, 25)
-                job.wait(lambda target=target: len(job.told(event="averaged", member=0)) >= target)  # type: ignore[misc]
-                others = [member for member in alive if member]
-                kind = draw.choice(list(counts))
-                if kind == "joined" or (kind != "stopped" and len(alive) <= LEAST + 1):
-                    if len(alive) < 6:
-                        started += 1
-                        alive[started] = job.start(started, min_members=LEAST)
-                        counts["joined"] += 1
-                elif kind == "stopped":
-                    pid = alive[draw.choice(list(alive))].pid
-                    os.kill(pid, signal.SIGSTOP)
-                    time.sleep(draw.uniform(0.5, 5))
-                    os.kill(pid, signal.SIGCONT)
-                    counts["stopped"] += 1
-                else:
-                    struck = alive.pop(draw.choice(others))
-                    os.kill(struck.pid, signal.SIGKILL if kind == "killed" else signal.SIGTERM)
-                    counts[kind] += 1
-            told = job.told(event="averaged", member=0)
-            loss = statistics.mean(line["loss"] for line in told[-20:])
-            print(
-                f"{len(told)} averagings in {time.monotonic() - start:.0f} s with {counts}: models equal at "
-                f"{job.check_equal()} steps, {len(job.told(event='left'))} have told that they left, "
-                f"{len(job.told(event='raised'))} raised, loss {loss:.4f}, "
-                f"member 0: { {key: told[-1][key] for key in ('retries', 'joins', 'leaves', 'losses')} }",
-                flush=True,
-            )
-        finally:
-            job.close()
-        assert not [process for process in job.processes if process.is_alive()]
+    print(
+        f"{'torchft' if peer else 'thinwire'}, {members} members. {fault.__doc__} {went_on}; {again}, raised "
+        f"{raised or 'nothing'}, models equal at {compared} steps",
+        flush=True,
+    )
 
 
 def main() -> None:
-    """Run the matrix, then the soak."""
-    elastic_job.PATIENCE_SECONDS = 600.0  # on a busy computer, a member may be late by minutes
+    """Run the matrix, then the soaks; what a file has of these already is read there."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--members", type=int, nargs="*", default=[2, 3, 4, 6])
     parser.add_argument("--averagings", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--only", default="")
+    parser.add_argument("--peer", action="store_true", help="torchft's DiLoCo in the place of Thinwire's")
+    parser.add_argument("--patience-seconds", type=float, default=600.0, help="of a busy computer")
+    parser.add_argument("--file", type=Path, default=ROOT / "build" / "elastic-soaks.jsonl")
     given = parser.parse_args()
+    given.file.parent.mkdir(exist_ok=True)
+    elastic_job.PATIENCE_SECONDS = given.patience_seconds
     for members in given.members:
-        for fault, words in MATRIX:
-            if given.only in (fault.__doc__ or ""):
-                run_one(fault, words, members)
-    if given.averagings:
-        soak(given.averagings, given.seed)
+        for fault, moment in MATRIX:
+            if given.only in (fault.__doc__ or "") and not (given.peer and moment == "all-gather"):
+                run_one(fault, moment, members, peer=given.peer)
+    for seed in given.seeds if given.averagings else []:
+        struck = soaked(given.file, averagings=given.averagings, seed=seed, peer=given.peer)
+        # At equal tokens: of as many members as there are at the beginning.
+        calm = calm_loss(averagings=round(struck["samples"] / (USUAL * EVERY * BATCH)), seed=seed)
+        print(
+            f"seed {seed}: held-out loss {struck['loss']:.4f}, undisturbed {calm:.4f} nats a byte: "
+            f"{100 * (struck['loss'] / calm - 1):+.2f} %",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

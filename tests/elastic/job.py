@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
-from elastic import worker
+from elastic import learner, worker
 from thinwire.lab.network import Network
 
 PATIENCE_SECONDS = 60.0
@@ -23,14 +24,26 @@ TIMEOUT_SECONDS = 4.0
 class Job:
     """Members that meet at one lighthouse, and what they have told so far.
 
-    With a lab's network, the lighthouse is on its first host, and member n on the host n + 1.
+    With a lab's network, the lighthouse is on its first host, and member n on the host n + 1; of more
+    members than hosts in turn. Members are a `worker`'s; or, with their settings, a `learner`'s, and their
+    lighthouse is a process of its own, which dies as one.
     """
 
-    def __init__(self, folder: Path, network: Network | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        network: Network | None = None,
+        *,
+        learners: dict[str, Any] | None = None,
+        least_at_lighthouse: int = 1,
+    ) -> None:
         os.environ.setdefault("RUST_LOG", "error")  # the lighthouse logs every quorum
-        self._network = network
-        self._port = 0 if network is None else 29510
+        self._network, self._learners, self._least = network, learners, least_at_lighthouse
         self._host = "127.0.0.1" if network is None else network.layout.address(0)
+        self._port = 0 if network is None else 29510
+        if learners is not None and network is None:
+            with socket.create_server((self._host, 0)) as free:
+                self._port = free.getsockname()[1]
         self.light()
         self.address = f"http://{self._host}:{self._port}"
         self._path = folder / "told"
@@ -41,17 +54,18 @@ class Job:
 
     def light(self) -> None:
         """Start the lighthouse, or start it again where it was."""
-        if self._network is not None:
+        if self._learners is not None:
             bind = f"{self._host}:{self._port}"
-            self._remote = forked.process(_lit, bind, namespaces=self._namespaces(0))
+            namespaces = [] if self._network is None else self._namespaces(0)
+            self._remote = forked.process(_lit, bind, self._least, namespaces=namespaces)
             self._remote.start()
             return
-        self._lighthouse = _lighthouse(f"{self._host}:{self._port}")
+        self._lighthouse = _lighthouse(f"{self._host}:{self._port}", self._least)
         self._port = int(self._lighthouse.address().rpartition(":")[2])
 
     def darken(self) -> None:
         """End the lighthouse."""
-        if self._network is None:
+        if self._learners is None:
             self._lighthouse.shutdown()
         else:
             self._remote.kill()
@@ -61,19 +75,26 @@ class Job:
         assert self._network is not None
         return [flag.partition("=")[2] for flag in self._network.command_in(host) if "/ns/" in flag]
 
+    def _host_of(self, member: int) -> int:
+        assert self._network is not None
+        return 1 + member % (self._network.layout.hosts - 1)
+
     def set_link(self, member: int, state: str) -> None:
         """Cut a member's link ("down"), or mend it ("up")."""
         assert self._network is not None
-        command = self._network.command_in(member + 1, "ip", "link", "set", "eth0", state)
+        command = self._network.command_in(self._host_of(member), "ip", "link", "set", "eth0", state)
         subprocess.run(command, check=True)
 
     def start(self, member: int, **options: Any) -> forked.Process:
-        namespaces = [] if self._network is None else self._namespaces(member + 1)
+        namespaces = []
         if self._network is not None:
-            options = {"hostname": self._network.layout.address(member + 1), **options}
-        process = forked.process(
-            _member, str(self._path), self.address, member, options, namespaces=namespaces
-        )
+            host = self._host_of(member)
+            namespaces = self._namespaces(host)
+            options = {"hostname": self._network.layout.address(host), **options}
+        body = _member
+        if self._learners is not None:
+            body, options = _learner, {**self._learners, **options}
+        process = forked.process(body, str(self._path), self.address, member, options, namespaces=namespaces)
         process.start()
         self.processes.append(process)
         return process
@@ -122,14 +143,14 @@ class Job:
         self.darken()
 
 
-def _lighthouse(bind: str) -> Any:
+def _lighthouse(bind: str, least: int) -> Any:
     return import_module("torchft.coordination").LighthouseServer(
-        bind=bind, min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=3000
+        bind=bind, min_replicas=least, join_timeout_ms=2000, heartbeat_timeout_ms=3000
     )
 
 
-def _lit(bind: str) -> None:
-    server = _lighthouse(bind)
+def _lit(bind: str, least: int) -> None:
+    server = _lighthouse(bind, least)
     threading.Event().wait()
     server.shutdown()
 
@@ -140,3 +161,9 @@ def _member(path: str, lighthouse: str, member: int, options: dict[str, Any]) ->
     worker.train(
         path, lighthouse, member, **{"steps": 100_000, "timeout_seconds": TIMEOUT_SECONDS, **options}
     )
+
+
+def _learner(path: str, lighthouse: str, member: int, options: dict[str, Any]) -> None:
+    if options.get("hostname", "127.0.0.1") != "127.0.0.1":
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    learner.learn(path, lighthouse, member, **{"timeout_seconds": TIMEOUT_SECONDS, **options})

@@ -288,6 +288,14 @@ def test_most_of_those_who_were_here_decide_whose_model_is_kept(joins_at: list[i
     assert run.fronts[1].membership().lost_error == 0
 
 
+def test_two_groups_are_of_unlike_lineages_though_their_quorums_have_the_same_numbers() -> None:
+    runs = [Run([0, 0], steps=2) for _ in range(2)]
+    assert len({run.lighthouse.quorum_id for run in runs}) == 1
+    lineages = [{front._membership.lineage for front in run.fronts.values()} for run in runs]
+    assert len(lineages[0]) == len(lineages[1]) == 1
+    assert lineages[0] != lineages[1]
+
+
 def test_steps_of_who_starts_from_the_others_do_not_count() -> None:
     run = Run([0, 0, 0], ends={0: (2, "stray")})
     assert run.results == ["done"] * 3

@@ -10,7 +10,7 @@ from thinwire.elastic.diloco import DiLoCo
 from thinwire.elastic.group import Group
 from thinwire.elastic.in_process import InProcessGroup, InProcessLighthouse
 from thinwire.elastic.local_sgd import LocalSGD
-from thinwire.elastic.membership import MembershipStats
+from thinwire.elastic.presence import MembershipStats
 from thinwire.elastic.steps import Steps
 from thinwire.elastic.torchft_group import TorchftGroup
 from thinwire.errors import LeftError

@@ -15,9 +15,11 @@ from torch import nn
 
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.elastic.front import Front
 from thinwire.elastic.group import Group
-from thinwire.elastic.membership import Front, Membership, MembershipStats
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.plain import packed
+from thinwire.elastic.presence import MembershipStats
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
 from thinwire.fronts.local_sgd.model import AveragedModel, unwrapped

@@ -10,145 +10,25 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Description, gather_bytes, gather_numbers
+from thinwire.channel import gather_bytes, gather_numbers
 from thinwire.channel.agreement import check_same
+from thinwire.elastic.front import Front, Prepared
 from thinwire.elastic.group import Group
+from thinwire.elastic.presence import MembershipStats, Presence, count_changes, kept_lineage
 from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
 from thinwire.sync import Engine
 
-__all__ = ["Front", "Membership", "MembershipStats", "Prepared"]
+__all__ = ["Membership"]
 
 logger = logging.getLogger(__name__)
 
 NUMBER_BITS = 52  # a float64 holds every such number
 PAUSE_SECONDS = 0.5
-
-
-class Prepared(Protocol):
-    """An averaging whose messages have all come, and that has changed nothing yet."""
-
-    def commit(self) -> None:
-        """Let it change model and memory. Sends nothing."""
-
-    def abandon(self) -> None:
-        """Forget it; nothing has changed."""
-
-
-class Front(Protocol):
-    """What is averaged."""
-
-    @property
-    def step(self) -> int:
-        """Steps so far, of those who have been here longest."""
-
-    def weight(self, turns_ahead: int = 0) -> float:
-        """Return how much this member's part weighs in an averaging: 0 if it has done nothing.
-
-        Args:
-            turns_ahead: Of which: 0 for the next one, 1 for the one behind it, if this member does nothing
-                in between.
-        """
-
-    def is_finite(self, turns_ahead: int = 0) -> bool:
-        """Return whether what this member would put in is finite.
-
-        Args:
-            turns_ahead: As of `weight`.
-        """
-
-    def described(self) -> Description:
-        """Return what must be the same on all members, by subject."""
-
-    def state(self) -> Mapping[str, Any]:
-        """Return what a newcomer starts from: tensors and plain values."""
-
-    def adopt(self, state: Mapping[str, Any]) -> None:
-        """Start from such a state. All is checked before anything is changed."""
-
-    def prepare(self, scale: float) -> Prepared:
-        """Send all messages of an averaging. Collective.
-
-        Args:
-            scale: What this member's part is multiplied by.
-        """
-
-    def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
-        """Go on from a committed averaging.
-
-        Args:
-            step: That the furthest member had made.
-            was_averaged: Whether anybody had anything to put in.
-            has_newcomers: Whether somebody has started from the others in it, and so had nothing.
-
-        Raises:
-            StepError: Nobody had, though all came for it.
-        """
-
-
-class Presence(NamedTuple):
-    """What a member says of itself at the beginning of an averaging; numbers that a float64 holds.
-
-    Attributes:
-        member: Drawn when it joined.
-        lineage: Of the committed averagings that its model comes from.
-        doubt: The lineage after an averaging that it could commit if others have; 0 if there is none.
-        step: Steps so far.
-        weight: What its part weighs.
-        weight_behind_doubt: What it weighs if what it is in doubt of was committed.
-        error_norm: Norm of its residual.
-        is_finite: Whether what it would put in is.
-        is_leaving: Whether it leaves after this averaging.
-        is_new: Whether it starts from the others' state.
-    """
-
-    member: int
-    lineage: int
-    doubt: int
-    step: int
-    weight: float
-    weight_behind_doubt: float
-    error_norm: float
-    is_finite: bool
-    is_leaving: bool
-    is_new: bool
-
-    @classmethod
-    def of(cls, row: Sequence[float]) -> Presence:
-        """Return what a row of numbers says."""
-        member, lineage, doubt, step, weight, weight_behind_doubt, error_norm, *flags = row
-        whole = int(member), int(lineage), int(doubt), int(step)
-        is_finite, is_leaving, is_new = map(bool, flags)
-        return cls(*whole, weight, weight_behind_doubt, error_norm, is_finite, is_leaving, is_new)
-
-
-@dataclass
-class MembershipStats:
-    """Who has come and gone, as this member has seen it.
-
-    Attributes:
-        members: In the last averaging.
-        averagings: Committed, since this member joined.
-        retries: Averagings that failed and were repeated.
-        joins: Members that joined after this one.
-        leaves: Members that left on purpose, and handed over their residual.
-        losses: Members that vanished.
-        lost_error: Sum of the norms of residuals that vanished with them, as last known.
-        quorum_seconds: Time spent waiting for it to be decided who takes part.
-    """
-
-    members: int = 0
-    averagings: int = 0
-    retries: int = 0
-    joins: int = 0
-    leaves: int = 0
-    losses: int = 0
-    lost_error: float = 0.0
-    quorum_seconds: float = 0.0
 
 
 @dataclass
@@ -325,28 +205,20 @@ class Membership:
 
     def _of_one_lineage(self, present: tuple[Presence, ...]) -> tuple[Presence, ...]:
         """Return the members with their true lineage; those of another one than most must start anew."""
-        # Newcomers have no vote: they would count the member that has sent them its model twice.
-        votes = [each.lineage for each in present if not each.is_new]
-        lineages = [each.lineage for each in present]
-        counts = Counter(votes or lineages)
-        # All see the same rows, and so all choose the same: the most frequent, of several the first.
-        longest = max(counts, key=lambda lineage: counts[lineage])
-        committed = {each.doubt for each in present if each.doubt}.intersection(lineages)
-        if committed:  # somebody has committed what others are in doubt of
-            longest = min(committed)
+        kept = kept_lineage(present)
         if self._doubt is not None:
-            was_committed = self._doubt.lineage == longest
+            was_committed = self._doubt.lineage == kept
             self._resolve_doubt(was_committed=was_committed)
             if was_committed:
                 self._group.received = None
         present = tuple(
-            each._replace(lineage=longest, doubt=0, weight=each.weight_behind_doubt)
-            if each.doubt == longest
+            each._replace(lineage=kept, doubt=0, weight=each.weight_behind_doubt)
+            if each.doubt == kept
             else each
             for each in present
         )
-        if any(each.lineage != longest for each in present):
-            if present[self._group.transport.rank].lineage != longest:
+        if any(each.lineage != kept for each in present):
+            if present[self._group.transport.rank].lineage != kept:
                 self._group.received = None
                 self._group.start_over()
             raise _TryAgainError(
@@ -433,8 +305,10 @@ class Membership:
     def _averaged(self, present: tuple[Presence, ...]) -> None:
         """Send, and commit once everybody has received everything."""
         group = self._group
-        # The same on all of this quorum, and on nobody else: of the past, and of who was there.
-        digest = hashlib.sha256(f"{self.lineage} {group.quorum_id}".encode()).digest()
+        # The same on all of this quorum, and on nobody else: of the past, and of who was there. (The quorum's
+        # number is not enough: a lighthouse that has died and come back counts from the beginning.)
+        members = [each.member for each in present]
+        digest = hashlib.sha256(f"{self.lineage} {group.quorum_id} {members}".encode()).digest()
         lineage = int.from_bytes(digest[:8], "big") % (1 << NUMBER_BITS) | 1
         total = sum(each.weight for each in present)
         prepared: Prepared | None = None
@@ -466,24 +340,8 @@ class Membership:
             was_averaged=prepared is not None,
             has_newcomers=any(each.is_new for each in present),
         )
-        stats = self.stats
-        stats.averagings += prepared is not None
-        stats.members = len(present)
-        now = {each.member for each in present}
-        for gone in (each for each in self._present if each.member not in now):
-            if gone.is_leaving:
-                stats.leaves += 1
-                continue
-            stats.losses += 1
-            stats.lost_error += gone.error_norm
-            logger.warning(
-                "a member has vanished after step %d, and with it a residual of norm %g, as last known",
-                gone.step,
-                gone.error_norm,
-            )
-        if self._present:
-            before = {each.member for each in self._present}
-            stats.joins += len(now - before)
+        self.stats.averagings += prepared is not None
+        count_changes(self.stats, self._present, present)
         self._present = present
 
     def _hand_over(self, present: Sequence[Presence]) -> None:

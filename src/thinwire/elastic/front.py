@@ -1,0 +1,71 @@
+"""What `Membership` lets average: a model's changes, or its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from thinwire.channel import Description
+
+__all__ = ["Front", "Prepared"]
+
+
+class Prepared(Protocol):
+    """An averaging whose messages have all come, and that has changed nothing yet."""
+
+    def commit(self) -> None:
+        """Let it change model and memory. Sends nothing."""
+
+    def abandon(self) -> None:
+        """Forget it; nothing has changed."""
+
+
+class Front(Protocol):
+    """What is averaged."""
+
+    @property
+    def step(self) -> int:
+        """Steps so far, of those who have been here longest."""
+
+    def weight(self, turns_ahead: int = 0) -> float:
+        """Return how much this member's part weighs in an averaging: 0 if it has done nothing.
+
+        Args:
+            turns_ahead: Of which: 0 for the next one, 1 for the one behind it, if this member does nothing
+                in between.
+        """
+
+    def is_finite(self, turns_ahead: int = 0) -> bool:
+        """Return whether what this member would put in is finite.
+
+        Args:
+            turns_ahead: As of `weight`.
+        """
+
+    def described(self) -> Description:
+        """Return what must be the same on all members, by subject."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what a newcomer starts from: tensors and plain values."""
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """Start from such a state. All is checked before anything is changed."""
+
+    def prepare(self, scale: float) -> Prepared:
+        """Send all messages of an averaging. Collective.
+
+        Args:
+            scale: What this member's part is multiplied by.
+        """
+
+    def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
+        """Go on from a committed averaging.
+
+        Args:
+            step: That the furthest member had made.
+            was_averaged: Whether anybody had anything to put in.
+            has_newcomers: Whether somebody has started from the others in it, and so had nothing.
+
+        Raises:
+            StepError: Nobody had, though all came for it.
+        """

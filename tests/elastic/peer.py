@@ -1,0 +1,146 @@
+"""A member of a group of torchft's own DiLoCo, set up as in torchft's tests of it."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from elastic.learner import EVERY, USUAL, WAIT_SECONDS, Learner, die, heldout_loss
+from elastic.worker import checksum
+from thinwire.fronts.local_sgd.diloco import default_outer_lr, default_outer_momentum
+
+
+class Deadly:
+    """Counts calls, by moment of an averaging, and lets the process die in one."""
+
+    def __init__(self, moment: str, place: int) -> None:
+        self.moment, self.place = moment, place
+        self.counts = {"all-to-all": 0, "vote": 0, "asking": 0}
+
+    def call(self, inner: Callable[..., Any], moment: str) -> Callable[..., Any]:
+        def called(*args: Any, **options: Any) -> Any:
+            self.counts[moment] += 1
+            if (moment, self.counts[moment]) != (self.moment, self.place):
+                return inner(*args, **options)
+            if moment == "all-to-all":
+                inner(*args, **options)  # its message is under way
+            return die()
+
+        return called
+
+    def die_in_next(self, moment: str) -> None:
+        self.moment, self.place = moment, self.counts[moment] + 1
+
+
+class Client:
+    """torchft's client of its manager, two of whose calls may be deadly."""
+
+    def __init__(self, inner: Any, deadly: Deadly) -> None:
+        self._inner = inner
+        self._quorum = deadly.call(inner._quorum, "asking")
+        self.should_commit = deadly.call(inner.should_commit, "vote")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Told:
+    """Tells of what torchft's manager has committed, and counts what it has not."""
+
+    def __init__(self, learner: Learner, manager: Any) -> None:
+        self.learner, self.manager = learner, manager
+        self.step = self.members = self.losses = self.joins = self.discarded_steps = 0
+
+    def after_averaging(self) -> None:
+        step, members = self.manager.current_step(), self.manager.num_participants()
+        if step == self.step:
+            # It has put the parameters back to the last average: what was learnt since then is gone.
+            self.discarded_steps += EVERY
+            return
+        if self.step:
+            self.losses += max(0, self.members - members)
+            self.joins += max(0, members - self.members)
+        self.step, self.members = step, members
+        counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        said = {**counts, "step": step * EVERY, "lineage": f"{self.manager._quorum_id}/{step}"}
+        self.learner.tell(event="averaged", checksum=checksum(self.learner.model), **said)
+
+
+@contextmanager
+def torchft_member(
+    learner: Learner,
+    lighthouse: str,
+    timeout_seconds: float,
+    *,
+    name: str,
+    min_members: int,
+    hostname: str,
+) -> Iterator[Callable[[float], bool]]:
+    torchft, local_sgd = import_module("torchft"), import_module("torchft.local_sgd")
+    # Where its HTTP server says it is. On the hosts of a lab, no name says that.
+    socket.gethostname = lambda: hostname
+    model, optimizer, timeout = learner.model, learner.optimizer, timedelta(seconds=timeout_seconds)
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    store = TCPStore(hostname, 0, is_master=True, wait_for_workers=False)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timeout),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=min_members,
+        use_async_quorum=False,
+        timeout=timeout,
+        quorum_timeout=timedelta(seconds=WAIT_SECONDS),
+        connect_timeout=min(timeout, timedelta(seconds=10)),
+        rank=0,
+        world_size=1,
+        store_addr=hostname,
+        store_port=store.port,
+        lighthouse_addr=lighthouse,
+        replica_id=name,
+        hostname=hostname,
+        heartbeat_interval=timedelta(milliseconds=500),
+    )
+    deadly = Deadly(*(learner.dies_at or ("", 0)))
+    learner.die_in_all_to_all = lambda: deadly.die_in_next("all-to-all")
+    manager._client = Client(manager._client, deadly)
+    manager._pg.allreduce = deadly.call(manager._pg.allreduce, "all-to-all")
+    send = manager._checkpoint_transport.send_checkpoint
+
+    def serve(*args: Any, **options: Any) -> None:
+        learner.serve()
+        send(*args, **options)
+
+    manager._checkpoint_transport.send_checkpoint = serve
+    told, steps = Told(learner, manager), 0
+
+    def step(pause_seconds: float) -> bool:
+        nonlocal steps
+        if manager.current_step() * EVERY >= learner.num_steps:
+            return False
+        learner.learn(manager.current_step() * EVERY + steps % EVERY)
+        time.sleep(pause_seconds)
+        steps += 1
+        if steps % EVERY == 0:
+            told.after_averaging()
+        return True
+
+    lr, momentum = default_outer_lr(USUAL), default_outer_momentum(EVERY)
+    outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=True)
+    try:
+        with local_sgd.DiLoCo(manager, [model], optimizer, outer, sync_every=EVERY, use_bucketization=True):
+            yield step
+        learner.tell(event="done", loss=heldout_loss(model, learner.text), checksum=checksum(model))
+    finally:
+        manager.shutdown(wait=False)

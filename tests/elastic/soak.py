@@ -1,0 +1,213 @@
+"""Real elastic members, struck at random: one model after each averaging, and the loss at equal tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import tempfile
+import time
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from elastic.job import Job
+from elastic.learner import BATCH, EVERY, USUAL, Learner, diloco, heldout_loss
+from thinwire.channel import run_members
+from thinwire.elastic import InProcessGroup, InProcessLighthouse
+from thinwire.lab.layout import Layout
+from thinwire.lab.network import Network
+
+LEAST, MOST = 2, 6
+LONGEST_GAP_SECONDS = 60.0  # timeouts of 4, 3 and 2 s, one behind the other, on a computer that may be busy
+SAY_EVERY = 50
+# "dark": the lighthouse dies, and comes back. Members that were lost come back as others.
+KINDS = [
+    "killed", "stopped", "slowed", "cut", "left", "killed in the all-to-all", "killed as it serves", "dark",
+    "all but one killed", "joined", "joined", "joined",
+]  # fmt: skip
+
+
+class Soak:
+    """A run of learners, and what they have told of it."""
+
+    def __init__(self, *, averagings: int, seed: int, peer: bool, network: Network) -> None:
+        self.averagings, self.draw, self.network = averagings, random.Random(seed), network
+        self.strikes: Counter[str] = Counter()
+        self.alive: list[int] = []
+        self.num_started = 0
+        settings: dict[str, Any] = {"peer": peer, "seed": seed, "steps": averagings * EVERY}
+        settings |= {"min_members": LEAST, "step_seconds": 0.005}
+        self.start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            # torchft's own has no other way to wait for enough.
+            least = LEAST if peer else 1
+            self.job = Job(Path(folder), network, learners=settings, least_at_lighthouse=least)
+            try:
+                self.add(USUAL)
+                self.run()
+                self.figures = self.result()
+            finally:
+                self.job.close()
+        assert not [process for process in self.job.processes if process.is_alive()]
+
+    def add(self, number: int = 1) -> None:
+        for _ in range(number):
+            self.alive.append(self.num_started)
+            self.job.start(self.num_started)
+            self.num_started += 1
+
+    def process(self, member: int) -> Any:
+        return self.job.processes[member]
+
+    @property
+    def averaged(self) -> int:
+        return max((line["step"] // EVERY for line in self.job.told(event="averaged")), default=0)
+
+    def run(self) -> None:
+        self.wait_for(1)
+        # The end in peace: who is struck there has no averaging left to come back in.
+        while self.averaged < self.averagings - 40:
+            self.wait_for(min(self.averaged + self.draw.randint(6, 18), self.averagings - 40))
+            self.alive = [member for member in self.alive if self.process(member).is_alive()]
+            self.strike()
+        self.wait_for(self.averagings)
+        for member in self.alive:
+            self.process(member).join(LONGEST_GAP_SECONDS)
+
+    def wait_for(self, averaging: int) -> None:
+        last, since = self.averaged, time.monotonic()
+        while last < averaging:
+            now = self.averaged
+            if now // SAY_EVERY > last // SAY_EVERY:
+                seconds = time.monotonic() - self.start
+                print(
+                    f"{seconds:.0f} s: {now} of {self.averagings} averagings, {len(self.alive)} members, "
+                    f"struck {sum(self.strikes.values())} times",
+                    flush=True,
+                )
+            if now > last:
+                last, since = now, time.monotonic()
+            assert time.monotonic() < since + LONGEST_GAP_SECONDS, "\n".join(
+                [f"stuck at {last}: {dict(self.strikes)}, {self.alive}", *map(str, self.job.told()[-12:])]
+            )
+            time.sleep(0.02)
+
+    def strike(self) -> None:
+        """Let a fault strike, and last as long as it does; the others go on meanwhile."""
+        kind = self.draw.choice(KINDS)
+        lethal = kind in ("killed", "left", "killed in the all-to-all", "all but one killed")
+        if len(self.alive) <= LEAST or (lethal and len(self.alive) < USUAL and self.draw.random() < 0.5):
+            kind = "joined"
+        if kind in ("joined", "killed as it serves") and len(self.alive) >= MOST:
+            kind = "killed"
+        self.strikes[kind] += 1
+        struck = self.draw.choice(self.alive)
+        deadly = {
+            "killed": signal.SIGKILL,
+            "left": signal.SIGTERM,
+            "killed in the all-to-all": signal.SIGUSR1,
+        }
+        if kind in deadly:
+            self.end(struck, deadly[kind])
+        elif kind == "joined":
+            self.add()
+        elif kind == "killed as it serves":
+            self.end(self.alive[0], signal.SIGUSR2)
+            self.add()
+        elif kind == "all but one killed":
+            others = [member for member in self.alive if member != struck]
+            for member in others:
+                self.end(member, signal.SIGKILL)
+            self.add(len(others))
+        else:
+            self.last(kind, struck)
+
+    def last(self, kind: str, struck: int) -> None:
+        """Let a fault last that ends by itself."""
+        if kind == "dark":
+            self.job.darken()
+            time.sleep(self.draw.uniform(0.5, 4))
+            self.job.light()
+        elif kind == "cut":
+            self.job.set_link(struck, "down")
+            time.sleep(self.draw.uniform(1, 8))
+            self.job.set_link(struck, "up")
+        else:
+            times, shortest, longest = (3, 0.5, 1.5) if kind == "slowed" else (1, 1.0, 8.0)
+            for _ in range(times):
+                os.kill(self.process(struck).pid, signal.SIGSTOP)
+                time.sleep(self.draw.uniform(shortest, longest))
+                os.kill(self.process(struck).pid, signal.SIGCONT)
+                time.sleep(0.2)
+
+    def end(self, member: int, number: int) -> None:
+        os.kill(self.process(member).pid, number)
+        self.alive.remove(member)
+
+    def result(self) -> dict[str, Any]:
+        """Return the figures; raises where members of one averaging held unlike models."""
+        lines = self.job.told(event="averaged")
+        by_lineage, by_step = defaultdict(list), defaultdict(set)
+        for line in lines:
+            by_lineage[line["lineage"]].append(line)
+            by_step[line["step"]].add(line["lineage"])
+        for lineage, held in by_lineage.items():
+            assert len({line["checksum"] for line in held}) == 1, (lineage, held)
+        done = self.job.told(event="done")
+        assert len({line["checksum"] for line in done}) == 1, done
+        # Where the group was in two parts, one of them was kept: the larger, as a rule.
+        kept = [max((by_lineage[each] for each in lineages), key=len) for lineages in by_step.values()]
+        times = sorted(min(line["time"] for line in held) for held in kept)
+        gaps = sorted(after - before for before, after in pairwise(times))
+        last = lines[-1]
+        return {
+            "averagings": len(kept),
+            "strikes": dict(self.strikes),
+            "started": self.num_started,
+            "compared": sum(len(held) > 1 for held in by_lineage.values()),
+            "in_two_parts": sum(len(lineages) > 1 for lineages in by_step.values()),
+            "members": sum(map(len, kept)) / len(kept),
+            "samples": sum(map(len, kept)) * EVERY * BATCH,
+            "loss": done[0]["loss"],
+            "done": len(done),
+            "raised": [f"{line['error']}: {line['message'][:120]}" for line in self.job.told(event="raised")],
+            "longest_gap_seconds": round(gaps[-1], 1),
+            "usual_gap_seconds": round(gaps[len(gaps) // 2], 3),
+            "discarded_steps": last.get("discarded_steps", 0),
+            "seconds": round(time.monotonic() - self.start),
+        }
+
+
+def soaked(path: Path, *, averagings: int, seed: int, peer: bool) -> dict[str, Any]:
+    """Return the figures of a run; those of one that the file has already are read there."""
+    key: dict[str, Any] = {"averagings": averagings, "seed": seed, "peer": peer}
+    if path.exists():
+        for line in map(json.loads, path.read_text().splitlines()):
+            if key.items() <= line.items():
+                return dict(line)
+    with Network(Layout(MOST + 2)) as network:
+        result = key | Soak(**key, network=network).figures
+    with path.open("a") as file:
+        file.write(json.dumps(result) + "\n")
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def calm_loss(*, averagings: int, seed: int, members: int = USUAL) -> float:
+    """Return the held-out loss of as many members of one process that nothing strikes."""
+    lighthouse = InProcessLighthouse()
+    groups = [InProcessGroup(lighthouse) for _ in range(members)]
+
+    def body(number: int) -> float:
+        learner = Learner(os.devnull, number, steps=averagings * EVERY, seed=seed, dies_at=None)
+        with diloco(learner, groups[number]) as local:
+            while local.steps < learner.num_steps:
+                learner.learn(local.steps)
+        return heldout_loss(learner.model, learner.text)
+
+    losses = run_members(members, body)
+    assert len(set(losses)) == 1, losses
+    return losses[0]
