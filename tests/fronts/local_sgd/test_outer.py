@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from members import Member, run
 from thinwire.fronts.local_sgd.outer import saved_outer
 from thinwire.fronts.local_sgd.replica import Replica
-from training import batch_of, flat, new_model, train_step
+from training import batch_of, error_of, flat, new_model, train_step
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
@@ -48,6 +48,26 @@ def _diloco_by_itself(num_workers: int, *, num_averagings: int, every_steps: int
         velocity = 0.9 * velocity + outer_gradient
         theta = theta - 0.7 * (outer_gradient + 0.9 * velocity)
     return theta
+
+
+def test_an_outer_rate_that_one_process_has_changed_is_refused() -> None:
+    def body(member: Member) -> tuple[str, bool]:
+        with member.local(every_steps=2, outer=NESTEROV) as local:
+            member.train(2)
+            assert local.outer is not None
+            local.outer.param_groups[0]["lr"] = 0.1
+            member.train(2)  # on all alike
+            if member.rank == 1:
+                local.outer.param_groups[0]["lr"] = 0.2
+            before = local.state_dict()["last_average"]
+            message = error_of(lambda: member.train(2))
+            after = local.state_dict()["last_average"]
+            local.outer.param_groups[0]["lr"] = 0.1
+        return message, all(torch.equal(before[name], after[name]) for name in before) and member.agreed()
+
+    for message, unchanged in run(3, body):
+        assert message.startswith("StepError: the outer optimizer of process 1 has another learning rate")
+        assert unchanged
 
 
 def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:

@@ -11,6 +11,7 @@ import torch
 from thinwire.fronts.local_sgd.consensus import Answer, Consensus, do_agree
 from thinwire.fronts.local_sgd.flight import Changes, Flight, are_finite
 from thinwire.fronts.local_sgd.fragment import Fragments
+from thinwire.fronts.local_sgd.outer import settings_digest
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.sync import Engine
 
@@ -211,7 +212,7 @@ class Averagings:
     def _answer(self, changes: Changes) -> Answer:
         # Of all shards of this replica: so the answers, and what follows from them, are those of every shard.
         is_finite = not changes or are_finite(changes, self._engine.settings.together)
-        return Answer(self.step, is_finite, self.own_pending_steps > 0)
+        return Answer(self.step, is_finite, self.own_pending_steps > 0, settings_digest(self.outer))
 
     def _read(self, until: Consensus | None) -> list[Answer]:
         """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""

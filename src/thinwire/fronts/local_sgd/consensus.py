@@ -1,7 +1,8 @@
-"""What members ask each other before they average: at which step each is, and whether it is finite."""
+"""What members ask each other before they average: at which step they are, and whether they are finite."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,11 +17,19 @@ MAX_LISTED = 8
 
 
 class Answer(NamedTuple):
-    """What a process says of itself: its steps, and whether it had input since the last averaging."""
+    """What a process says of itself.
+
+    Attributes:
+        step: Attempted steps.
+        is_finite: Whether what it has to average is.
+        contributes: Whether it had input since the last averaging.
+        outer: Digest of the outer optimizer's settings, which a schedule changes; below 2**32.
+    """
 
     step: int
     is_finite: bool
     contributes: bool
+    outer: int
 
 
 class Consensus:
@@ -35,21 +44,24 @@ class Consensus:
 
     def __init__(self, own: Answer, transport: Transport) -> None:
         # In one type, which holds any count of steps exactly. Kept: a backend may read it meanwhile.
-        self._own = torch.tensor(own, dtype=torch.float64, device=transport.control_device)
-        self._rows = self._own.new_empty(transport.size, len(own))
+        numbers = [own.step, own.is_finite + 2 * own.contributes, own.outer]
+        self._own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
+        self._rows = self._own.new_empty(transport.size, len(numbers))
         purpose = f"step {own.step}, the consensus check before an averaging"
         self._work = transport.all_gather(self._rows, self._own, purpose)
 
     def answers(self) -> list[Answer]:
         """Return the answers, by rank. Blocks until all have come."""
         self._work.wait()
-        return [Answer(int(row[0]), bool(row[1]), bool(row[2])) for row in self._rows.tolist()]
+        rows = [[int(number) for number in row] for row in self._rows.tolist()]
+        return [Answer(step, bool(flags & 1), bool(flags & 2), outer) for step, flags, outer in rows]
 
     def checked(self) -> list[Answer]:
         """Return the answers, by rank, or refuse on all members alike. Blocks until all have come.
 
         Raises:
-            StepError: Processes are at different steps, or one has parameters or buffers that are not finite.
+            StepError: Processes are at different steps, or one has parameters or buffers that are not finite,
+                or another learning rate of its outer optimizer.
             CommunicationError: The collective failed.
         """
         answers = self.answers()
@@ -62,7 +74,7 @@ class Consensus:
                 "a checkpoint; the last average is in state_dict()['last_average']. Buffers that may be "
                 "infinite: average_buffers=False"
             )
-        if not do_agree(answers):
+        if len({answer.step for answer in answers}) > 1:
             steps = _listed([f"{place}: {answer.step}" for place, answer in enumerate(answers)])
             raise StepError(
                 f"processes are at different steps ({steps}), so their parameters can't be averaged. If a "
@@ -70,12 +82,22 @@ class Consensus:
                 "batches (different numbers of them), train inside thinwire.join as well: with local, "
                 "thinwire.join(local): … Call average() on all processes or on none"
             )
+        if not do_agree(answers):
+            usual = Counter(answer.outer for answer in answers).most_common(1)[0][0]
+            others = [place for place, answer in enumerate(answers) if answer.outer != usual]
+            raise StepError(
+                f"the outer optimizer of process {_listed(others)} has another learning rate, or other "
+                "settings, than the other processes', so models would differ; nothing was averaged. Step a "
+                "schedule of local.outer on all processes alike, and not by what differs between them, such "
+                "as a loss of their own"
+            )
         return answers
 
 
 def do_agree(answers: Sequence[Answer]) -> bool:
-    """Return whether all are at one step, and finite."""
-    return len({answer.step for answer in answers}) == 1 and all(answer.is_finite for answer in answers)
+    """Return whether all are at one step, finite, and average alike."""
+    courses = {(answer.step, answer.outer) for answer in answers}
+    return len(courses) == 1 and all(answer.is_finite for answer in answers)
 
 
 def _listed(values: Sequence[object]) -> str:

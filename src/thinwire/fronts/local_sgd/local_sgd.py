@@ -358,7 +358,7 @@ class LocalSGD(Joinable):
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
-                are not finite; nothing was averaged.
+                are not finite, or the settings of `outer` differ; nothing was averaged.
             CommunicationError: A collective failed.
         """
         with self._averaging("average()"):

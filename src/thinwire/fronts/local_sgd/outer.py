@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -23,12 +24,14 @@ __all__ = [
     "load_outer",
     "new_outer",
     "saved_outer",
+    "settings_digest",
     "warn_of_momentum",
 ]
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of the last averaged parameters."""
 
+PLAIN = bool | int | float
 OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
 
 
@@ -91,8 +94,19 @@ def described_outer(outer: torch.optim.Optimizer | None) -> str:
     if outer is None:
         return "none"
     # What else there is (functions, tensors) may print differently on every process.
-    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, bool | int | float)}
+    plain = {name: value for name, value in outer.defaults.items() if isinstance(value, PLAIN)}
     return f"{type(outer).__name__}({', '.join(f'{name}={value}' for name, value in plain.items())})"
+
+
+def settings_digest(outer: torch.optim.Optimizer | None) -> int:
+    """Return a CRC-32 of an outer optimizer's settings as they are now; 0 for none."""
+    if outer is None:
+        return 0
+    now = [
+        [(name, group[name]) for name in sorted(outer.defaults) if isinstance(group[name], PLAIN | tuple)]
+        for group in outer.param_groups
+    ]
+    return zlib.crc32(repr(now).encode())
 
 
 def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica) -> dict[str, Any]:
