@@ -54,35 +54,7 @@ def as_averaged_faster(
     Raises:
         CommunicationError: A collective failed; its error is the cause.
     """
-
-    def highest(values: Sequence[float]) -> Sequence[float]:
-        # Over the replicas of each shard, then over shards: behind that it is alike on all.
-        for members in (transport, shards):
-            everyone = gather_numbers(values, members, PURPOSE)
-            values = [max(each) for each in zip(*everyone, strict=True)]
-        return values
-
-    def step_seconds(engine: Engine) -> float:
-        engine.memory.step = LATE_STEP
-        kinds: dict[tuple[torch.device, torch.dtype], list[ParameterSpec]] = {}
-        for piece, spec in zip(trained, engine.specs, strict=True):
-            kinds.setdefault((local_of(piece.parameter).device, spec.dtype), []).append(spec)
-        buckets = [
-            (tuple(specs), torch.ones(sum(each.numel for each in specs), dtype=dtype, device=device))
-            for (device, dtype), specs in kinds.items()
-        ]
-        seconds = []
-        # The first one makes connections and compiles.
-        for _ in range(1 + TIMED_STEPS):
-            # All begin together, or the first to come would count its waiting.
-            highest([0.0])
-            start = clock()
-            engine.average(buckets)
-            for device in {flat.device for _, flat in buckets if flat.device.type != "cpu"}:
-                torch.accelerator.synchronize(device)
-            seconds.append(clock() - start)
-        return median(seconds[1:])
-
+    everybody = (transport, shards)
     try:
         whole = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
         engines = [
@@ -96,11 +68,11 @@ def as_averaged_faster(
     trained = [piece for piece in pieces if piece.parameter.requires_grad]
     are_unlike = float(engines[0].plan.routes != engines[1].plan.routes)
     # A shard may be empty where others are not.
-    if not highest([are_unlike])[0]:
+    if not _highest([are_unlike], everybody)[0]:
         return pieces
     try:
         # Each is let go before the next one: their memories are not needed side by side.
-        timed = [step_seconds(engines.pop(0)) for _ in range(2)]
+        timed = [_step_seconds(engines.pop(0), trained, everybody, clock) for _ in range(2)]
     except CommunicationError as error:
         # The engine's own error names a step that is none of the user's.
         raise CommunicationError(
@@ -108,7 +80,7 @@ def as_averaged_faster(
             "at the other processes, and restart all"
         ) from error
     # Not the mean: a step waits for the slowest.
-    of_shards, of_whole = highest(timed)
+    of_shards, of_whole = _highest(timed, everybody)
     is_faster = of_whole <= (1 - LEAST_GAIN) * of_shards
     logger.info(
         "%s: averaging takes %.1f ms of shards, %.1f ms of whole matrices: %s",
@@ -118,3 +90,36 @@ def as_averaged_faster(
         "whole matrices" if is_faster else "shards",
     )
     return whole if is_faster else pieces
+
+
+def _highest(values: Sequence[float], everybody: Sequence[Transport]) -> Sequence[float]:
+    """Return the highest of each over all shards and replicas. Collective."""
+    # Over the replicas of each shard, then over shards: behind that it is alike on all.
+    for members in everybody:
+        values = [max(each) for each in zip(*gather_numbers(values, members, PURPOSE), strict=True)]
+    return values
+
+
+def _step_seconds(
+    engine: Engine, trained: Sequence[Piece], everybody: Sequence[Transport], clock: Callable[[], float]
+) -> float:
+    """Return what averaging ones takes, by device and type in one bucket each. Collective."""
+    engine.memory.step = LATE_STEP
+    kinds: dict[tuple[torch.device, torch.dtype], list[ParameterSpec]] = {}
+    for piece, spec in zip(trained, engine.specs, strict=True):
+        kinds.setdefault((local_of(piece.parameter).device, spec.dtype), []).append(spec)
+    buckets = [
+        (tuple(specs), torch.ones(sum(each.numel for each in specs), dtype=dtype, device=device))
+        for (device, dtype), specs in kinds.items()
+    ]
+    seconds = []
+    # The first one makes connections and compiles.
+    for _ in range(1 + TIMED_STEPS):
+        # All begin together, or the first to come would count its waiting.
+        _highest([0.0], everybody)
+        start = clock()
+        engine.average(buckets)
+        for device in {flat.device for _, flat in buckets if flat.device.type != "cpu"}:
+            torch.accelerator.synchronize(device)
+        seconds.append(clock() - start)
+    return median(seconds[1:])
