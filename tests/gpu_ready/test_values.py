@@ -38,11 +38,11 @@ def in_dtype(dtype: torch.dtype) -> list[tuple[ParameterSpec, ...]]:
 def run(
     algorithm: Algorithm, dtype: torch.dtype, bad_steps: Collection[int] = (2,), **settings: Any
 ) -> tuple[list[torch.Tensor], Simulation]:
-    """The means of five steps, of which some are not finite."""
+    """The means of four steps, of which some are not finite."""
     layout = in_dtype(dtype)
     simulation = Simulation(algorithm, layout, num_workers=2, **settings)
     means = []
-    for step in range(5):
+    for step in range(4):
         gradients = random_gradients(buckets(), num_workers=2, seed=step)
         given = [[flat.to(dtype) for flat in of_worker] for of_worker in gradients]
         if step in bad_steps:
@@ -76,7 +76,7 @@ def test_the_same_as_on_the_cpu(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bad_steps", [{0}, {2, 3}], ids=str)
+@pytest.mark.parametrize("bad_steps", [{0}, {1, 2}], ids=str)
 @pytest.mark.parametrize("wire_dtype", [None, "bf16"])
 def test_without_a_host_check_to_the_bit_what_it_is_with_one(
     wire_dtype: Literal["bf16"] | None,

@@ -22,7 +22,7 @@ from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
 
 NUM_WORKERS = 2
-NUM_STEPS = 5
+NUM_STEPS = 4
 LOW_RANK = [PowerSGD(matrix_rank=2), PowerSGD(matrix_rank=2, alternating=True), BatchedPowerSGD()]
 
 
@@ -35,7 +35,7 @@ def run(
     for step in range(NUM_STEPS):
         gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
         if step in bad_steps:
-            gradients[step % NUM_WORKERS][1][7] = torch.inf
+            gradients[step // 2][1][7] = torch.inf
         simulation.step(gradients)
         for others in gradients[1:]:
             for mine, theirs in zip(gradients[0], others, strict=True):
@@ -58,7 +58,7 @@ def turns(entry: Entry) -> bool:
 # Those that do not turn give the same good steps with bad ones between them.
 @pytest.mark.parametrize(
     ("entry", "bad_steps"),
-    [*((each, {0, 3}) for each in ENTRIES), *((each, set()) for each in ENTRIES if turns(each))],
+    [*((each, {0, 2}) for each in ENTRIES), *((each, set()) for each in ENTRIES if turns(each))],
     ids=str,
 )
 def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[int]) -> None:
@@ -78,8 +78,8 @@ def test_steps_that_are_not_finite_leave_no_trace(entry: Entry, bad_steps: set[i
 @pytest.mark.parametrize("algorithm", LOW_RANK, ids=str)
 def test_nothing_is_lost(algorithm: Algorithm) -> None:
     """Whatever turn it was: results plus final mean error are the sum of the true means of the good steps."""
-    simulation, means = run(algorithm, {2, 3}, host_check=False)
-    good = [step for step in range(NUM_STEPS) if step not in {2, 3}]
+    simulation, means = run(algorithm, {1, 2}, host_check=False)
+    good = [step for step in range(NUM_STEPS) if step not in {1, 2}]
     true = torch.zeros_like(means[0], dtype=torch.float64)
     for step in good:
         gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
