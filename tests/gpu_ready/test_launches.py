@@ -25,6 +25,8 @@ from gpu_ready.counting import (
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, Memory
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.kernels.matrices import MatrixGroup
+from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.fronts.local_sgd import LocalSGD
@@ -196,6 +198,19 @@ def test_few_bits_by_triton(algorithm: Algorithm) -> None:
         found = step_of(algorithm, ONE_LAYER)
     limit = QUANTIZE_BY_TRITON[algorithm]
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+
+
+def test_what_kernels_write_to_by_address_is_fp32_whatever_the_default_type() -> None:
+    group = MatrixGroup(["a"], [torch.empty(64, 48, device="meta")], [None], 4)
+    factor = torch.empty(1, 4, 48, device="meta")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with on_meta():
+            (left,) = TritonKernels().products([group], [factor], None, add_error=False)
+            (basis,) = TritonKernels().orthonormal_rows([left])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert left.dtype == basis.dtype == torch.float32
 
 
 def test_what_watch_asks_of_every_bucket() -> None:

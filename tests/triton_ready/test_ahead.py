@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.algorithms.kernels.triton.triton_kernels import basis_constants
+from thinwire.algorithms.kernels.triton.triton_bases import basis_constants
 
 pytestmark = [
     pytest.mark.skipif(
@@ -38,7 +38,7 @@ CODED = {
 def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
     constants: dict[str, Any] = basis_constants(name, rows)
     warps, fuses = constants.pop("num_warps"), constants.pop("enable_fp_fusion")
-    return f"compiled_matrices.{name}", constants, warps, fuses, False
+    return f"compiled_bases.{name}", constants, warps, fuses, False
 
 
 # Kernel, constants, warps, whether products and sums are fused; whether it reads gradients by tiles.

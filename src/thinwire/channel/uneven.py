@@ -19,7 +19,8 @@ def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
         return None
     # The join context has asked already; to ask once more would send a message that nobody shadows.
     (contributors,) = work.get_future().wait()
-    return joinable.join_process_group.size() / contributors  # type: ignore[no-any-return]
+    # Torch counts in its default type, in which 4/3 would be rounded where that is bf16.
+    return joinable.join_process_group.size() / contributors.float()  # type: ignore[no-any-return]
 
 
 def notify_of_step(joinable: Joinable) -> None:

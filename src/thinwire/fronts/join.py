@@ -98,7 +98,7 @@ class _Counter(Joinable):
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__()
         self._model = model
-        self.scale = torch.ones(1, device=model.device)
+        self.scale = torch.ones(1, dtype=torch.float32, device=model.device)
 
     def count(self, *unused: Any) -> None:
         """Say, before each forward pass, that this process contributes, and learn how many do."""

@@ -102,7 +102,7 @@ class _Meter:
         end = time.perf_counter() + budget_seconds
         for index, message_bytes in enumerate(MESSAGE_BYTES):
             share_seconds = (end - time.perf_counter()) / (len(MESSAGE_BYTES) - index)
-            message = torch.zeros(message_bytes // 4, device=self.device)
+            message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
             self.progress(f"averaging {message_bytes:,} bytes")
             # Not counted: connections are made, pages are touched.
             first_seconds = self.once(message)
@@ -146,7 +146,7 @@ class _Meter:
         own = message[: 2 * message_bytes // self.transport.size].clone()
         gathered = message[: own.numel() * self.transport.size].clone()
         exchanged = torch.zeros_like(gathered)
-        averaged = torch.zeros(message_bytes // 4, device=self.device)
+        averaged = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
         starts: dict[Collective, Callable[[], Work]] = {
             "all_reduce": lambda: self.transport.mean(averaged, "a probe"),
             "all_gather": lambda: self.transport.all_gather(gathered, own, "a probe"),
@@ -203,7 +203,7 @@ class _Meter:
         found = 0.0
         # The others wait below: two pairs at a time would share links.
         if self.transport.rank in processes:
-            message = torch.zeros(message_bytes // 4, device=self.device)
+            message = torch.zeros(message_bytes // 4, dtype=torch.float32, device=self.device)
             seconds = [self.transport.ping_seconds(*processes, message) for _ in range(PAIR_REPETITIONS + 1)]
             # What else the computers do can only add to it, and would hide who is near whom.
             found = min(each or 0.0 for each in seconds[1:])

@@ -237,7 +237,10 @@ class _Copied:
 
     def __init__(self, device: torch.device, buckets: Sequence[tuple[ParameterSpec, ...]]) -> None:
         self.device, self.buckets = device, buckets
-        self.flats = [torch.randn(sum(spec.numel for spec in bucket), device=device) for bucket in buckets]
+        self.flats = [
+            torch.randn(sum(spec.numel for spec in bucket), dtype=torch.float32, device=device)
+            for bucket in buckets
+        ]
         self.copies = [torch.empty_like(flat) for flat in self.flats]
         self.seconds = _seconds(device, self.copy)
 

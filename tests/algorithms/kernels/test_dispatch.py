@@ -179,9 +179,7 @@ def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
     monkeypatch.setattr(triton_limits, "version", found)
     monkeypatch.setattr(triton_limits, "import_module", failing)
     monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
-    monkeypatch.setattr(dispatch, "_triton_codes", dispatch._triton_codes.__wrapped__)
-    triton = replace(dispatch.TRITON, load_codes=dispatch._triton_codes)
-    monkeypatch.setattr(dispatch, "backends", (triton, TORCH))
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TRITON, TORCH))
     like = torch.empty(1, device="meta")
     with pytest.warns(UserWarning, match=told):
         assert dispatch.code_kernels_for(like) is TORCH.load_codes()

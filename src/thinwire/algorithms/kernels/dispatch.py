@@ -91,11 +91,6 @@ def _numba_kernels() -> Kernels | None:
     return cast("Kernels", module.NumbaKernels())
 
 
-def _numba_serves_codes(like: torch.Tensor) -> bool:
-    # With several threads as well: PyTorch's many passes over a part that stays in cache gain little by them.
-    return like.device.type == "cpu" and like.dtype == torch.float32
-
-
 @lru_cache(maxsize=1)
 def _numba_codes() -> CodeKernels | None:
     if _numba_kernels() is None:
@@ -118,11 +113,6 @@ def _triton_serves(like: torch.Tensor, matrix_rank: int) -> bool:
     return True
 
 
-@lru_cache(maxsize=1)
-def _triton_kernels() -> Kernels | None:
-    return TritonKernels() if triton_limits.can_be_used() else None
-
-
 def _triton_serves_codes(like: torch.Tensor) -> bool:
     if not triton_limits.reaches(like.device):
         return False
@@ -132,27 +122,28 @@ def _triton_serves_codes(like: torch.Tensor) -> bool:
     return True
 
 
-@lru_cache(maxsize=1)
-def _triton_codes() -> CodeKernels | None:
-    return TritonCodes() if triton_limits.can_be_used() else None
+# One of each for the process: groups are put together by the kernels that serve them. None of them compiles
+# anything before it is asked for something.
+_triton, _torch = (TritonKernels(), TritonCodes()), (TorchKernels(), TorchCodes())
 
-
-# One of each for the process: groups are put together by the kernels that serve them.
-
-
-@lru_cache(maxsize=1)
-def _torch_kernels() -> Kernels:
-    return TorchKernels()
-
-
-@lru_cache(maxsize=1)
-def _torch_codes() -> CodeKernels:
-    return TorchCodes()
-
-
-NUMBA = Backend("Numba", _numba_serves, _numba_kernels, _numba_serves_codes, _numba_codes)
-TRITON = Backend("Triton", _triton_serves, _triton_kernels, _triton_serves_codes, _triton_codes)
-TORCH = Backend("PyTorch", lambda like, matrix_rank: True, _torch_kernels, lambda like: True, _torch_codes)
+NUMBA = Backend(
+    "Numba",
+    _numba_serves,
+    _numba_kernels,
+    # With several threads as well: PyTorch's many passes over a part that stays in cache gain little by them.
+    lambda like: like.device.type == "cpu" and like.dtype == torch.float32,
+    _numba_codes,
+)
+TRITON = Backend(
+    "Triton",
+    _triton_serves,
+    lambda: _triton[0] if triton_limits.can_be_used() else None,
+    _triton_serves_codes,
+    lambda: _triton[1] if triton_limits.can_be_used() else None,
+)
+TORCH = Backend(
+    "PyTorch", lambda like, matrix_rank: True, lambda: _torch[0], lambda like: True, lambda: _torch[1]
+)
 
 backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
 """By preference; the last one serves everything. The switch of tests and benchmarks, read at every call:

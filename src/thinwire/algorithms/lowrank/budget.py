@@ -199,7 +199,7 @@ def _sketch(route: LowRankRoute, memory: Memory) -> torch.Tensor:
     rows, columns = route.matrix_shape or (0, 0)
     error = memory[ERROR].get(route.label)
     if error is None:
-        return torch.zeros(rows, SKETCH_COLUMNS)
+        return torch.zeros(rows, SKETCH_COLUMNS, dtype=torch.float32)
     # The same on all processes: so the mean of what they find is what the mean residual has.
     directions = random_rows(SKETCH_SEED, (SKETCH_COLUMNS, columns), error.device).to(error.dtype)
     return (error.view(rows, columns) @ directions.t()).float()

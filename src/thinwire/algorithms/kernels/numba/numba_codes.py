@@ -59,7 +59,8 @@ class NumbaCodes(CodeKernels):
         num_blocks, block = own.stop - own.start, blocks.block
         coded = Coded.empty(num_blocks, 1, blocks.share, packed_bytes(block, codebook.bits))
         # Room for one block, used again and again, unless what is lost is wanted of all.
-        room = torch.empty(1, block) if lost is None else lost
+        # Compiled code writes fp32 to its address, whatever torch's default type.
+        room = torch.empty(1, block, dtype=torch.float32) if lost is None else lost
         code_passes.average(
             *_places(received)[:3],
             len(received.message),

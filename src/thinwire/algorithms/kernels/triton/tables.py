@@ -13,7 +13,7 @@ import torch
 
 from thinwire.algorithms.accelerators import sent_to
 
-__all__ = ["padded", "table_of", "tiles_of"]
+__all__ = ["each_of", "padded", "table_of", "tiles_of"]
 
 # Of a step there are tens; those of bucket layouts and addresses that are gone fall out at the other end.
 MAX_TABLES = 1024
@@ -69,3 +69,10 @@ def _on_device(
     else:
         _kept.move_to_end(key)
     return found
+
+
+def each_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the matrices of all batches, contiguous ones."""
+    # A copy lives as long as the caller's list: a kernel that was launched has its address alone.
+    whole = [batch if not len(batch) or batch[0].is_contiguous() else batch.contiguous() for batch in batches]
+    return [each for batch in whole for each in batch.unbind()]

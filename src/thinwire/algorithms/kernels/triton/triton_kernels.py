@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from thinwire.algorithms.kernels.base import Kernels
-from thinwire.algorithms.kernels.matrices import DEPENDENT_BELOW, Factors, MatrixGroup, Terms, Write
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, Write
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
-from thinwire.algorithms.kernels.triton import launcher
-from thinwire.algorithms.kernels.triton.tables import padded, table_of, tiles_of
+from thinwire.algorithms.kernels.triton import launcher, triton_bases
+from thinwire.algorithms.kernels.triton.launcher import FUSED
+from thinwire.algorithms.kernels.triton.tables import each_of, padded, table_of, tiles_of
 
 __all__ = ["TritonKernels"]
 
@@ -25,11 +26,8 @@ DOT_ROWS = 16
 # Rows of a matrix that one program of a projection adds up: a fixed number, whatever the GPU.
 SPLIT_ROWS = 512
 
-# Columns of a factor that one program of an orthonormalisation has, and holds at a time: few, as a division
-# in fp64 is a subroutine on sm_80: around it registers that are full would be put aside.
-CHUNK, COLUMNS = 1024, 128
-
-ELEMENTS = 4096  # of a program that only looks at each
+# Of a program that adds up parts; of one that only looks at each.
+SUMS, ELEMENTS = 1024, 4096
 
 
 class TritonKernels(Kernels):
@@ -53,8 +51,8 @@ class TritonKernels(Kernels):
         for some in _of_one_type(groups):
             shape = _Shape([groups[index] for index in some])
             rows = _rows([groups[index] for index in some], scale)
-            factors = _each([rights[index] for index in some])
-            outs = _each([results[index] for index in some])
+            factors = each_of([rights[index] for index in some])
+            outs = each_of([results[index] for index in some])
             launcher.launch(
                 "compiled_matrices.products",
                 sum(counts := [-(-row[3] // shape.rows) for row in rows]),
@@ -88,8 +86,8 @@ class TritonKernels(Kernels):
         for some in _of_one_type(groups):
             shape = _Shape([groups[index] for index in some])
             rows = _rows([groups[index] for index in some], scale)
-            factors = _each([lefts[index] for index in some])
-            outs = _each([results[index] for index in some])
+            factors = each_of([lefts[index] for index in some])
+            outs = each_of([results[index] for index in some])
             device = factors[0].device
             # Parts and a second launch, and no atomic additions: those come in another order every time.
             splits = [-(-row[3] // SPLIT_ROWS) for row in rows]
@@ -113,12 +111,12 @@ class TritonKernels(Kernels):
                 (part.data_ptr(), count, out.numel(), out.data_ptr())
                 for part, count, out in zip(parts, splits, outs, strict=True)
             ]
-            counts = [-(-out.numel() // CHUNK) for out in outs]
+            counts = [-(-out.numel() // SUMS) for out in outs]
             launcher.launch(
                 "compiled_matrices.add_splits",
                 sum(counts),
                 [table_of(table, device), tiles_of(counts, device)],
-                {"COLUMNS": CHUNK, **_OPTIONS},
+                {"COLUMNS": SUMS, **FUSED},
                 device,
                 reads=parts,
                 writes=outs,
@@ -148,11 +146,11 @@ class TritonKernels(Kernels):
             last = [each[-1] for each in found]
             # Of each matrix: the left and right factor that was sent, and those of the means.
             factors = [
-                _each([pair[side] for pair in [each.pair(each.own) for each in last]]) for side in (0, 1)
+                each_of([pair[side] for pair in [each.pair(each.own) for each in last]]) for side in (0, 1)
             ]
             for term in range(len(found[0])):
                 pairs = [each[term].pair(each[term].mean) for each in found]
-                factors += [_each([pair[side] for pair in pairs]) for side in (0, 1)]
+                factors += [each_of([pair[side] for pair in pairs]) for side in (0, 1)]
             device = given[0].matrices[0].device
             table = [
                 (
@@ -207,7 +205,7 @@ class TritonKernels(Kernels):
                     tiles_of(counts, device),
                     None if is_healthy is None else is_healthy.view(torch.int8),
                 ],
-                {"G": LETTERS[dtype], "SOURCE": LETTERS[source_dtype], "COLUMNS": ELEMENTS, **_OPTIONS},
+                {"G": LETTERS[dtype], "SOURCE": LETTERS[source_dtype], "COLUMNS": ELEMENTS, **FUSED},
                 device,
                 reads=[item.healthy for item in alike if item.healthy is not None],
                 writes=[item.target for item in alike if item.healthy is not None],
@@ -217,57 +215,8 @@ class TritonKernels(Kernels):
     def orthonormal_rows(
         self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """As `Kernels.orthonormal_rows`: by PyTorch's arithmetic, in three launches.
-
-        Gram matrices are added up chunk by chunk, in order, so that many programs share a long factor.
-        """
-        if not batches:
-            return []
-        device = batches[0].device
-        results = list(
-            torch.empty(sum(each.numel() for each in batches), device=device).split_with_sizes(
-                [each.numel() for each in batches]
-            )
-        )
-        results = [flat.view_as(batch) for flat, batch in zip(results, batches, strict=True)]
-        rows = padded(max(batch.shape[1] for batch in batches))
-        factors, outs = _each(batches), _each(results)
-        instead: list[torch.Tensor | None] = [None] * len(factors)
-        if drawn is not None:
-            instead = [each for batch, each in zip(batches, drawn, strict=True) for _ in batch]
-        counts = [-(-factor.shape[1] // CHUNK) for factor in factors]
-        # Of each chunk two Gram matrices, and of each matrix a transform. Freed when this returns: the
-        # allocator hands the memory out again on this stream only, behind what reads it here.
-        sizes = [(2 * count + 1) * rows * rows for count in counts]
-        room = torch.empty(sum(sizes), dtype=torch.float64, device=device).split_with_sizes(sizes)
-        table = table_of(
-            [
-                (
-                    factor.data_ptr(),
-                    0 if other is None else other.data_ptr(),
-                    out.data_ptr(),
-                    parts.data_ptr(),
-                    factor.shape[1],
-                    factor.shape[0],
-                    count,
-                )
-                for factor, other, out, parts, count in zip(factors, instead, outs, room, counts, strict=True)
-            ],
-            device,
-        )
-        tiles = tiles_of(counts, device)
-        # Three launches, since the programs of one can't wait for each other.
-        for kernel, writes in (("gram", room), ("gram_again", room), ("orthonormal", outs)):
-            launcher.launch(
-                f"compiled_matrices.{kernel}",
-                sum(counts),
-                [table, tiles],
-                basis_constants(kernel, rows),
-                device,
-                reads=factors,
-                writes=writes,
-            )
-        return results
+        """As `Kernels.orthonormal_rows`: by PyTorch's arithmetic, in three launches."""
+        return triton_bases.orthonormal_rows(batches, drawn)
 
     def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """As `Kernels.all_finite`, in two launches."""
@@ -283,29 +232,12 @@ class TritonKernels(Kernels):
                 tiles_of(counts, device),
                 flags,
             ],
-            {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **_OPTIONS},
+            {"G": LETTERS[tensors[0].dtype], "COLUMNS": ELEMENTS, **FUSED},
             device,
             reads=tensors,
             writes=[flags],
         )
         return flags.view(torch.bool).all()
-
-
-# Given, and not left to Triton: its versions differ in it, and with it the last bits.
-_OPTIONS = {"enable_fp_fusion": True, "num_warps": 4}
-
-
-def basis_constants(kernel: str, rows: int) -> dict[str, object]:
-    """Return the compile-time arguments of a kernel that makes bases, and options.
-
-    Args:
-        kernel: "gram", "gram_again" or "orthonormal".
-        rows: Of a factor, a power of two.
-    """
-    constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **_OPTIONS}
-    # With these nothing is put aside on sm_80, sm_90 and sm_100: by trial, for it is the compiler's to say.
-    constants["num_warps"] = 4 if (kernel, rows) == ("gram_again", 16) else 8
-    return constants if kernel == "gram" else {**constants, "DEPENDENT": DEPENDENT_BELOW}
 
 
 class _Shape:
@@ -340,7 +272,7 @@ class _Shape:
             "COLUMNS": self.columns,
             "ALIGNED": is_aligned,
             "DOT": dot if self.factor_rows >= DOT_ROWS else "",
-            **_OPTIONS,
+            **FUSED,
             "num_warps": self._warps,
         }
 
@@ -383,16 +315,10 @@ def _room(groups: Sequence[MatrixGroup], lengths: Sequence[int]) -> list[torch.T
     sizes = [count * rows * length for count, rows, length in shapes]
     if not sizes:
         return []
-    # In one piece, in the order in which they are sent: so a message of them is not joined first.
-    flat = torch.empty(sum(sizes), device=groups[0].matrices[0].device)
+    # In one piece, in the order in which they are sent: so a message of them is not joined first. The type is
+    # named, here and wherever an address goes to a kernel: the default one is the user's to set.
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=groups[0].matrices[0].device)
     return [part.view(shape) for part, shape in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
-
-
-def _each(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the matrices of all batches, contiguous ones."""
-    # A copy lives as long as the caller's list: a kernel that was launched has its address alone.
-    whole = [batch if not len(batch) or batch[0].is_contiguous() else batch.contiguous() for batch in batches]
-    return [each for batch in whole for each in batch.unbind()]
 
 
 def _matrices(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
