@@ -88,6 +88,7 @@ def number_of(name: str, value: object, minimum: float = -MAX_NUMBER, maximum: f
     Raises:
         ValueError: It is not.
     """
+    # By type, here and below: to `isinstance` True is a whole number.
     if type(value) not in (int, float) or not minimum <= value <= maximum:  # type: ignore[operator]
         raise ValueError(
             f"{name} must be a number from {minimum:g} to {maximum:g}, got {reprlib.repr(value)}"

@@ -112,6 +112,7 @@ class LocalJob:
         return self._folder / f"error-{process_rank}.json"
 
     def _failed_at(self, process_rank: int) -> int:
+        # By the age of what it wrote on its way out: exit codes that are found at one look have no order.
         path = self._error_path(process_rank)
         return path.stat().st_mtime_ns if path.exists() else 0
 
@@ -190,6 +191,7 @@ def join_local_job(backend: str, *, timeout_seconds: float) -> None:
         backend: Of torch.distributed.
         timeout_seconds: Of every collective.
     """
+    # Before it waits for the others: the launcher may be gone before all have come.
     follow_launcher()
     size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(

@@ -232,6 +232,7 @@ class ProcessGroupWork:
         """
 
         def finished(done: Future[object]) -> Result:
+            # Torch calls back for a failure, too; it is `value` that raises it.
             with named_failure(self.where):
                 done.value()
             return result()

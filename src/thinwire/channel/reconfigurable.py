@@ -69,6 +69,7 @@ class ReconfigurableTransport(Transport):
         """As `Transport.all_to_all`."""
         parts = _as_bytes(output), _as_bytes(tensor)
         options = AllToAllOptions()
+        # No lengths given: equal parts for all.
         return self._started(purpose, lambda: self._group.alltoall_base(*parts, [], [], options))
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:

@@ -9,11 +9,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm
-from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.local_sgd import LocalSGD
-from thinwire.errors import ConfigError
-from thinwire.fronts.local_sgd.diloco import FOUR_BITS, default_outer_lr, default_outer_momentum
+from thinwire.fronts.local_sgd.diloco import FOUR_BITS, Nesterov
 
 __all__ = ["DiLoCo"]
 
@@ -66,17 +64,14 @@ class DiLoCo(LocalSGD):
         delay_steps: int = 0,
         warmup_steps: int = 0,
     ) -> None:
-        self._outer_lr = None if outer_lr is None else float(number("outer_lr", outer_lr, minimum=0))
-        if outer_momentum is not None and not 0 <= number("outer_momentum", outer_momentum, minimum=0) < 1:
-            raise ConfigError(f"outer_momentum must be from 0 to below 1, got {outer_momentum!r}")
-        self._outer_momentum = outer_momentum
+        self._outer_step = Nesterov(outer_lr, outer_momentum)
         super().__init__(
             model,
             optimizer,
             every_steps=every_steps,
             group=group,
             algorithm=algorithm,
-            outer=self._nesterov,
+            outer=self._new_outer,
             average_buffers=average_buffers,
             grad_scaler=grad_scaler,
             fragments=fragments,
@@ -87,16 +82,11 @@ class DiLoCo(LocalSGD):
             warmup_steps=warmup_steps,
         )
 
-    def _nesterov(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        momentum = self._outer_momentum
-        if momentum is None:
-            is_sparse = self.sync.algorithm.sends_few_entries
-            momentum = 0.0 if is_sparse else default_outer_momentum(self._schedule.every_steps)
-        lr = 1.0 if self._outer_lr is None else self._outer_lr  # else chosen at every averaging
-        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    def _new_outer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        lr = 1.0 if self._outer_step.lr is None else self._outer_step.lr  # else chosen at every averaging
+        every_steps = self._schedule.every_steps
+        return self._outer_step.optimizer(parameters, lr, every_steps, self.sync.algorithm)
 
     def _outer_lr_for(self, num_members: int) -> float | None:
-        """As `LocalSGD._outer_lr_for`: with few entries error feedback takes the place of momentum."""
-        if self._outer_lr is not None:
-            return self._outer_lr
-        return default_outer_lr(num_members, is_sparse=self.sync.algorithm.sends_few_entries)
+        """As `LocalSGD._outer_lr_for`: the one given, or one by the number of members."""
+        return self._outer_step.lr_for(num_members, self.sync.algorithm)

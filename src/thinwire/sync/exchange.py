@@ -133,12 +133,13 @@ class Exchange:
 
     def __init__(self, transport: Transport, name: str, shards: Transport | None = None) -> None:
         self.tasks: list[Task] = []
+        # Of `close_with`: all, which commit last, and those whose first message is not sent yet.
         self._closing: list[Task] = []
+        self._joining: list[Task] = []
         self._ways = Ways(transport, shards)
         self._name = name
-        self._rounds: list[_Round] = []
-        self._previous: _Round | None = None
-        self._joining: list[Task] = []
+        self._rounds: list[_Round] = []  # under way
+        self._previous: _Round | None = None  # the first message of the last bucket
         self._number = 1
 
     # Backends match collectives by nothing but their order: members that disagree in it wait for ever, or

@@ -201,6 +201,7 @@ def engine_of(target: GradientSync | Synced) -> Engine:
         AttachError: `target` is not attached yet.
     """
     sync = target if isinstance(target, GradientSync) else target.sync
+    # Not a public attribute: what a handle shows is the user's, and an engine is what drives it.
     return sync._engine
 
 

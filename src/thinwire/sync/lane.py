@@ -1,4 +1,4 @@
-"""A bucket, opened once: agreed upon, planned, its memory laid out."""
+"""A bucket, opened once: agreed upon, planned, its memory in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Lane:
     """Where the gradients of one bucket go, step by step.
 
     It lives from the bucket's first step until its engine plans anew. Its front keeps it that long: what is
-    done once for a bucket (processes compared, plan made, loaded memory laid out) is in no later step's way.
+    done once for a bucket (processes compared, plan made, memory put in order) is in no later step's way.
 
     Attributes:
         plan: How they travel.

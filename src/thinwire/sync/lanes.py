@@ -310,7 +310,7 @@ class Lanes:
 
         Args:
             call: What it is about to do.
-            has_progress: Whether to tell how far the process is, as well as how it is configured.
+            has_progress: Whether to say how far the process is, as well as how it is configured.
         """
         # The plan is not among it: it follows from the algorithm, its choices and the shapes.
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
@@ -321,17 +321,14 @@ class Lanes:
                 else:
                     described[name] = repr(value)
         described |= self.settings.described()
-        described |= (
-            {}
-            if not has_progress
-            else {
+        if has_progress:
+            described |= {
                 "committed steps": str(self.memory.step),
                 "steps that were not finite": str(self.nonfinite_steps),
                 "loaded state": self._loaded_checksum or "none",
                 "averaged error": str(self.local_is_mean),
                 **{f"choice for {name}": str(choice) for name, choice in sorted(self.choices.items())},
             }
-        )
         for spec in self.specs.values():
             shape = "×".join(map(str, spec.shape)) or "scalar"
             dtype = str(spec.dtype).removeprefix("torch.")
@@ -346,7 +343,7 @@ class Lanes:
 
     @property
     def unclaimed(self) -> Mapping[Slot, Mapping[str, torch.Tensor]]:
-        """What was loaded and is not laid out yet, by slot and parameter, in the parameter's shape."""
+        """What was loaded and is not in memory yet, by slot and parameter, in the parameter's shape."""
         return self._unclaimed
 
     @property
@@ -368,7 +365,7 @@ class Lanes:
         # Before memory is replaced: an algorithm may refuse what it does not know.
         self.choices = self.algorithm.resumed_choices(loaded.choices, memory, specs)
         self.memory = memory
-        # Laid out when lanes are opened: in which order of memory, and on which device, is not known before.
+        # Into memory when lanes are opened: its order there, and the device, are not known before.
         self._unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.local_is_mean, self._loaded_checksum = True, loaded.checksum

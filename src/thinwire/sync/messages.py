@@ -109,6 +109,7 @@ def _send_means(tensors: list[torch.Tensor], transport: Transport, purpose: str,
 
 def _send_gathers(tensors: list[torch.Tensor], transport: Transport, purpose: str, name: str) -> Sent:
     _check_flat(tensors, name)
+    # Contiguous, for transports carry a tensor's memory as it lies, as bytes.
     flat = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
     rows = flat.new_empty(transport.size, flat.numel())
     work = transport.all_gather(rows, flat, purpose)
@@ -119,6 +120,7 @@ def _send_gathers(tensors: list[torch.Tensor], transport: Transport, purpose: st
 def _send_shard_sums(tensors: list[torch.Tensor], transport: Transport, purpose: str, name: str) -> Sent:
     _check_flat(tensors, name)
     flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    # A sum, and not a mean: each shard has some rows' part of one product.
     work = transport.all_reduce(flat, f"{purpose}, between shards")
     sizes = [tensor.numel() for tensor in tensors]
     return Sent(work, flat, lambda: flat.split_with_sizes(sizes))
@@ -131,6 +133,7 @@ def _send_exchanges(tensors: list[torch.Tensor], transport: Transport, purpose: 
                 f"an exchange has asked for {name} of shape {tuple(tensor.shape)}, expected a row for each "
                 f"of the {transport.size} members"
             )
+    # Side by side: of each request row i is for member i.
     rows = tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors, dim=1)
     received = torch.empty_like(rows)
     work = transport.all_to_all(received, rows, purpose)

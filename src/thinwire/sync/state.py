@@ -122,7 +122,7 @@ def packed_state(
         memory: Its local slots must be the mean already.
         specs: Give elementwise tensors back the shapes of the parameters.
         shapes: Of all parameters, noted.
-        unclaimed: Loaded, and not yet laid out, by slot.
+        unclaimed: Loaded, and not in memory yet, by slot.
         skipped_steps: Noted.
         buckets: What the next step is to be made with, where results depend on it.
         choices: What the algorithm has chosen at run time.

@@ -71,6 +71,7 @@ def _multiplied(items: Sequence[Asked], multiply: Callable[..., list[torch.Tenso
             add_error=given[0].add_error,
         )
         results.update(zip(some, found, strict=True))
+    # In the order of the items, by which each bucket is handed its own.
     return [results[index] for index in range(len(items))]
 
 

@@ -81,11 +81,6 @@ class PowerSGDPlan(LowRankPlan):
         return norm_of_rows(term) if self.cuts else super().sent_of(term)
 
     @cached_property
-    def grouped(self) -> tuple[int, ...]:
-        """The parameters that are compressed, by index, group after group."""
-        return tuple(index for shape_group in self.shape_groups for index in shape_group.indices)
-
-    @cached_property
     def uncompressed(self) -> tuple[int, ...]:
         """The parameters that travel uncompressed, by index."""
         return tuple(index for index, route in enumerate(self.routes) if not route.is_compressed)
@@ -123,9 +118,11 @@ class PowerSGDPlan(LowRankPlan):
                 for slot, tensors in remembered.items()
                 for label, tensor in tensors.items()
             ]
+        # Not from here, bucket by bucket: on an accelerator one launch writes what all of them leave.
         placed = yield Jointly(all_written, [(each, is_healthy) for each in writes])
         if is_healthy is not None:
             kept = iter(placed[count:])
+            # Each slot takes its own from one iterator. Labels first: with them `zip` ends.
             remembered = {
                 slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()
             }
@@ -136,6 +133,7 @@ class PowerSGDPlan(LowRankPlan):
         remaining = torch.cat([bucket.flat[:0], *found.uncompressed[count:]])
         sent_names = [names[index] for index in self.uncompressed]
         keep_remainder(memory, sent_names, sent, remaining)
+        # All of it was sent: what a step before has sent no longer says how much was not.
         for name in sent_names:
             memory[SENT].pop(name, None)
 

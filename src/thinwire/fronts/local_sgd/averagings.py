@@ -60,7 +60,8 @@ class Averagings:
         """
         schedule, step = self._schedule, self.step
         turn = schedule.fragment_after(step)
-        sent = (self.fragments[turn],) if turn is not None else self.fragments if due == "group" else ()
+        all_at_once = [*self.fragments] if due == "group" else []  # in the warm-up
+        sent = all_at_once if turn is None else [self.fragments[turn]]
         is_delayed = schedule.delay_steps > 0 and not schedule.is_warm_up(step)
         if schedule.meets_in_subgroups:
             changes: Changes = {each: each.changes() for each in self.fragments}
@@ -79,6 +80,7 @@ class Averagings:
         changes = {each: each.changes() for each in sent}
         asked = self._ask(changes)
         if not is_delayed:
+            # The answers first: who is at another step sends no changes, and would be waited for in vain.
             self._average_now(changes, self._read(asked))
             return
         # The engine's comparison blocks anyway, and all must be known to come to it: so the answers are read.
@@ -113,6 +115,7 @@ class Averagings:
 
     def finish_all(self) -> None:
         """Wait for all that is in flight; it is applied when it is due. Collective."""
+        # Read before anything is waited for: members that are at other steps send other rounds.
         asked = self._ask({})
         self._read(asked)
         for flight in self.flights:
@@ -137,6 +140,7 @@ class Averagings:
         # In the warm-up nothing is compressed, so that its end is that of plain data-parallel training.
         is_exact = self._schedule.is_warm_up(self.step)
         engine = self._exact["group"] if is_exact else self._engine
+        # As one, from the first message to the last mean: nothing of it overlaps the user's steps.
         with engine.clock.inside(engine.traffic):
             Flight(changes, engine).land()
         # Only when all have come: where one fails, no fragment has moved.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from thinwire.sync.nonfinite import OnNonfinite
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DiLoCo", "default_outer_lr", "default_outer_momentum"]
+__all__ = ["DiLoCo", "Nesterov"]
 
 FOUR_BITS = Quantize(bits=4)
 
@@ -38,32 +39,75 @@ SPARSE_OUTER_LR_FROM_MEMBERS = ((1, 1.0), (8, 0.5))
 OUTER_MOMENTUM_FROM_STEPS = ((1, 0.5), (30, 0.9))
 
 
-def default_outer_lr(num_members: int, *, is_sparse: bool = False) -> float:
-    """Return the outer learning rate for so many members that train on their own.
-
-    Args:
-        num_members: How many there are.
-        is_sparse: Whether the algorithm sends few entries.
-
-    Examples:
-        >>> [default_outer_lr(members) for members in (1, 2, 3, 4, 16)]
-        [0.4, 0.5, 0.5, 0.6, 0.8]
-    """
-    return _last_reached(SPARSE_OUTER_LR_FROM_MEMBERS if is_sparse else OUTER_LR_FROM_MEMBERS, num_members)
-
-
-def default_outer_momentum(every_steps: int) -> float:
-    """Return the outer momentum for so many steps from one averaging to the next.
-
-    Examples:
-        >>> [default_outer_momentum(every_steps) for every_steps in (1, 29, 30, 500)]
-        [0.5, 0.5, 0.9, 0.9]
-    """
-    return _last_reached(OUTER_MOMENTUM_FROM_STEPS, every_steps)
-
-
 def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
     return [chosen for least, chosen in table if value >= least][-1]
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """The outer step of DiLoCo: by what is given, or chosen by what takes part.
+
+    Args:
+        lr: Learning rate; None to choose it by the number of members.
+        momentum: From 0 to below 1; None to choose it by the steps from one averaging to the next.
+
+    Raises:
+        ConfigError: One is no number, or out of range.
+    """
+
+    lr: float | None = None
+    momentum: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.lr is not None:
+            object.__setattr__(self, "lr", float(number("outer_lr", self.lr, minimum=0)))
+        if self.momentum is not None:
+            object.__setattr__(self, "momentum", number("outer_momentum", self.momentum, minimum=0))
+            if self.momentum >= 1:
+                raise ConfigError(f"outer_momentum must be from 0 to below 1, got {self.momentum!r}")
+
+    def lr_for(self, num_members: int, algorithm: Algorithm) -> float:
+        """Return the learning rate.
+
+        Args:
+            num_members: That train on their own.
+            algorithm: How their changes are averaged.
+
+        Examples:
+            >>> [Nesterov().lr_for(num_members, FOUR_BITS) for num_members in (1, 2, 3, 4, 16)]
+            [0.4, 0.5, 0.5, 0.6, 0.8]
+        """
+        if self.lr is not None:
+            return self.lr
+        is_sparse = algorithm.sends_few_entries
+        return _last_reached(
+            SPARSE_OUTER_LR_FROM_MEMBERS if is_sparse else OUTER_LR_FROM_MEMBERS, num_members
+        )
+
+    def optimizer(
+        self, parameters: list[torch.Tensor], lr: float, every_steps: int, algorithm: Algorithm
+    ) -> torch.optim.Optimizer:
+        """Return the outer optimizer.
+
+        Args:
+            parameters: The last averages.
+            lr: To begin with.
+            every_steps: From one averaging to the next.
+            algorithm: How changes are averaged.
+
+        Examples:
+            >>> last = [torch.zeros(3)]
+            >>> outers = [Nesterov().optimizer(last, 0.5, every_steps, FOUR_BITS) for every_steps in (29, 30)]
+            >>> [outer.defaults["momentum"] for outer in outers]
+            [0.5, 0.9]
+        """
+        momentum = self.momentum
+        if momentum is None:
+            # Of few entries at a time error feedback takes the place of momentum (SparseLoCo, arXiv
+            # 2508.15706).
+            is_sparse = algorithm.sends_few_entries
+            momentum = 0.0 if is_sparse else _last_reached(OUTER_MOMENTUM_FROM_STEPS, every_steps)
+        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 class DiLoCo(LocalSGD):
@@ -143,12 +187,7 @@ class DiLoCo(LocalSGD):
         on_nonfinite: OnNonfinite = "nan",
         mesh: DeviceMesh | None = None,
     ) -> None:
-        self._outer_lr = None if outer_lr is None else number("outer_lr", outer_lr, minimum=0)
-        self._outer_momentum = (
-            None if outer_momentum is None else number("outer_momentum", outer_momentum, minimum=0)
-        )
-        if self._outer_momentum is not None and self._outer_momentum >= 1:
-            raise ConfigError(f"outer_momentum must be from 0 to below 1, got {outer_momentum!r}")
+        self._outer_step = Nesterov(outer_lr, outer_momentum)
         super().__init__(
             model,
             optimizer,
@@ -157,7 +196,7 @@ class DiLoCo(LocalSGD):
             subgroup=subgroup,
             average_buffers=average_buffers,
             algorithm=algorithm,
-            outer=self._nesterov,
+            outer=self._new_outer,
             process_group=process_group,
             grad_scaler=grad_scaler,
             on_nonfinite=on_nonfinite,
@@ -168,15 +207,11 @@ class DiLoCo(LocalSGD):
             mesh=mesh,
         )
 
-    def _nesterov(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return the outer optimizer; made on entry, when the group is known."""
-        # Of few entries at a time error feedback takes the place of momentum (SparseLoCo, arXiv 2508.15706).
-        is_sparse = self.sync.algorithm.sends_few_entries
-        lr = default_outer_lr(self.num_replicas, is_sparse=is_sparse)
-        momentum = 0.0 if is_sparse else default_outer_momentum(self._schedule.every_steps)
-        lr = lr if self._outer_lr is None else self._outer_lr
-        momentum = momentum if self._outer_momentum is None else self._outer_momentum
-        return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    def _new_outer(self, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+        # On entry, and not with the constructor: the group and the algorithm are known by then.
+        algorithm = self.sync.algorithm
+        lr = self._outer_step.lr_for(self.num_replicas, algorithm)
+        return self._outer_step.optimizer(parameters, lr, self._schedule.every_steps, algorithm)
 
     @property
     def num_replicas(self) -> int:

@@ -46,6 +46,7 @@ class Flight:
         self._step: Step | None = None
         if engine is None:
             return
+        # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
         engine.agree()
         # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
         self._step = engine.begin(pipelined=consensus is None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -21,7 +21,7 @@ from thinwire.channel.uneven import notify_of_step
 from thinwire.checks import checked_scaler, true_or_false
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.contributors import Shadow
-from thinwire.fronts.local_sgd.averaged import held_of
+from thinwire.fronts.local_sgd.averaged import Averaged, held_of
 from thinwire.fronts.local_sgd.averagings import Averagings
 from thinwire.fronts.local_sgd.division import fragments_of, parts_of
 from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
@@ -274,21 +274,7 @@ class LocalSGD(Joinable):
             self._engine.agree,
         )
         averaged = self._model.tensors()
-        # Planned is what was trained when this was made: messages of other lengths would end the process, and
-        # those of equal lengths be averaged with other parameters'.
-        made = {spec.name: spec for spec in self._engine.specs}
-        now = {each.name: each.spec for each in averaged}
-        others = sorted(name for name in made.keys() | now.keys() if made.get(name) != now.get(name))
-        changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
-        replica.alike(
-            "entering LocalSGD", lambda: changed, lambda: agree(group, changed, "entering LocalSGD")
-        )
-        if others:
-            raise StepError(
-                "the model's trainable parameters or buffers are others than when this "
-                f"{type(self).__name__} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
-                "make it"
-            )
+        self._check_as_made(averaged)
         parts = fragments_of(averaged, schedule.num_fragments)
         fragments = Fragments(Fragment(part, self._outer_device) for part in parts)
         outer = None
@@ -298,22 +284,8 @@ class LocalSGD(Joinable):
             if loaded is not None and loaded.outer is not None:
                 load_outer(outer, fragments.last_names, replica, loaded.outer)
             warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
-        described = {
-            "every_steps": schedule.every_steps,
-            "warmup_steps": schedule.warmup_steps,
-            "fragments": schedule.num_fragments,
-            "delay_steps": schedule.delay_steps,
-            "mix": self._averagings.mix,
-            "average_buffers": self._model.buffers,
-            "subgroup": schedule.has_subgroup,
-            "outer optimizer": described_outer(outer),
-            "loaded state": loaded is not None and loaded.checksum,
-        }
         # All know before the first message whether the others start anew, which is collective, or go on.
-        compared = {subject: str(value) for subject, value in described.items()}
-        replica.alike(
-            "entering LocalSGD", lambda: compared, lambda: agree(group, compared, "entering LocalSGD")
-        )
+        self._agree_on(self._described(outer))
         if loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
@@ -337,6 +309,42 @@ class LocalSGD(Joinable):
         self._model.enter(averaged)
         self._loaded, self._is_inside = None, True
         return self
+
+    def _check_as_made(self, averaged: Sequence[Averaged]) -> None:
+        """Refuse, on all processes alike, a model that trains other parameters than when this was made."""
+        # Planned is what was trained when this was made: messages of other lengths would end the process, and
+        # those of equal lengths be averaged with other parameters'.
+        made = {spec.name: spec for spec in self._engine.specs}
+        now = {each.name: each.spec for each in averaged}
+        others = sorted(name for name in made.keys() | now.keys() if made.get(name) != now.get(name))
+        changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
+        self._agree_on(changed)
+        if others:
+            raise StepError(
+                "the model's trainable parameters or buffers are others than when this "
+                f"{type(self).__name__} was made: {others[:4]}; freeze, unfreeze or convert them first, then "
+                "make it"
+            )
+
+    def _agree_on(self, described: dict[str, str]) -> None:
+        transport, purpose = self._engine.transport, "entering LocalSGD"
+        self._model.replica.alike(purpose, lambda: described, lambda: agree(transport, described, purpose))
+
+    def _described(self, outer: torch.optim.Optimizer | None) -> dict[str, str]:
+        """Return what must be the same on all processes, by subject."""
+        schedule = self._schedule
+        described = {
+            "every_steps": schedule.every_steps,
+            "warmup_steps": schedule.warmup_steps,
+            "fragments": schedule.num_fragments,
+            "delay_steps": schedule.delay_steps,
+            "mix": self._averagings.mix,
+            "average_buffers": self._model.buffers,
+            "subgroup": schedule.has_subgroup,
+            "outer optimizer": described_outer(outer),
+            "loaded state": self._loaded is not None and self._loaded.checksum,
+        }
+        return {subject: str(value) for subject, value in described.items()}
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """End: average what is left, unless an exception is under way, and take all hooks off."""

@@ -123,6 +123,7 @@ def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica:
         outer.state_dict(),
     )
     for name, parameter, kept, key in _tensors(outer, names, state):
+        # What has an element for each of the parameter's is in shards as it is; step counts are not.
         if kept[key].shape == parameter.shape:
             kept[key] = replica.whole({name: kept[key]})[name]
     return state
