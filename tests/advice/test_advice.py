@@ -8,8 +8,8 @@ from dataclasses import replace
 from io import StringIO
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,10 +21,12 @@ import thinwire
 from launcher import run_python
 from pool import Pool
 from thinwire import Advice, ConfigError
-from thinwire.advice.measure import BASELINE, _slowest_of, _with_losses, priced
+from thinwire.advice import measure
+from thinwire.advice.measure import BASELINE, _predicted, _slowest_of, priced
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS
+from thinwire.algorithms.registry import Variant
 from thinwire.channel import agree, gather_numbers
 from thinwire.cli.advise import show
 from thinwire.probe import Probe, Timing
@@ -261,15 +263,6 @@ def test_in_the_table_less_is_better_everywhere() -> None:
     ]
 
 
-def test_of_two_kinds_of_16_bits_that_tie_the_one_without_overflow_is_advised() -> None:
-    found = [predicted(name, 49, 51, 0) for name in ('Cast("fp16")', BASELINE)]
-    found.append(replace(found[0], name="AllReduce()", step_seconds=1.0, low_seconds=1.0))
-    bench: Any = SimpleNamespace(local=[], variants=priced())
-    half, brain, exact = _with_losses(found, bench, "AdamW", 2, 1000)
-    assert (half.loss_gap_order, brain.loss_gap_order, exact.loss_gap_order) == (1, 0, 0)
-    assert choose([half, brain, exact], 0.05) is brain
-
-
 def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
     first, second = pool2.run(_advised)
     assert [each.step_seconds for each in first[0].predictions] == [
@@ -286,6 +279,9 @@ def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Po
         )
         assert not fast.compress
         assert not fast.best.is_lossy
+        # Even where it is the fastest: large gradients leave its range, and bf16 sends the same.
+        assert fast.predictions[0].name == 'Cast("fp16")'
+        assert 'Cast("fp16")' not in [fast.best.name, *(each.name for each in fast.tied)]
         for advice in (slow, fast):
             assert [each.step_seconds for each in advice.predictions] == sorted(
                 each.step_seconds for each in advice.predictions
@@ -317,9 +313,16 @@ def _advised() -> tuple[Advice, Advice, bool]:
     model = new_model()
     # This machine may be busy: only a gain of half counts.
     slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=0.3, least_gain=0.5)
-    fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.3, least_gain=0.5)
+    with patch.object(measure, "_predicted", _where_fp16_takes_nothing):
+        fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.3, least_gain=0.5)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), new_model().parameters(), strict=True))
     return slow, fast, same and all(each.grad is None for each in model.parameters())
+
+
+def _where_fp16_takes_nothing(variant: Variant, *given: Any) -> Prediction:
+    found = _predicted(variant, *given)
+    is_fp16 = variant.code == 'Cast("fp16")'
+    return replace(found, step_seconds=0.0, low_seconds=0.0, high_seconds=0.0) if is_fp16 else found
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:

@@ -48,7 +48,7 @@ from thinwire.probe import probe as measure_network
 __all__ = ["BASELINE", "EXACT", "advise", "priced"]
 
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
-EXACT, BASELINE = "AllReduce()", 'Cast("bf16")'
+EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
 # DDP arranges its buckets anew after its first step; fronts agree, plan and compile in theirs.
 UNTIMED_ROUNDS = 2
 # Below, there are no quartiles.
@@ -132,13 +132,15 @@ def advise(
     ranked = sorted(
         _with_losses(found, bench, name, probe.world_size, parameters), key=lambda each: each.step_seconds
     )
-    within = [each for each in ranked if is_within(each, budget_loss)]
+    # Of the two kinds of 16 bits only the one that no gradient is too large for: they send the same.
+    advisable = [each for each in ranked if each.name != OVERFLOWING]
+    within = [each for each in advisable if is_within(each, budget_loss)]
     # Without averaging, too, the slowest of as many processes sets the pace.
     own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == BASELINE),
-        best=choose(ranked, least_gain, budget_loss),
+        best=choose(advisable, least_gain, budget_loss),
         tied=tuple(tied(within)),
         break_even_bits_per_second=_break_even(
             predictions, [each.name for each in within if each.is_lossy], probe, least_gain
@@ -205,10 +207,7 @@ def _with_losses(
     # Equal gaps have one place: then time decides. Unknown ones are infinite, and come last.
     orders = sorted({each.loss.order for each in with_loss if each.is_lossy})
     return [
-        replace(each, loss_gap_order=2 + orders.index(each.loss.order))
-        if each.is_lossy
-        # Of two kinds of 16 bits that tie, the one that no gradient is too large for.
-        else replace(each, loss_gap_order=int(each.name not in (EXACT, BASELINE)))
+        replace(each, loss_gap_order=1 + orders.index(each.loss.order)) if each.is_lossy else each
         for each in with_loss
     ]
 

@@ -25,8 +25,8 @@ class Prediction:
         message_bytes: What a process sends per step, counted as of an all-reduce.
         memory_bytes: What it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits, or the models drift apart for some steps.
-        loss_gap_order: 0 for exact averaging and bf16, 1 for fp16, whose range large gradients leave; else
-            its place among all by their loss gaps, from 2, the smallest, on; of unknown gaps the last.
+        loss_gap_order: 0 for what is not lossy; else its place among all by their loss gaps, from 1, the
+            smallest, on; what has no known gap comes last.
         averages_less_often: Whether whole models are averaged now and then, in place of gradients.
         sent_bytes: What leaves a process on the wire, mean per step.
         received_bytes: What reaches it.
@@ -59,7 +59,7 @@ class Advice:
         baseline: Averaging in 16 bits, to compare with.
         best: What is advised: of those within the loss budget that tie with the fastest of them, the one with
             the smallest loss gap, but an approximation only if it wins more than `least_gain` over the
-            fastest of the others.
+            fastest of the others. Never fp16, whose range large gradients leave: bf16 sends the same.
         tied: Within the loss budget the fastest, and those that are no slower for sure: their quartiles
             overlap with its own.
         break_even_bits_per_second: The link rate below which the fastest compression within the loss budget

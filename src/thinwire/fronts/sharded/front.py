@@ -13,7 +13,7 @@ from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
 
 from thinwire.algorithms import Bucket
-from thinwire.channel import Transport, Work, agree, gather_bytes
+from thinwire.channel import Transport, agree, gather_bytes
 from thinwire.errors import AgreementError, AttachError, StepError
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, sharded_like
 from thinwire.plan import ParameterSpec
@@ -300,8 +300,15 @@ class ShardedFront:
                 self._open_lanes()
                 for bucket in self._buckets[self._num_started :]:
                     self._start(bucket)
+                # A replica that lacks a gradient, and only that one, must know whether another one has it.
+                have = torch.tensor(
+                    [piece.parameter.grad is not None for piece in self._pieces], dtype=torch.uint8
+                )
+                have = have.to(engine.metered.control_device)
                 # Behind all buckets: how many were started before differs between replicas.
-                who_has, have = self._start_asking_who_has()
+                who_has = engine.metered.all_reduce(
+                    have, f"step {engine.steps}, which parameters were used", operation="max"
+                )
                 committed = cast(Step, self._step).finish()
                 who_has.wait()
                 self._hand_back(have, committed=committed)
@@ -376,13 +383,6 @@ class ShardedFront:
         for bucket in self._buckets:
             device = local_of(bucket.pieces[0].parameter).device
             bucket.lane = engine.open(bucket.specs, device, is_agreed=True)
-
-    def _start_asking_who_has(self) -> tuple[Work, torch.Tensor]:
-        """Ask which parameters have a gradient on some replica; who lacks none need not look."""
-        have = torch.tensor([piece.parameter.grad is not None for piece in self._pieces], dtype=torch.uint8)
-        have = have.to(self.engine.metered.control_device)
-        purpose = f"step {self.engine.steps}, which parameters were used"
-        return self.engine.metered.all_reduce(have, purpose, operation="max"), have
 
     def _hand_back(self, have: torch.Tensor, *, committed: bool) -> None:
         lacks = any(piece.parameter.grad is None for piece in self._pieces)
