@@ -58,6 +58,11 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         CheckpointError: It can't be written, such as to a full disk. What was there before is there still.
         MissingExtraError: safetensors is not installed.
     """
+    if isinstance(state, Mapping) and state.keys() >= {"sync", "last_average"}:
+        raise StateError(
+            "expected a state of gradients, got that of a LocalSGD or DiLoCo; it belongs to a model and an "
+            "optimizer of the same step: write all three into one file with torch.save"
+        )
     checked_state(state, specs=None)  # before a good file makes room for what could not be loaded
     path = Path(path)
     if not path.name:

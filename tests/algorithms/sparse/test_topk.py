@@ -159,6 +159,8 @@ def test_bytes_grow_with_the_members_and_the_plan_says_so() -> None:
     assert plans[2].gradient_bytes / plans[2].message_bytes > 95
     assert plans[8].message_bytes == 4 * plans[2].message_bytes
     assert plans[8].detail == "16,384 of 1,048,576 entries, 2 bits, from each of 8 members"
+    least = TopK(5e-324).prepare(specs)  # of which one over it is infinite
+    assert least.routes[0].detail.startswith("256 of 1,048,576 entries")
 
 
 def test_stats_tell_how_much_was_not_sent() -> None:

@@ -65,7 +65,7 @@ class Message:
     def low_bits(self) -> int:
         """Of each position, those that are sent as they are: so many that about half of the marks are set."""
         most = MAX_WORD_BITS if self.bits == 16 else MAX_WORD_BITS - self.bits
-        return min(most, int(math.log2(1 / self.density)))
+        return int(min(most, -math.log2(self.density)))
 
     @property
     def word_bits(self) -> int:
