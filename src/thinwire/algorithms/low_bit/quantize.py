@@ -54,9 +54,11 @@ class Quantize(Algorithm):
     Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes
     of an fp32 all-reduce. Error feedback keeps an fp32 residual of the size of the gradients (fp64 of fp64)
     and makes a host synchronisation, for the finite check (none without `host_check`); without it there is
-    no memory and no check. A scale has fp32's range: what is beyond it in fp64 gradients is not finite. Nor may
-    the mean be, of any type, from half of that range on (1.7e38): below 8 bits a level may be higher than what
-    it stands for. Blocks whose scale would be below fp32's smallest normal number (1.2e-38) become zeros.
+    no memory and no check.
+
+    A scale has fp32's range: what is beyond it in fp64 gradients is not finite. Of any type, what is beyond
+    half of it (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for.
+    Blocks whose scale would be below 1.2e-38 become zeros.
 
     If an algorithm with error feedback ran before it (`GradientSync.use`) and it has none, its first step
     sends gradients and residual uncompressed, so nothing is lost.
