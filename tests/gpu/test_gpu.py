@@ -111,7 +111,7 @@ def test_attached_models_train_as_on_the_cpu(
 def _attached(algorithm: Algorithm, dtype: torch.dtype, device: str) -> tuple[float, float, list[Tensor]]:
     exact_products()
     trained = {}
-    for place in ("cpu", device):
+    for place in {"cpu", device}:  # one, where there is no other
         model = DistributedDataParallel(new_module(dtype).to(place), bucket_cap_mb=0.02)
         sync = thinwire.attach(model, algorithm)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

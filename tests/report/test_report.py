@@ -65,6 +65,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
+@pytest.fixture(scope="module")
+def report(recorded: list[Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page on both: to draw its pictures takes a second."""
+    output = tmp_path_factory.mktemp("report") / "report.html"
+    write_report(recorded, output)
+    return output.read_text()
+
+
 @pytest.fixture
 def paths(recorded: list[Path], tmp_path: Path) -> list[Path]:
     return [Path(shutil.copy(path, tmp_path)) for path in recorded]
@@ -84,10 +92,8 @@ def checked(page: str) -> str:
     return " ".join(" ".join(parser.text).split())
 
 
-def test_it_tells_what_was_watched(paths: list[Path], tmp_path: Path) -> None:
-    write_report(paths, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    told = checked(page)
+def test_it_tells_what_was_watched(report: str) -> None:
+    told = checked(report)
     for words in (
         "2 runs",
         "PowerSGD(matrix_rank=2)",
@@ -102,8 +108,8 @@ def test_it_tells_what_was_watched(paths: list[Path], tmp_path: Path) -> None:
         assert words in told
     assert "Heldout loss against" not in told
     assert "0.5" in told
-    assert page.count("<svg") == 5
-    assert len(page) < 1_000_000
+    assert report.count("<svg") == 5
+    assert len(report) < 1_000_000
 
 
 def test_names_are_text_and_not_code(tmp_path: Path) -> None:
@@ -203,14 +209,12 @@ def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="NO CHROMIUM HERE: the page was not drawn")
-def test_a_browser_draws_it_without_complaint(paths: list[Path], tmp_path: Path) -> None:
+def test_a_browser_draws_it_without_complaint(report: str, tmp_path: Path) -> None:
     """And nothing is wider than a phone."""
-    write_report(paths, tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
     probe = (
         "<script>document.title=JSON.stringify([innerWidth,document.documentElement.scrollWidth])</script>"
     )
-    (tmp_path / "probed.html").write_text(page.replace("</body>", f"{probe}</body>"))
+    (tmp_path / "probed.html").write_text(report.replace("</body>", f"{probe}</body>"))
     with tempfile.TemporaryDirectory() as profile:
         command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
         command += ["--disable-background-networking", "--disable-sync", "--disable-component-update"]
