@@ -199,6 +199,21 @@ def test_sizes_near_the_ends_of_the_range_have_finite_scales(
     assert size < 1e-37 or (flat - found).double().norm() < 0.5 * flat.double().norm()
 
 
+def test_levels_are_copied_to_an_accelerator_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host waits for what it copies; of tensors without values it would copy nothing else."""
+    kernels = dispatch.TORCH.load_codes() or pytest.fail("PyTorch's are always there")
+    flat, blocks = torch.empty(128, device="meta"), Blocks((128,), 64, 1)
+
+    def step() -> None:
+        coded = kernels.encoded(flat, blocks, CODEBOOKS[4], None)
+        kernels.averaged(coded, blocks, blocks.own(0), CODEBOOKS[4], None, None, torch.float32)
+        kernels.decode(coded, blocks, CODEBOOKS[4], flat)
+
+    step()
+    monkeypatch.setattr(torch, "tensor", lambda *_, **__: pytest.fail("something is copied"))
+    step()
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels) -> None:
     blocks, codebook = Blocks((64,) * 400, 64, 1), CODEBOOKS[bits]

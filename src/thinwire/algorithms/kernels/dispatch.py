@@ -251,6 +251,7 @@ def write(items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch
     """As `Kernels.write`, each tensor by its backend."""
     shares: dict[Kernels, list[int]] = {}
     for index, item in enumerate(items):
+        # By device and type alone: writing is the same at every matrix rank.
         shares.setdefault(kernels_for(item.target, 1), []).append(index)
     results: dict[int, torch.Tensor] = {}
     for kernels, share in shares.items():

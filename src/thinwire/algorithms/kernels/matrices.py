@@ -172,6 +172,7 @@ def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
         return torch.where(is_dead, drawn, rows)
     is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
+    # A dead row is zero, so that the sum is the drawn row; the others get zero times a finite number.
     return rows.addcmul_(is_dead.to(rows.dtype), drawn)
 
 
@@ -238,6 +239,7 @@ def round_all_into(
     # Cut off at the range: what is beyond stays in the residual, where an infinite gradient would be lost.
     limit = min(torch.finfo(gradients[0].dtype).max, torch.finfo(means[0].dtype).max)
     rounded, kept = list(gradients), list(means)
+    # Rounded first and cut off then: a mean that rounds up to infinity is cut off as well.
     torch._foreach_copy_(rounded, kept)
     # What the range can't hold stays in the means, whose rest goes to the residual.
     torch._foreach_clamp_max_(rounded, limit)
@@ -250,6 +252,7 @@ def round_all_into(
         if is_healthy is not None:
             is_unhealthy = ~is_healthy
             for mean in means:
+                # Filled, and not multiplied by zero: a NaN would stay one and spoil the residual.
                 mean.masked_fill_(is_unhealthy, 0.0)
         torch._foreach_add_(known, kept)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 
@@ -14,7 +15,7 @@ from thinwire.algorithms.low_bit.coded import Coded
 from thinwire.algorithms.low_bit.packing import pack, packed_bytes, unpack
 from thinwire.algorithms.low_bit.rounding import Draws
 
-__all__ = ["TorchCodes"]
+__all__ = ["TorchCodes", "levels_of"]
 
 # So many are coded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
@@ -44,11 +45,12 @@ class TorchCodes(CodeKernels):
         device, block = received.message.device, blocks.block
         all_codes, all_scales = received.codes, received.scales
         lengths = blocks.lengths(device)[own]
-        levels = torch.tensor(codebook.levels, dtype=dtype, device=device)
+        levels = levels_of(codebook, dtype, device)
         # In the memory of what is lost, which it is, less what it becomes when it is coded.
         mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
         for some in _cached(mean, copies=members):
             sent = _decoded(all_codes[:, some], all_scales[:, some], levels, block, codebook, members)
+            # Their scales were divided by the members: the sum is the mean, and as far from the range's end.
             torch.sum(sent, 0, out=mean[some])
             # Below four bits a zero decodes as a small number, which would count in the block's scale.
             if not blocks.are_whole:
@@ -63,7 +65,7 @@ class TorchCodes(CodeKernels):
     def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
         """As `CodeKernels.decode`; where blocks are short, by way of a copy."""
         block = blocks.block
-        levels = torch.tensor(codebook.levels, dtype=flat.dtype, device=flat.device)
+        levels = levels_of(codebook, flat.dtype, flat.device)
         rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
         codes, scales = coded.codes.flatten(0, 1), coded.scales.flatten()
         for some in _cached(rows):
@@ -76,6 +78,25 @@ class TorchCodes(CodeKernels):
         sent = torch.empty_like(flat)
         self.decode(coded, blocks, codebook, sent)
         return torch.sub(flat, sent, out=sent)
+
+
+def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the levels of a codebook on a device, only to be read.
+
+    Args:
+        codebook: Which.
+        dtype: Of the levels.
+        device: Where.
+    """
+    if device.type == "cpu":
+        return torch.tensor(codebook.levels, dtype=dtype)
+    return _levels_on(codebook, dtype, device)
+
+
+# Kept: made anew they would be copied from the host in every step, and it waits for such a copy.
+@lru_cache(maxsize=32)
+def _levels_on(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(codebook.levels, dtype=dtype, device=device)
 
 
 def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
@@ -93,7 +114,7 @@ def _encoded(
     size = packed_bytes(block, codebook.bits)
     codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
     scales = torch.empty(num_blocks, dtype=torch.bfloat16, device=rows.device)
-    levels = torch.tensor(codebook.levels, dtype=rows.dtype, device=rows.device)
+    levels = levels_of(codebook, rows.dtype, rows.device)
     for some in _cached(rows):
         part = rows[some]
         scales[some] = _scales(part, lengths[some], codebook)
@@ -118,12 +139,13 @@ def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> to
     """Return the scale of each block, in bf16."""
     tiny = torch.finfo(torch.bfloat16).tiny
     magnitudes = rows.abs()
-    largest = magnitudes.amax(1)
+    largest = magnitudes.amax(1)  # NaN where a number is, and so is the scale
     if codebook.statistic == "largest":
         wanted = (largest / codebook.levels[-1]).float()
         scales = wanted.bfloat16()
         # Not below what is wanted, or the largest would be cut off.
         raised = (scales.view(torch.int16) + 1).view(torch.bfloat16)
+        # The bits of positive numbers are in their order: one more is the next.
         scales = torch.where(scales.float() < wanted, raised, scales)
     else:
         # Of shares of the largest: squares of the numbers themselves could leave the range.
@@ -146,6 +168,7 @@ def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> t
         return torch.bucketize(units, middles, out_int32=True).to(torch.uint8)
     places = torch.zeros_like(units, dtype=torch.uint8)
     for middle in middles.tolist():
+        # As a search would: a number in the middle goes down.
         places += units > middle
     return places
 

@@ -125,6 +125,7 @@ class TorchKernels(Kernels):
         written = [error for _, of_group in kept for error in of_group]
         left_over = [matrix for group, _ in kept for matrix in group.matrices]
         if loss_scale is not None and left_over:
+            # In the matrices, whose memory is the mean's next: so no copy is made for it.
             torch._foreach_div_(left_over, loss_scale)
         if is_healthy is None and written:
             torch._foreach_copy_(written, left_over)
@@ -172,6 +173,7 @@ class TorchKernels(Kernels):
             targets = [target for target, _ in alike]
             torch._foreach_copy_(targets, [healthy for _, healthy in alike])
             if is_healthy is not None:
+                # One times a number is that number, to the bit.
                 # To fill where a condition holds there is no operation on many tensors.
                 torch._foreach_mul_(targets, _one_or_nan(is_healthy, targets[0].dtype))
         if is_healthy is None:
@@ -216,6 +218,7 @@ class TorchKernels(Kernels):
 
     def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """As `Kernels.all_finite`; NaN wins every maximum."""
+        # Of a NaN no comparison is true.
         return torch.stack(list(torch._foreach_norm(list(tensors), torch.inf))).amax() < torch.inf
 
 
@@ -225,6 +228,7 @@ def _products(
     batch = _batch_for(group)
     if batch is not None:
         return torch.bmm(right, batch.mT)
+    # Of the factor's type: the message is made of what is written here, without a copy.
     left = right.new_empty(len(right), group.matrix_rank, group.matrices[0].shape[0])
     for matrix, error, q, p in zip(group.matrices, group.errors, right, left, strict=True):
         for block in _row_blocks(matrix):
@@ -245,6 +249,7 @@ def _reconstruct_each(
     for index, matrix in enumerate(group.matrices):
         sent_left, sent_right = (factor[index] for factor in sent)
         for block in _row_blocks(matrix):
+            # Block by block, residual and mean: both while the block is still in cache.
             # The residual first: then the mean takes the place of what it is made of.
             if errors is not None:
                 error = errors[index][block]
@@ -317,6 +322,7 @@ def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> l
     """Apply one factorisation of all Gram matrices; `are_scaled` if all rows are of length 1 or 0, nearly."""
     # Filled up with zero rows, which depend on nothing and nothing on them: so all shapes are one batch.
     max_rows = max(batch.shape[1] for batch in batches)
+    # The Gram matrices alone are filled up, and not the long rows.
     missing = [max_rows - batch.shape[1] for batch in batches]
     products = [batch @ batch.mT for batch in batches]
     grams = torch.cat(
@@ -341,10 +347,12 @@ def _inverse_cholesky(grams: torch.Tensor, *, are_scaled: bool) -> torch.Tensor:
     scale = None if are_scaled else _above(grams.diagonal(dim1=1, dim2=2), 0.0).rsqrt()
     if scale is not None:
         grams = grams * scale.unsqueeze(2) * scale.unsqueeze(1)
+    # Joined, so that one operation a row eliminates in both.
     identity = torch.eye(rows, dtype=grams.dtype, device=grams.device)
     both = torch.cat([grams, identity.expand_as(grams)], dim=2)
     for row in range(rows - 1):
         right = slice(row + 1, rows + row + 1)  # L⁻¹ has nothing yet in the columns behind
+        # All matrices at once, row after row: each row is what those above it have left.
         over_pivot = both[:, row, right] / _above(both[:, row, row : row + 1], DEPENDENT_BELOW)
         both[:, row + 1 :, right].addcmul_(
             both[:, row + 1 :, row].unsqueeze(2), over_pivot.unsqueeze(1), value=-1

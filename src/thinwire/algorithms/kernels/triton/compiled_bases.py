@@ -63,6 +63,7 @@ def _inverse_root(grams, DEPENDENT: tl.constexpr, ARE_SCALED: tl.constexpr, R: t
         line = tl.sum(tl.where(here[:, None], inverse, 0.0), axis=0)
         pivot = tl.sum(tl.where(here, pivots, 0.0), axis=0)
         column = tl.sum(tl.where(here[None, :], cosines, 0.0), axis=1)
+        # Over one where it is dependent: what is divided by zero would be NaN, and times zero stays NaN.
         safe = tl.where(pivot > DEPENDENT, pivot, 1.0)
         # A dependent row takes nothing from those below it.
         below = tl.where(r > row, column / safe, 0.0) * tl.where(pivot > DEPENDENT, 1.0, 0.0)
@@ -100,6 +101,7 @@ def _live(x, drawn, dead, rank, length, k, R: tl.constexpr):
     there = (r < tl.where(dead, 0, rank))[:, None] & (k < length)[None, :]
     y = tl.load(x + r[:, None] * length + k[None, :], there, other=0.0)
     instead = (r < tl.where(dead, rank, 0))[:, None] & (k < length)[None, :]
+    # One of the two is loaded as zeros, so that the sum rounds nothing.
     return (y + tl.load(drawn + r[:, None] * length + k[None, :], instead, other=0.0)).to(tl.float64)
 
 
@@ -158,6 +160,7 @@ def gram_again(
         at = chunk * CHUNK + k + tl.arange(0, COLUMNS)
         total += _gram(_applied(weights, _live(x, drawn, dead, rank, length, at, R), R), R)
     place = r[:, None] * R + r[None, :]
+    # Beyond all that is read here, which other programs of this launch may not have read yet.
     tl.store(parts + (chunks + chunk) * R * R + place, total)
     # All programs of a matrix store the same bits.
     tl.store(parts + 2 * chunks * R * R + place, weights)
@@ -182,6 +185,7 @@ def orthonormal(
     chunks = tl.load(row + 6)
     r = tl.arange(0, R)
     dead = (_diagonal(parts, chunks, R) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
+    # Of rows of length one, nearly: divided by their lengths again they would only be rounded once more.
     second = _inverse_root(_added_up(parts + chunks * R * R, chunks, R), DEPENDENT, True, R)
     first = tl.load(parts + 2 * chunks * R * R + r[:, None] * R + r[None, :])
     # Both at once, so that the rows are read a third time and not a fourth.

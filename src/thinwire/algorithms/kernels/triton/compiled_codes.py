@@ -27,6 +27,8 @@ __all__ = ["average", "decode", "encode", "probe"]
 def _bf16_bits(x):
     """Return the bits of the nearest bf16, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
+    # Half to even: half of the last bit that stays, less one, and that bit. What carries over raises the
+    # exponent, which is the next number as well, up to infinity.
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x == x, rounded, 0x7FC0)  # of a NaN the sum above could overflow to zero
 
@@ -49,6 +51,7 @@ def _scale_bits(x, lengths, LAST: tl.constexpr, STATISTIC: tl.constexpr):
         wanted = tl.div_rn(largest, tl.full(largest.shape, LAST, tl.float32))
         bits = _bf16_bits(wanted)
         # Not below what is wanted, or the largest would be cut off.
+        # The bits of positive numbers are in the order of the numbers: one more is the next bf16.
         bits += (_widened(bits) < wanted).to(tl.int32)
     else:
         # Of shares of the largest: squares of the numbers themselves could leave the range.
@@ -74,6 +77,7 @@ def _nearest(units, levels, LAST: tl.constexpr, BITS: tl.constexpr, LEVELS: tl.c
     else:
         places = tl.zeros(units.shape, tl.int32)
         for place in tl.static_range(LEVELS - 1):
+            # A number in the middle goes down, as by `bucketize`; a NaN anywhere: its block's scale is NaN.
             middle = (tl.load(levels + place) + tl.load(levels + place + 1)) * 0.5
             places += (units > middle).to(tl.int32)
     return places
@@ -90,6 +94,7 @@ def _drawn(units, uniform, levels, LAST: tl.constexpr, BITS: tl.constexpr, LEVEL
         for place in tl.static_range(1, LEVELS - 1):
             lower += (units >= tl.load(levels + place)).to(tl.int32)
     below = tl.load(levels + lower)
+    # Beyond the end levels it is below 0 or above 1, and no draw changes the outcome.
     share = tl.div_rn(units - below, tl.load(levels + lower + 1) - below)
     return lower + (uniform < share).to(tl.int32)
 
@@ -104,6 +109,7 @@ def _uniform(keys, first, j):
     words ^= words >> 15
     words = words * 0x735A2D97
     words ^= words >> 15
+    # As many bits as fp32 holds: so every draw is exact, and below one, on every device.
     return (words >> 8).to(tl.float32) * (1.0 / 16777216)
 
 
@@ -172,6 +178,7 @@ def _levels_at(places, levels, BITS: tl.constexpr, LEVELS: tl.constexpr, CUBIC: 
     if BITS == 8:
         found = signed.to(tl.float32)
     elif CUBIC:
+        # Whole numbers below 2²⁴, which fp32 holds: no backend rounds them otherwise.
         found = (signed * (signed * signed + CUBIC)).to(tl.float32)
     else:
         found = tl.load(levels + places)
@@ -260,6 +267,7 @@ def average(
         row = received + member * received_stride
         bits = tl.load((row + at_scales).to(tl.pointer_type(tl.int16)), rows, other=0)
         places = _read_codes(row + at_codes, rows, BLOCK, PADDED, BITS)
+        # Scales, and not sums: once for a block, and rounded as by PyTorch's kernels.
         scale = tl.div_rn(_usable(bits), divisor)
         mean += _levels_at(places, levels, BITS, LEVELS, CUBIC) * scale[:, None]
     if WHOLE:
@@ -269,6 +277,7 @@ def average(
         numbers = tl.load(lengths + b, rows, other=1)
         inside = rows[:, None] & (j[None, :] < numbers[:, None])
         length = numbers.to(tl.float32)
+    # Below four bits a zero decodes as a small number, which behind a short block would count in its scale.
     mean = tl.where(inside, mean, 0.0)
     coded = _code(
         mean, length, keys, firsts, b, rows, j, levels, message, 0, share, filled,

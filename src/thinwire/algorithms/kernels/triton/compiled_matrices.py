@@ -73,6 +73,8 @@ def _matrix(table, m, WIDTH: tl.constexpr, G: tl.constexpr, ALIGNED: tl.constexp
 def _tile(g, e, known, scale, rows, columns, i, j):
     """Return a tile of M."""
     at = i[:, None] * columns + j[None, :]
+    # Widened before they are added: what a residual adds to a 16-bit gradient is often below its last bit. A
+    # matrix without one has address 0 and no row under the mask, so nothing is read there.
     x = tl.load(g + at, (i < rows)[:, None] & (j < columns)[None, :], other=0.0).to(tl.float32)
     return x + tl.load(e + at, (i < known)[:, None] & (j < columns)[None, :], other=0.0) * scale
 
@@ -80,6 +82,7 @@ def _tile(g, e, known, scale, rows, columns, i, j):
 @triton.jit
 def some_columns(factor, rank, length, k, R: tl.constexpr):
     """Return some columns of a factor, (R, columns)."""
+    # Zeros beyond the matrix rank add nothing to a sum: so a kernel serves all ranks up to a power of two.
     r = tl.arange(0, R)
     return tl.load(
         factor + r[:, None] * length + k[None, :], (r < rank)[:, None] & (k < length)[None, :], other=0.0
@@ -97,12 +100,15 @@ def products(
     # 64 bits from here on: a matrix may have more elements than 32 can count.
     m = tl.load(tiles + 2 * pid).to(tl.int64)
     g, e, known, scale, rows, columns, rank = _matrix(table, m, 8, G, ALIGNED)
+    # A factor may lie at any number of a message: only gradients and residuals are known to be aligned.
     q = pointer(tl.load(table + m * 8 + 6), "f", False)
     p = pointer(tl.load(table + m * 8 + 7), "f", False)
     i = tl.load(tiles + 2 * pid + 1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, R)
     inside = (r < rank)[:, None] & (i < rows)[None, :]
     if DOT == "":
+        # No program adds to another's sums: their order is the tile's, and not that in which a GPU of so many
+        # multiprocessors runs programs.
         # Added up element by element, and over the columns of a tile only at the end.
         sums = tl.zeros((R, ROWS, COLUMNS), tl.float32)
         for k in range(0, columns, COLUMNS):
@@ -166,6 +172,7 @@ def add_splits(table, tiles, COLUMNS: tl.constexpr):
     elements = tl.load(row + 2)
     at = tl.load(tiles + 2 * pid + 1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), tl.float32)
+    # One after the other: a tree, or additions as they come, would give other last bits.
     for split in range(tl.load(row + 1)):
         total += tl.load(part + split * elements + at, at < elements, other=0.0)
     tl.store(pointer(tl.load(row + 3), "f", False) + at, total, at < elements)
@@ -201,6 +208,7 @@ def reconstruct(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     if DOT == "":
         for r in tl.static_range(R):
+            # By the bound, here and below: Triton's interpreter takes no mask made of a block and one truth.
             to_i = tl.where(r < rank, rows, 0)
             a = tl.load(left + r * rows + i, i < to_i, other=0.0)
             b = tl.load(own + r * columns + j, j < tl.where(r < rank, columns, 0), other=0.0)
@@ -224,6 +232,7 @@ def reconstruct(
     if is_healthy is not None:
         good = tl.load(is_healthy) != 0
         kept = tl.where(good, kept, 0)
+        # All of it, whatever is finite: so a GradScaler skips the step on every member.
         total = tl.where(good, total, float("nan"))
     if LIMIT > 0:
         # What the type can't hold of a mean stays here. A NaN stays one: minimum and maximum would drop it.
@@ -257,6 +266,7 @@ def write(table, tiles, is_healthy, G: tl.constexpr, SOURCE: tl.constexpr, COLUM
         from_old = tl.where(good, 0, elements)
         from_new = tl.where(good, from_new, 0)
     x = tl.load(pointer(new, SOURCE, False) + at, at < from_new, other=0.0).to(tl.float32)
+    # Of what has no earlier value nothing is loaded, and the NaN beside the mask is what it becomes.
     there = at < tl.where(old == 0, 0, from_old)
     y = tl.load(pointer(old, G, False) + at, there, other=float("nan")).to(tl.float32)
     target = pointer(tl.load(row), G, False)

@@ -41,6 +41,7 @@ def launch(
     if programs == 0:
         return
     # Triton launches on the current device, which need not be that of the tensors. Its interpreter has none.
+    # On the stream that is current there, which is the caller's: so it comes behind what has made its inputs.
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         _function(kernel)[(programs,)](*arguments, **constants)
 

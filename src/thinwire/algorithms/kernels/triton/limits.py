@@ -26,6 +26,7 @@ OLDEST = (3, 2)
 OLDEST_CAPABILITY = (8, 0)
 
 
+# Asked for every group of every step, and a device does not change.
 @cache
 def reaches(device: torch.device) -> bool:
     """Return whether the kernels are compiled for a device; say so once if not.
@@ -35,6 +36,7 @@ def reaches(device: torch.device) -> bool:
     """
     if device.type != "cuda":
         return False
+    # AMD's numbers mean something else, and no lower bound of theirs is known.
     capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         tell(f"{torch.cuda.get_device_name(device)} has compute capability {capability}, which is below 8.0")

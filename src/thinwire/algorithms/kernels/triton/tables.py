@@ -33,6 +33,7 @@ def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Ten
         rows: At least one, all of one length.
         device: Where.
     """
+    # 64 bits: addresses, and sizes of which two are multiplied.
     return _on_device(("table", *rows), lambda: torch.tensor(rows, dtype=torch.int64), device)
 
 
@@ -48,6 +49,7 @@ def tiles_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
         sizes = torch.tensor(counts)
         owners = torch.arange(len(sizes)).repeat_interleave(sizes)
         tiles = torch.arange(len(owners)) - (sizes.cumsum(0) - sizes)[owners]
+        # Side by side, so that a program reads both from one line of memory.
         return torch.stack([owners, tiles], dim=1).int()
 
     return _on_device(("tiles", *counts), made, device)

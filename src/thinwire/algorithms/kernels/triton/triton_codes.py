@@ -5,12 +5,10 @@ What there is no kernel for, PyTorch's kernels do.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from thinwire.algorithms.kernels.codes import CodeKernels
-from thinwire.algorithms.kernels.torch_codes import TorchCodes
+from thinwire.algorithms.kernels.torch_codes import TorchCodes, levels_of
 from thinwire.algorithms.kernels.triton import launcher
 from thinwire.algorithms.kernels.triton.tables import padded
 from thinwire.algorithms.low_bit.blocks import Blocks
@@ -39,6 +37,7 @@ class TritonCodes(CodeKernels):
             return self._others.encoded(flat, blocks, codebook, draws)
         # Addresses are reckoned from the first number on.
         flat, members = flat.contiguous(), blocks.num_members
+        # Not cleared: kernels write zeros to what only fills up the last row, for it is sent.
         coded = _empty(blocks, codebook, members, flat.device)
         launcher.launch(
             "compiled_codes.encode",
@@ -47,7 +46,7 @@ class TritonCodes(CodeKernels):
                 flat,
                 *_places(blocks, flat.device),
                 *_keys(draws),
-                _levels(codebook, flat.device),
+                levels_of(codebook, torch.float32, flat.device),
                 coded.message,
                 coded.message.stride(0),
                 blocks.share,
@@ -84,7 +83,7 @@ class TritonCodes(CodeKernels):
                 message.stride(0),
                 None if blocks.are_whole else blocks.lengths(device)[own],
                 *_keys(draws),
-                _levels(codebook, device),
+                levels_of(codebook, torch.float32, device),
                 coded.message,
                 lost,
                 blocks.share,
@@ -116,6 +115,7 @@ class TritonCodes(CodeKernels):
         """As `CodeKernels.remainder`; one launch."""
         if blocks.block > ELEMENTS:
             return self._others.remainder(flat, coded, blocks, codebook)
+        # Not in place: what is left is kept, and the numbers themselves become the mean.
         rest = torch.empty_like(flat)
         _decode(coded, blocks, codebook, flat, rest)
         return rest
@@ -132,7 +132,7 @@ def _decode(
             coded.message.stride(0),
             blocks.share,
             *_places(blocks, out.device),
-            _levels(codebook, out.device),
+            levels_of(codebook, torch.float32, out.device),
             flat,
             out,
             blocks.total,
@@ -173,8 +173,3 @@ def _of_codebook(codebook: Codebook) -> dict[str, object]:
 
 def _statistic(codebook: Codebook, draws: Draws | None) -> dict[str, object]:
     return {"LAST": codebook.levels[-1], "STATISTIC": codebook.statistic, "DRAWN": draws is not None}
-
-
-@lru_cache(maxsize=32)
-def _levels(codebook: Codebook, device: torch.device) -> torch.Tensor:
-    return torch.tensor(codebook.levels, dtype=torch.float32, device=device)

@@ -135,6 +135,8 @@ class TritonKernels(Kernels):
         scale = _scale(loss_scale)
         for some in _of_one_type(groups, [len(found) for found in terms]):
             given, found = [groups[index] for index in some], [terms[index] for index in some]
+            # Errors are mostly written where the group's own are read: a program has read all of its tile
+            # before it writes any of it, and no other program has that tile.
             shape, rows = _Shape(given, reconstructs=True), _rows(given, scale)
             nothing: list[torch.Tensor | None] = [None]
             new = [
@@ -184,6 +186,7 @@ class TritonKernels(Kernels):
 
     def write(self, items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
         """As `Kernels.write`, in place, by one launch; what stays is read and written in other steps only."""
+        # Types are compiled in; all else a launch looks up for each tensor.
         kinds: dict[tuple[torch.dtype, torch.dtype], list[Write]] = {}
         for item in items:
             # What stays is put back from its own type.
@@ -250,6 +253,7 @@ class _Shape:
         if self.factor_rows >= DOT_ROWS:
             self.rows, self.columns = 32, 64
         else:
+            # Tensor cores take blocks of at least sixteen rows: below, products are made lane by lane.
             # What a program adds up, factor rows · rows · columns, stays in its registers.
             # A loop over its rows unrolled, a factor of eight would not leave `reconstruct` enough of them.
             few = 8 if self.factor_rows > 4 else 16
