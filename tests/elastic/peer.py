@@ -10,12 +10,11 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import TCPStore
 
 from elastic.learner import EVERY, USUAL, WAIT_SECONDS, Learner, die, heldout_loss
 from elastic.worker import checksum
-from thinwire.fronts.local_sgd.diloco import default_outer_lr, default_outer_momentum
+from thinwire.fronts.local_sgd.diloco import FOUR_BITS, Nesterov
 
 
 class Deadly:
@@ -136,8 +135,8 @@ def torchft_member(
             told.after_averaging()
         return True
 
-    lr, momentum = default_outer_lr(USUAL), default_outer_momentum(EVERY)
-    outer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum, nesterov=True)
+    ours = Nesterov()
+    outer = ours.optimizer(list(model.parameters()), ours.lr_for(USUAL, FOUR_BITS), EVERY, FOUR_BITS)
     try:
         with local_sgd.DiLoCo(manager, [model], optimizer, outer, sync_every=EVERY, use_bucketization=True):
             yield step

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from thinwire.channel.collectives import gather_bytes
 from thinwire.channel.transport import Transport
 from thinwire.errors import AgreementError
 
@@ -47,6 +48,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     """
     if transport.size == 1:
         return
+    where = f"{purpose}: the comparison of what the processes are about to do"
     # A digest of all, for parameters may be thousands; their names travel only to say what differs.
     # In the order in which it was given, which `check_same` goes by; the digest does not.
     data = json.dumps(description).encode()
@@ -61,28 +63,18 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     alarm.daemon = True
     alarm.start()
     try:
-        digests = _gathered(transport, fingerprint, purpose)
+        # Gathered, and not averaged: so it is never taken for the average that another member may have sent.
+        own = torch.frombuffer(bytearray(fingerprint), dtype=torch.uint8).to(transport.control_device)
+        rows = own.new_empty(transport.size, len(fingerprint))
+        transport.all_gather(rows, own, where).wait()
+        digests = {bytes(row) for row in rows.tolist()}
     finally:
         alarm.cancel()
-    if len(set(digests)) == 1:
+    if len(digests) == 1:
         return
     # All have the same digests before them, so all come here or none does.
-    lengths = [
-        int.from_bytes(each, "big") for each in _gathered(transport, len(data).to_bytes(8, "big"), purpose)
-    ]
-    # Of one length on all: a gather takes as many bytes of each member.
-    padded = _gathered(transport, data.ljust(max(lengths)), purpose)
-    everyone = [json.loads(each[:length]) for each, length in zip(padded, lengths, strict=True)]
+    everyone = [json.loads(each) for each in gather_bytes(data, transport, where)]
     check_same(everyone, purpose)
-
-
-def _gathered(transport: Transport, data: bytes, purpose: str) -> list[bytes]:
-    # Gathered, and not averaged: so it is never taken for the average that another member may have sent.
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(transport.control_device)
-    rows = own.new_empty(transport.size, len(data))
-    where = f"{purpose}: the comparison of what the processes are about to do"
-    transport.all_gather(rows, own, where).wait()
-    return [bytes(row) for row in rows.tolist()]
 
 
 def check_same(everyone: Sequence[Description], purpose: str) -> None:

@@ -64,6 +64,23 @@ def _in_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     yield some
 
 
+def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
+    """Return whether something is true on every member, as a tensor of one bool. Collective.
+
+    Args:
+        is_true: One bool.
+        transport: Over which group.
+        purpose: What for, for errors.
+
+    Raises:
+        CommunicationError: The transport failed.
+    """
+    # A maximum of what is false: transports have sums and maxima, and not every backend reduces bools.
+    is_false = (~is_true).to(transport.control_device, torch.uint8).view(1)
+    transport.all_reduce(is_false, purpose, operation="max").wait()
+    return is_false[0] == 0
+
+
 def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str) -> list[list[float]]:
     """Return the numbers of all members, by rank. Collective.
 
@@ -77,6 +94,7 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
     Raises:
         CommunicationError: The collective failed.
     """
+    # Of 64 bits, in which counts of steps and bytes stay what they are.
     own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
     rows = own.new_empty(transport.size, len(numbers))
     transport.all_gather(rows, own, purpose).wait()
@@ -146,20 +164,3 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
 
 
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-
-
-def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
-    """Return whether something is true on every member, as a tensor of one bool. Collective.
-
-    Args:
-        is_true: One bool.
-        transport: Over which group.
-        purpose: What for, for errors.
-
-    Raises:
-        CommunicationError: The transport failed.
-    """
-    # A maximum of what is false: transports have sums and maxima, and not every backend reduces bools.
-    is_false = (~is_true).to(transport.control_device, torch.uint8).view(1)
-    transport.all_reduce(is_false, purpose, operation="max").wait()
-    return is_false[0] == 0
