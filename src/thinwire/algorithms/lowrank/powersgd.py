@@ -203,6 +203,7 @@ class PowerSGD(LowRank):
             blocks = sum(num_blocks(shape[side], rank) for shape, rank in kinds if shape and rank)
             missing += -blocks % num_members
         fill_bytes = int(coded_bytes(missing, self.factor_bits) * self.factor_pairs)
+        # Some route must bear it, so that the plan's total is what a step sends.
         largest = max((each for each in routes if each.is_compressed), key=lambda each: each.message_bytes)
         filled = replace(largest, message_bytes=largest.message_bytes + fill_bytes)
         return tuple(filled if each is largest else each for each in routes)

@@ -121,6 +121,7 @@ class FactorWire:
         flat = torch.cat([factor.reshape(-1) for factor in factors])
         # Each matrix begins a new block: what becomes of it does not depend on its neighbours in the bucket.
         numels = tuple(factor[0].numel() for factor in factors for _ in range(len(factor)))
+        # Kept: the lengths are those of the plan, and the same in every step.
         if numels not in self._blocks:
             self._blocks[numels] = Blocks(numels, BLOCK, self.num_members)
         blocks = self._blocks[numels]

@@ -92,6 +92,7 @@ class Flight:
                 "the mean change of the parameters is not finite though that of each process is: it has left "
                 "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"
             )
+        # Last: what has raised above is still to be abandoned.
         self._step = None
 
     def abandon(self) -> None:
