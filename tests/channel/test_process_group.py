@@ -33,6 +33,24 @@ def test_every_collective_carries_every_type(pool2: Pool) -> None:
         assert world_size == 2
 
 
+def test_between_two_processes_long_messages_travel_in_pieces(pool2: Pool) -> None:
+    assert pool2.run(_in_pieces) == [(2, True, 8, 8)] * 2
+
+
+def _in_pieces() -> tuple[int, bool, int, int]:
+    """Pieces of two bytes carry what whole messages do, and make one future."""
+    with patch.object(process_group, "PIECE_BYTES", 2):
+        _, world_size = _every_collective()
+        transport, own = ProcessGroupTransport(), torch.full((9,), dist.get_rank())
+        rows = torch.empty(2, 9, dtype=torch.int64)
+        with patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered:
+            future = transport.all_gather(rows, own, "a gather").then(lambda: rows.sum().item())
+        is_there = future.wait() == 9
+        with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
+            transport.all_to_all(rows, rows.clone(), "an exchange").wait()
+    return world_size, is_there, gathered.call_count, exchanged.call_count
+
+
 def test_among_four(pool4: Pool) -> None:
     assert [world_size for _, world_size in pool4.run(_every_collective)] == [4] * 4
 

@@ -25,7 +25,7 @@ PAIR_SECONDS = 0.05
 MAX_PROCESSES_FOR_ALL_PAIRS = 8
 COLLECTIVE_REPETITIONS = 4
 # By which one process comes later than the others, besides a latency: in training they never come at once,
-# and Gloo's all-to-all between two is then half as fast (who comes last sends first, and only then receives).
+# and then what is sent may go before what is received, and not beside it.
 LATE_SECONDS = 0.005
 
 Progress = Callable[[str], None]
@@ -137,7 +137,7 @@ class _Meter:
             timings: Of averaging.
             budget_seconds: For all of them.
         """
-        # As many of each; the slowest known, Gloo's all-to-all between two processes, takes twice as long.
+        # As many of each; where what is sent goes before what is received, it takes twice as long.
         num_averagings = (1 + 2 * len(TIMED_COLLECTIVES)) * (COLLECTIVE_REPETITIONS + 1)
         message_bytes = self.largest_within(timings, budget_seconds / num_averagings)
         late_seconds = LATE_SECONDS + timings[0].median_seconds

@@ -91,8 +91,7 @@ class Probe:
         pairs: Of single pairs of processes, where measured.
         nodes: Process ranks that are near each other; one list if no structure was seen.
         wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
-            wire, where measured: at least 1. Gloo sends the messages of two processes one after the other
-            in an all-to-all, unless both come at the same time: 2.
+            wire, where measured: at least 1; 2 where two processes send one after the other.
     """
 
     world_size: int
