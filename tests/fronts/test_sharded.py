@@ -164,7 +164,7 @@ IN_FP32, IN_BF16 = (MixedPrecisionPolicy(torch.bfloat16, each) for each in (torc
 # Steps, type, what tells of more micro-steps, tolerance, options. Ours averages in the parameters' type,
 # native HSDP in the reduced one.
 EXACT: dict[str, Case] = {
-    "10 steps": (10, torch.float64, SYNC, 1e-9, {}),
+    "5 steps": (5, torch.float64, SYNC, 1e-9, {}),
     "summed in shards": (2, torch.float64, REDUCE, 1e-9, {"reshard_after_forward": False}),
     "offload": (1, torch.float64, SYNC, 1e-9, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "reduced in fp32": (1, torch.float32, SYNC, 1e-5, {"mp_policy": IN_FP32}),

@@ -39,7 +39,7 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 def test_averaging_every_step_is_data_parallel_training(
     size: int, algorithm: Algorithm, dtype: torch.dtype, max_gap: float
 ) -> None:
-    expected, start = data_parallel(size, 10, dtype), flat(new_model(dtype=dtype))
+    expected, start = data_parallel(size, 8, dtype), flat(new_model(dtype=dtype))
     moved = (expected - start).norm()
     assert moved > 0.1
     for parameters, agreed, same_storage in run(size, _every_step, algorithm, dtype):
@@ -52,7 +52,7 @@ def _every_step(member: Member, algorithm: Algorithm, dtype: torch.dtype) -> tup
     member.take(new_model(dtype=dtype))
     addresses = [p.data_ptr() for p in member.model.parameters()]
     with member.local(every_steps=1, algorithm=algorithm):
-        member.train(10)
+        member.train(8)
     same_storage = addresses == [p.data_ptr() for p in member.model.parameters()]
     return flat(member.model), member.agreed(), same_storage
 
