@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Replanning, Requests
+from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Replanning, Requests, ShardSum
 from thinwire.channel import InProcessTransport, Note, Recording, Transport, Work, run_members
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.sync.exchange import Exchange, answered
@@ -377,3 +377,19 @@ def test_requests_that_are_no_buckets_are_answered_to_their_end() -> None:
 
     choices = run_members(2, lambda rank: answered(replanning(rank), members[rank], "step 0"))
     assert choices == [{"weight": 2 + 1 + 0 + 1}, {"weight": 2 + 1 + 5 + 6}]
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [(ShardSum(torch.ones(2)), "no parameter is cut into shards"), (healthy(), "expected Mean, AllGather")],
+    ids=["between shards", "commit"],
+)
+def test_requests_that_are_no_buckets_have_neither_shards_nor_a_commit(request_: Any, message: str) -> None:
+    def replanning() -> Replanning:
+        yield request_
+        return {}
+
+    transport = alone()
+    with pytest.raises(ConfigError, match=message):
+        answered(replanning(), transport, "step 0")
+    assert transport.notes == []
