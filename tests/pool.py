@@ -113,6 +113,8 @@ def _serve(process_rank: int, world_size: int, folder: str, tasks: Any, answers:
     warnings.simplefilter("error")
     # Of the compiler's own accesses, and of the version of Python.
     warnings.filterwarnings("ignore", module=r"torch\._dynamo")
+    # torch.distributed.checkpoint of torch 2.6 calls what torch 2.6 warns of.
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     with Path(folder, f"stacks-{process_rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         dist.init_process_group(
