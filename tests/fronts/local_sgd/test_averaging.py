@@ -744,6 +744,27 @@ def _exit(member: Member, raises: bool) -> tuple[bool, list[int], bool, int]:
     return member.agreed(), hooks, scaler.step is own, local.stats().messages
 
 
+def test_what_another_optimizer_has_changed_is_averaged_at_the_end_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(member: Member) -> tuple[bool, bool]:
+        with member.local(every_steps=2, fragments=2) as local:
+            member.train(2)
+            assert (member.agreed(), local.stats().messages) == (
+                False,
+                2,
+            )  # the first fragment after one step
+            local.average()
+            if member.rank:
+                member.optimizer = new_optimizer(member.model)  # whose steps nobody counts
+                member.train(1)
+            before = member.agreed()
+        return before, member.agreed()
+
+    assert run(2, body) == [(False, True)] * 2
+    assert [record.message[:23] for record in caplog.records] == ["parameters have changed"]
+
+
 def test_observers_are_called_after_every_step() -> None:
     def body(member: Member) -> list[tuple[int, bool]]:
         seen: list[tuple[int, bool]] = []

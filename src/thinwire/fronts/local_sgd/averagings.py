@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -9,13 +10,15 @@ from itertools import chain
 import torch
 
 from thinwire.fronts.local_sgd.consensus import Answer, Consensus, do_agree
-from thinwire.fronts.local_sgd.flight import Changes, Flight, are_finite
+from thinwire.fronts.local_sgd.flight import Changes, Flight, are_finite, have_moved
 from thinwire.fronts.local_sgd.fragment import Fragments
 from thinwire.fronts.local_sgd.outer import settings_digest
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.sync import Engine
 
 __all__ = ["Averagings"]
+
+logger = logging.getLogger(__name__)
 
 
 class Averagings:
@@ -49,6 +52,7 @@ class Averagings:
         self.step = self.own_pending_steps = 0
         self.divides_by_contributors = False
         self._schedule, self._engine, self._exact = schedule, engine, exact
+        self._together = engine.settings.together
         # And not read yet, in the order in which they were asked.
         self._asked: list[Consensus] = []
 
@@ -95,15 +99,26 @@ class Averagings:
         changes = {each: each.changes() for each in self.fragments}
         if self._schedule.meets_in_subgroups:
             self._agree_within(changes)
-        asked = self._ask(changes)
+        # An optimizer that steps after the one whose steps count, or in its place, leaves models that differ.
+        in_flight = {each for flight in self.flights for each in flight.changes}
+        quiet = [each for each in self.fragments if self.step == each.sent_after and each not in in_flight]
+        has_changed = bool(quiet) and have_moved({each: changes[each] for each in quiet}, self._together)
+        if has_changed:
+            logger.warning(
+                "parameters have changed since the last averaging without a step of the optimizer that was "
+                "given; they are averaged now, and were not in between. If another optimizer trains them, or "
+                "it was made anew, pass the one that steps last"
+            )
+        asked = self._ask(changes, has_changed=has_changed)
         answers = self._read(asked)
+        anyone_has_changed = any(answer.has_changed for answer in answers)
         # A copy of the list, for what lands leaves it.
         for flight in tuple(self.flights):
             (fragment,) = flight.changes
             # Without a step since it was sent there is nothing of one's own to keep.
             self._land(flight, asked, self.mix if self.step > fragment.sent_after else 0.0)
             changes[fragment] = fragment.changes()
-        pending = [each for each in self.fragments if self.step > each.sent_after]
+        pending = [each for each in self.fragments if anyone_has_changed or self.step > each.sent_after]
         if self._schedule.is_warm_up(self.step):
             turns = [pending] if pending else []
         else:
@@ -207,16 +222,17 @@ class Averagings:
         if not do_agree(Consensus(own, self._exact["subgroup"].transport).answers()):
             Consensus(own, self._engine.transport).checked()
 
-    def _ask(self, changes: Changes) -> Consensus:
+    def _ask(self, changes: Changes, *, has_changed: bool = False) -> Consensus:
         """Ask all members of the group at which step they are; do not wait for the answers. Collective."""
-        asked = Consensus(self._answer(changes), self._engine.transport)
+        asked = Consensus(self._answer(changes, has_changed=has_changed), self._engine.transport)
         self._asked.append(asked)
         return asked
 
-    def _answer(self, changes: Changes) -> Answer:
+    def _answer(self, changes: Changes, *, has_changed: bool = False) -> Answer:
         # Of all shards of this replica: so the answers, and what follows from them, are those of every shard.
-        is_finite = not changes or are_finite(changes, self._engine.settings.together)
-        return Answer(self.step, is_finite, self.own_pending_steps > 0, settings_digest(self.outer))
+        is_finite = not changes or are_finite(changes, self._together)
+        contributes = self.own_pending_steps > 0
+        return Answer(self.step, is_finite, contributes, has_changed, settings_digest(self.outer))
 
     def _read(self, until: Consensus | None) -> list[Answer]:
         """Wait for the answers to what was asked until then; return the last ones, or refuse on all alike."""

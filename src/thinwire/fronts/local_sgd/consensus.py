@@ -23,12 +23,14 @@ class Answer(NamedTuple):
         step: Attempted steps.
         is_finite: Whether what it has to average is.
         contributes: Whether it had input since the last averaging.
+        has_changed: Whether its parameters have changed since the last averaging without a step that counts.
         outer: Digest of the outer optimizer's settings, which a schedule changes; below 2**32.
     """
 
     step: int
     is_finite: bool
     contributes: bool
+    has_changed: bool
     outer: int
 
 
@@ -44,7 +46,7 @@ class Consensus:
 
     def __init__(self, own: Answer, transport: Transport) -> None:
         # In one type, which holds any count of steps exactly. Kept: a backend may read it meanwhile.
-        numbers = [own.step, own.is_finite + 2 * own.contributes, own.outer]
+        numbers = [own.step, own.is_finite + 2 * own.contributes + 4 * own.has_changed, own.outer]
         self._own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
         self._rows = self._own.new_empty(transport.size, len(numbers))
         purpose = f"step {own.step}, the consensus check before an averaging"
@@ -54,7 +56,10 @@ class Consensus:
         """Return the answers, by rank. Blocks until all have come."""
         self._work.wait()
         rows = [[int(number) for number in row] for row in self._rows.tolist()]
-        return [Answer(step, bool(flags & 1), bool(flags & 2), outer) for step, flags, outer in rows]
+        return [
+            Answer(step, bool(flags & 1), bool(flags & 2), bool(flags & 4), outer)
+            for step, flags, outer in rows
+        ]
 
     def checked(self) -> list[Answer]:
         """Return the answers, by rank, or refuse on all members alike. Blocks until all have come.

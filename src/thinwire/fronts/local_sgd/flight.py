@@ -15,7 +15,7 @@ from thinwire.fronts.local_sgd.fragment import Fragment
 from thinwire.sync import Engine
 from thinwire.sync.step import Step
 
-__all__ = ["Changes", "Flight", "are_finite"]
+__all__ = ["Changes", "Flight", "are_finite", "have_moved"]
 
 Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 """By fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
@@ -116,3 +116,26 @@ def are_finite(changes: Changes, together: Transport | None) -> bool:
     if together is not None:
         are_finite = true_for_all(are_finite, together, "whether all shards are finite")
     return bool(are_finite)
+
+
+def have_moved(changes: Changes, together: Transport | None) -> bool:
+    """Return whether any parameter has changed, on some shard of a replica; buffers do in every forward pass.
+
+    Args:
+        changes: Of at least one fragment.
+        together: As of `are_finite`.
+
+    Cost: one host synchronisation.
+    """
+    flats = [
+        flat
+        for fragment, of_one in changes.items()
+        for specs, flat in zip(fragment.layout, of_one, strict=True)
+        if not specs[0].is_statistic
+    ]
+    device = next(iter(changes.values()))[0].device
+    still = [(flat == 0).all().to(device) for flat in flats]
+    stand_still = torch.stack([torch.ones((), dtype=torch.bool, device=device), *still]).all()
+    if together is not None:
+        stand_still = true_for_all(stand_still, together, "whether all shards stand still")
+    return not bool(stand_still)

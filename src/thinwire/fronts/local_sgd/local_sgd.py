@@ -361,8 +361,9 @@ class LocalSGD(Joinable):
         """Average over the group now, before an evaluation or a checkpoint, say. Collective.
 
         The schedule goes on as if it had not been called. With `outer`, this is an outer step. What is in
-        flight is waited for and applied first. Does nothing but compare step counts if there was no step
-        since the last averaging.
+        flight is waited for and applied first. Does nothing but compare step counts if nothing has changed
+        since the last averaging. What has changed without a step of `optimizer` is averaged, too, and logged:
+        perhaps another one trains it.
 
         Raises:
             StepError: Outside the context, or processes are at different steps, or a process's parameters
