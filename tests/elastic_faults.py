@@ -83,6 +83,8 @@ def dark(job: Job, members: int) -> str:
 
 def served_by_the_dying(job: Job, members: int) -> str:
     """The member that serves a newcomer dies as it begins to."""
+    # The first in the order of names serves newcomers. Only now: it has served those that it began with.
+    os.kill(job.processes[0].pid, signal.SIGUSR2)
     job.start(members)
     job.wait(lambda: job.told(event="averaged", member=members))
     return "losses"
@@ -107,7 +109,7 @@ MATRIX: list[tuple[Callable[[Job, int], str], str]] = [
     (dying_in("all-to-all"), "all-to-all"),
     (dying_in("all-gather"), "all-gather"),
     (dying_in("vote"), "vote"),
-    (served_by_the_dying, "serving"),
+    (served_by_the_dying, ""),
     (killed, ""),
     (stopped, ""),
     (told_to_leave, ""),
@@ -125,18 +127,10 @@ def run_one(fault: Callable[[Job, int], str], moment: str, members: int, *, peer
         least = members // 2 + 1 if fault is dark else 1
         settings = {"peer": peer, "min_members": least, "step_seconds": 0.01}
         job = Job(Path(folder), network, learners=settings, least_at_lighthouse=least if peer else 1)
-        went_on = "did not go on"
+        went_on, watched = "did not go on", 1 if fault is served_by_the_dying else 0
         try:
-            # The first in the order of names serves newcomers, and must die there; else the last dies.
-            deadly = 0 if moment == "serving" else members - 1
             for member in range(members):
-                job.start(
-                    member,
-                    dies_at=(moment, 6 if moment != "serving" else 2)
-                    if moment and member == deadly
-                    else None,
-                )
-            watched = 1 if moment == "serving" else 0
+                job.start(member, dies_at=(moment, 6) if moment and member == members - 1 else None)
             job.wait(lambda: len(job.told(event="averaged", members=members)) >= members)
             start = time.monotonic()
             counted = fault(job, members)

@@ -59,8 +59,7 @@ def die() -> None:
 class Learner:
     """What both kinds of members have in common.
 
-    `dies_at`: a moment of an averaging, and the how manieth such this process dies in: see `MOMENTS`;
-    "serving": as it serves a newcomer.
+    `dies_at`: a moment of an averaging, and the how manieth such this process dies in: see `MOMENTS`.
     """
 
     def __init__(
@@ -73,10 +72,8 @@ class Learner:
         self.model = new_model(seed)  # all alike, so that it does not matter whose they start from
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
         self.draws = torch.Generator().manual_seed(1_000_000 * seed + member)
-        self.serves_deadly = dies_at is not None and dies_at[0] == "serving"
+        self.serves_deadly = False
         self.die_in_all_to_all: Callable[[], None] = die
-        # It serves those that it begins with, too.
-        self.num_served = 0 if self.serves_deadly else 1
 
     def tell(self, **said: Any) -> None:
         said = {"pid": os.getpid(), "member": self.member, "time": time.time(), **said}
@@ -94,8 +91,7 @@ class Learner:
 
     def serve(self) -> None:
         """Die, if it is to."""
-        self.num_served += 1
-        if self.serves_deadly and self.num_served > 1:
+        if self.serves_deadly:
             die()
 
 

@@ -212,7 +212,8 @@ class TorchftGroup(Group):
     def leave(self) -> None:
         """As `Group.leave`."""
         # The manager first: once its heartbeat has stopped nobody counts on this member when its messages
-        # break off.
+        # break off. With the group end Gloo's threads: left to the interpreter's end, one that still holds a
+        # Python object could abort the process.
         self._manager.shutdown(wait=False)
         self._group.abort()
 
