@@ -169,6 +169,7 @@ def _muon(member: Member) -> tuple[bool, float, float]:
     ("settings", "message"),
     [
         ({"outer_lr": -1}, "ConfigError: outer_lr must be a number of at least 0"),
+        ({"outer_lr": float("inf")}, "ConfigError: outer_lr must be finite, got inf"),
         ({"outer_momentum": 1}, "ConfigError: outer_momentum must be from 0 to below 1, got 1"),
         ({"outer_momentum": "0.9"}, "ConfigError: outer_momentum must be a number"),
         ({"algorithm": PowerSGD}, "ConfigError: expected an algorithm such as"),

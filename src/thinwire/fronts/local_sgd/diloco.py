@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,6 +62,8 @@ class Nesterov:
     def __post_init__(self) -> None:
         if self.lr is not None:
             object.__setattr__(self, "lr", float(number("outer_lr", self.lr, minimum=0)))
+            if math.isinf(self.lr):
+                raise ConfigError(f"outer_lr must be finite, got {self.lr!r}")
         if self.momentum is not None:
             object.__setattr__(self, "momentum", number("outer_momentum", self.momentum, minimum=0))
             if self.momentum >= 1:
