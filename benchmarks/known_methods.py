@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
@@ -14,10 +13,10 @@ EXACT = "exact"
 PER_STEP: dict[str, Algorithm] = {
     EXACT: AllReduce(),
     "bf16": Cast("bf16"),
-    **{f"Quantize, {bits} bits": Quantize(bits=bits) for bits in (4, 2, 1)},
+    **{f"Quantize, {bits} bits": Quantize(bits=bits) for bits in (4, 3, 2, 1)},
     "PowerSGD, matrix rank 4": PowerSGD(matrix_rank=4),
 }
-LOCAL: dict[str, Callable[..., LocalSGD]] = {
+LOCAL: dict[str, partial[LocalSGD]] = {
     "LocalSGD every 5": partial(LocalSGD, every_steps=5),
     "LocalSGD every 5, TopK": partial(LocalSGD, every_steps=5, algorithm=TopK()),
     "DiLoCo every 30": partial(DiLoCo, every_steps=30),

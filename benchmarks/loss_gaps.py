@@ -1,6 +1,6 @@
 """The table of loss gaps that `thinwire advise` ships: from this project's result files, and from papers.
 
-python benchmarks/loss_gaps.py    # after `bench_adamw.py` or `bench_quality.py` have measured anything new
+python benchmarks/loss_gaps.py    # after bench_adamw, bench_quality or bench_known measured anything new
 """
 
 from __future__ import annotations
@@ -10,15 +10,20 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
 import bench_adamw
+import bench_known
 import bench_quality
+import lstm
 from bench_adamw import EXACT, METHODS, RECORDS, STUDENT_T, Averaging, Record, Setting
+from known_methods import LOCAL, PER_STEP
 from thinwire.advice import loss
 from thinwire.advice.loss import LossGap
 from thinwire.algorithms import AllReduce
+from thinwire.fronts.local_sgd import LocalSGD
 
 RESULTS = Path(__file__).parent / "results"
 QUALITY_PAGES = (
@@ -58,7 +63,7 @@ MULOCO_SIXTEEN_MEMBERS = {
 
 def gaps() -> list[LossGap]:
     """Everything, in a fixed order."""
-    found = [*of_adamw(), *of_quality_pages(), *published()]
+    found = [*of_adamw(), *of_quality_pages(), *of_lstm(), *published()]
     return sorted(
         found,
         key=lambda gap: (gap.is_published, gap.optimizer, gap.name, gap.members, gap.parameters, gap.source),
@@ -104,14 +109,44 @@ def code_of(method: str) -> str:
     options = METHODS[method].keywords  # type: ignore[attr-defined]
     if METHODS[method].func is Averaging:  # type: ignore[attr-defined]
         return str(options["algorithm"])
-    front = options["front"]
+    return code_of_front(options["front"])
+
+
+def code_of_front(front: partial[LocalSGD]) -> str:
+    """A front with its settings, as it is written in code."""
     settings = {name: value for name, value in front.keywords.items() if value is not None}
     if settings.get("algorithm") == AllReduce():
         del settings["algorithm"]
     if "outer" in settings:
         outer = settings.pop("outer").keywords
         settings |= {"outer_lr": outer["lr"], "outer_momentum": outer["momentum"]}
-    return f"{front.func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+    func: type[LocalSGD] = front.func  # type: ignore[assignment]
+    return f"{func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
+
+
+def of_lstm() -> Iterator[LossGap]:
+    """Of `bench_known.py`: its LSTM. Other tasks have accuracies, or too few seeds."""
+    losses: dict[tuple[str, str, int], dict[int, float]] = {}
+    for record in bench_known.records(bench_known.RECORDS):
+        if record.task == bench_known.LSTM:
+            losses.setdefault((record.method, record.optimizer, record.steps), {})[record.seed] = record.score
+    parameters = sum(each.numel() for each in lstm.new_lstm().parameters())
+    for (method, optimizer, steps), by_seed in losses.items():
+        exact = losses.get((EXACT, optimizer, steps), {})
+        percents = [100 * (by_seed[seed] / exact[seed] - 1) for seed in by_seed.keys() & exact.keys()]
+        if method != EXACT and len(percents) >= MIN_SEEDS:
+            yield gap_of(
+                str(PER_STEP[method]) if method in PER_STEP else code_of_front(LOCAL[method]),
+                optimizer,
+                bench_known.MEMBERS,
+                parameters,
+                steps,
+                len(percents),
+                fmean(percents),
+                stdev(percents),
+                f"benchmarks/results/{bench_known.RECORDS.name}",
+                is_recurrent=True,
+            )
 
 
 def of_quality_pages() -> Iterator[LossGap]:
@@ -155,6 +190,8 @@ def gap_of(
     percent: float,
     deviation: float | None,
     source: str,
+    *,
+    is_recurrent: bool = False,
 ) -> LossGap:
     half = None if deviation is None else STUDENT_T[seeds - 1] * deviation / math.sqrt(seeds)
     return LossGap(
@@ -169,6 +206,7 @@ def gap_of(
         None if half is None else round(percent + half, 2),
         source,
         is_published=False,
+        is_recurrent=is_recurrent,
     )
 
 

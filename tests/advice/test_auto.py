@@ -20,7 +20,7 @@ from catalog import buckets, random_gradients, true_means
 from pool import Pool
 from thinwire import AllReduce, ConfigError, PowerSGD
 from thinwire.advice.automatic import Auto, Reading
-from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss
+from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
 from thinwire.advice.trials import (
     Candidate,
     Candidates,
@@ -41,7 +41,7 @@ from training import error_of
 
 
 def names_within(optimizer: str, members: int, budget_loss: float) -> list[str]:
-    return [each.name for each in candidates_for(optimizer, members, 10**6, budget_loss).within]
+    return [each.name for each in candidates_for(Training(optimizer, members, 10**6), budget_loss).within]
 
 
 def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not() -> None:
@@ -230,7 +230,7 @@ def chooser_of(
         "sees_waiting": True,
         **others,
     }
-    offered = candidates_for("SGD", 2, 10**4, 0.01)
+    offered = candidates_for(Training("SGD", 2, 10**4), 0.01)
     return Auto(
         simulated.syncs[rank],
         replace(offered, within=tuple(each for each in offered.within if each.name in TRIED)),

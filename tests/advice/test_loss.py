@@ -18,6 +18,7 @@ from thinwire.advice.loss import (
     EXACT_LOSS,
     ExpectedLoss,
     LossGap,
+    Training,
     expected_loss,
     known_optimizers,
     loss_gaps,
@@ -84,42 +85,50 @@ def small_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_table")
 def test_the_nearest_training_tells_and_an_unknown_optimizer_gets_the_worst() -> None:
-    assert expected_loss("few", "AdamW", 2, 10**6).percent == 1.0  # the long one
-    assert expected_loss("few", "AdamW", 64, 10**6).percent == 3.0
-    assert expected_loss("few", "SGD", 64, 10**6).percent == 0.25
-    assert expected_loss("few", "Lion", 2, 10**6).percent == 1.0
-    assert expected_loss("few", None, 2, 10**6).percent == 1.0
-    assert expected_loss("rare", "SGD", 2, 10**6).kind == "unknown"  # known with AdamW only
-    assert expected_loss("nothing", None, 2, 10**6).short == "?"
+    assert expected_loss("few", Training("AdamW", 2, 10**6)).percent == 1.0  # the long one
+    assert expected_loss("few", Training("AdamW", 64, 10**6)).percent == 3.0
+    assert expected_loss("few", Training("SGD", 64, 10**6)).percent == 0.25
+    assert expected_loss("few", Training("Lion", 2, 10**6)).percent == 1.0
+    assert expected_loss("few", Training(None, 2, 10**6)).percent == 1.0
+    assert expected_loss("rare", Training("SGD", 2, 10**6)).kind == "unknown"  # known with AdamW only
+    assert expected_loss("nothing", Training(None, 2, 10**6)).short == "?"
     assert optimizer_name(" adamw ") == "AdamW"
     assert optimizer_name(torch.optim.SGD([torch.ones(1)], lr=0.1)) == "SGD"
 
 
 @pytest.mark.usefixtures("small_table")
 def test_own_measurements_come_before_bounds_and_those_before_what_was_published() -> None:
-    own = expected_loss("rare", "AdamW", 4, 10**9)
+    own = expected_loss("rare", Training("AdamW", 4, 10**9))
     assert (own.kind, own.short) == ("measured", "+7.0")
-    beside = published_gap("rare", "AdamW", 4, 10**9)
+    beside = published_gap("rare", Training("AdamW", 4, 10**9))
     assert beside is not None
     assert beside.percent == 0.5
     assert str(beside).startswith("+0.5 % (+0.3 to +0.7), published with AdamW, 4 members, 1 B parameters")
-    between = expected_loss("x", "AdamW", 2, 10**6, loses_more_than="few", loses_less_than="rare")
+    between = expected_loss("x", Training("AdamW", 2, 10**6), loses_more_than="few", loses_less_than="rare")
     assert (between.kind, between.short, between.low_percent) == ("between", "≤ +7.0", 1.0)
-    above = expected_loss("x", "AdamW", 2, 10**6, loses_more_than="few")
+    above = expected_loss("x", Training("AdamW", 2, 10**6), loses_more_than="few")
     assert (above.kind, above.percent, above.short) == ("above", None, "> +1.0")
-    published = expected_loss("rarer", "AdamW", 2, 10**6, loses_more_than="few")
+    published = expected_loss("rarer", Training("AdamW", 2, 10**6), loses_more_than="few")
     assert (published.kind, published.short) == ("published", "p +2.5")
 
 
 def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     """docs/adamw.md, docs/choosing.md."""
-    two_bits = expected_loss("Quantize(bits=2)", "AdamW", 4, 10**7)
+    two_bits = expected_loss("Quantize(bits=2)", Training("AdamW", 4, 10**7))
     assert two_bits.short == "-0.3"
     assert two_bits.order == 0
-    assert two_bits.is_tied_with(expected_loss("Quantize(bits=8)", "AdamW", 4, 10**7))
-    assert not two_bits.is_tied_with(expected_loss("DiLoCo(every_steps=30)", "AdamW", 4, 10**7))
-    assert expected_loss("PowerSGD(matrix_rank=2)", "SGD", 2, 10**7).short == "+2.9"
-    scaling_law = published_gap("DiLoCo(every_steps=30)", "AdamW", 4, 10**8)
+    assert two_bits.is_tied_with(expected_loss("Quantize(bits=8)", Training("AdamW", 4, 10**7)))
+    assert not two_bits.is_tied_with(expected_loss("DiLoCo(every_steps=30)", Training("AdamW", 4, 10**7)))
+    recurrent = Training.of(nn.LSTM(8, 8), "AdamW", 4)
+    assert recurrent == Training("AdamW", 4, parameters=576, is_recurrent=True)
+    assert expected_loss("Quantize(bits=2)", recurrent).short == "+4.8"
+    assert expected_loss("Quantize(bits=4)", recurrent).order == 0
+    assert (
+        expected_loss("PowerSGD(matrix_rank=2)", recurrent).short == "+7.5"
+    )  # of transformers, for want of its own
+    assert not Training.of(nn.Linear(8, 8), "AdamW", 4).is_recurrent
+    assert expected_loss("PowerSGD(matrix_rank=2)", Training("SGD", 2, 10**7)).short == "+2.9"
+    scaling_law = published_gap("DiLoCo(every_steps=30)", Training("AdamW", 4, 10**8))
     assert scaling_law is not None
     assert (scaling_law.percent, scaling_law.parameters) == (1.5, 90_000_000)
 
@@ -247,11 +256,16 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
 
 def test_what_makes_it_less_certain_is_said() -> None:
     probe = Probe(8, "nccl", "cuda", [], [], [])
-    (of_another_world, of_another_device) = _notes("SGD", probe, 2, torch.device("cpu"))
+    (of_another_world, of_another_device) = _notes(Training("SGD", 2, 9), probe, 2, torch.device("cpu"))
     assert "The probe is of 8 processes, this job has 2: what is predicted is for 8." in of_another_world
     assert "messages on cuda" in of_another_device
-    assert list(_notes("AdamW", replace(probe, device="cpu"), 1, torch.device("cpu"))) == []
-    (of_buckets,) = _notes("AdamW", probe, 8, torch.device("cuda", 3))
+    adamw = Training("AdamW", 8, 9)
+    assert list(_notes(adamw, replace(probe, device="cpu"), 1, torch.device("cpu"))) == []
+    (of_kind,) = _notes(
+        replace(adamw, is_recurrent=True), replace(probe, device="cpu"), 1, torch.device("cpu")
+    )
+    assert "has the gap of transformers" in of_kind
+    (of_buckets,) = _notes(adamw, probe, 8, torch.device("cuda", 3))
     assert "bucket_cap_mb=10_000" in of_buckets
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.advice.loss import optimizer_name
+from thinwire.advice.loss import Training, optimizer_name
 from thinwire.advice.trials import (
     Candidate,
     Candidates,
@@ -135,9 +135,7 @@ def auto(
     enabled = true_or_false("enabled", enabled)
     sync = attach(model, AllReduce(), **settings)
     trained = [each for each in model.parameters() if each.requires_grad]
-    candidates = candidates_for(
-        name, engine_of(sync).transport.size, sum(each.numel() for each in trained), budget_loss
-    )
+    candidates = candidates_for(Training.of(model, name, engine_of(sync).transport.size), budget_loss)
     return Auto(
         sync,
         candidates,
@@ -212,7 +210,7 @@ class Auto:
             "every_steps": str(every_steps),
             "least_gain": str(least_gain),
             "budget_loss": str(candidates.budget_loss),
-            "optimizer": candidates.optimizer,
+            "optimizer": str(candidates.optimizer),
             "candidates": ", ".join(each.name for each in self._candidates.within),
         }
         for group in self._groups:

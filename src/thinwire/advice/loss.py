@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Literal
 
 import torch
+from torch import nn
 
 from thinwire.errors import ConfigError
 
@@ -22,6 +23,7 @@ __all__ = [
     "UNKNOWN_LOSS",
     "ExpectedLoss",
     "LossGap",
+    "Training",
     "expected_loss",
     "known_optimizers",
     "loss_gaps",
@@ -56,6 +58,7 @@ class LossGap:
         high_percent: Likewise.
         source: File of this project, or paper.
         is_published: Whether others have measured it.
+        is_recurrent: Whether the model was an LSTM; else it was a transformer.
     """
 
     name: str
@@ -69,6 +72,7 @@ class LossGap:
     high_percent: float | None
     source: str
     is_published: bool
+    is_recurrent: bool = False
 
     def __str__(self) -> str:
         spread = (
@@ -79,9 +83,39 @@ class LossGap:
         steps = "" if self.steps is None else f", {self.steps:,} steps"
         how = "published" if self.is_published else "measured"
         unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
+        size = f"{self.parameters / unit:.3g} {letter} parameters"
+        model = f"an LSTM of {size}" if self.is_recurrent else size
         return (
             f"{signed(self.percent)} %{spread}, {how} with {self.optimizer}, {self.members} members, "
-            f"{self.parameters / unit:.3g} {letter} parameters{steps} ({self.source})"
+            f"{model}{steps} ({self.source})"
+        )
+
+
+@dataclass(frozen=True)
+class Training:
+    """For which a loss gap is looked up.
+
+    Attributes:
+        optimizer: As of `optimizer_name`; of one that is not in the table, and of None, the largest gap of
+            all that are counts.
+        members: That train together.
+        parameters: Of the model, that are trained.
+        is_recurrent: Whether there is an RNN in it, such as an LSTM: those lose more in few bits.
+    """
+
+    optimizer: str | None
+    members: int
+    parameters: int
+    is_recurrent: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: str | None, members: int) -> Training:
+        """Return that of a model."""
+        return cls(
+            optimizer,
+            members,
+            sum(each.numel() for each in model.parameters() if each.requires_grad),
+            any(isinstance(each, (nn.RNNBase, nn.RNNCellBase)) for each in model.modules()),
         )
 
 
@@ -174,11 +208,13 @@ def optimizer_name(optimizer: object) -> str:
     return next((each for each in known_optimizers() if each.lower() == given.lower()), given)
 
 
-def optimizer_note(optimizer: str) -> str | None:
+def optimizer_note(optimizer: str | None) -> str | None:
     """Return what should be known of gaps with an optimizer, in words; None where it was measured with."""
     known = known_optimizers()
     if optimizer in known:
         return None
+    if optimizer is None:
+        return f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own."
     return (
         f"No loss gap was measured with {optimizer}, only with {' and '.join(known)}: the largest of them "
         "counts."
@@ -186,13 +222,7 @@ def optimizer_note(optimizer: str) -> str | None:
 
 
 def expected_loss(
-    name: str,
-    optimizer: str | None,
-    members: int,
-    parameters: int,
-    *,
-    loses_more_than: str = "",
-    loses_less_than: str = "",
+    name: str, training: Training, *, loses_more_than: str = "", loses_less_than: str = ""
 ) -> ExpectedLoss:
     """Return what is known of a way of averaging.
 
@@ -200,23 +230,20 @@ def expected_loss(
 
     Args:
         name: As it is written in code.
-        optimizer: As of `optimizer_name`; of one that is not in the table, and of None, the largest
-            gap of all that are.
-        members: That train together.
-        parameters: Of the model.
+        training: Of the user.
         loses_more_than: What loses less, where this was not measured.
         loses_less_than: What loses more.
     """
     # One's own first: how they were made is known here, and none was chosen to look well.
-    own = _own_gap(name, optimizer, members, parameters)
+    own = _own_gap(name, training)
     if own is not None:
         return ExpectedLoss("measured", own.percent, own.low_percent, own.high_percent, (own,))
-    less = _own_gap(loses_more_than, optimizer, members, parameters)
-    more = _own_gap(loses_less_than, optimizer, members, parameters)
+    less = _own_gap(loses_more_than, training)
+    more = _own_gap(loses_less_than, training)
     # Counted with the larger one: within a budget is what is so for sure.
     if less is not None and more is not None:
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
-    published = published_gap(name, optimizer, members, parameters)
+    published = published_gap(name, training)
     if published is not None:
         return ExpectedLoss("published", published.percent, gaps=(published,))
     if less is not None:
@@ -225,46 +252,44 @@ def expected_loss(
     return UNKNOWN_LOSS
 
 
-def published_gap(name: str, optimizer: str | None, members: int, parameters: int) -> LossGap | None:
+def published_gap(name: str, training: Training) -> LossGap | None:
     """Return what others have measured, nearest in members and then in the model's size; None if nothing.
 
     Args:
         name: As it is written in code.
-        optimizer: As of `expected_loss`.
-        members: That train together.
-        parameters: Of the model.
+        training: Of the user.
     """
     rows = [each for each in loss_gaps() if each.name == name and each.is_published]
-    return _worst_of_optimizers(rows, optimizer, members, parameters)
+    return _worst_of_optimizers(rows, training)
 
 
-def _own_gap(name: str, optimizer: str | None, members: int, parameters: int) -> LossGap | None:
+def _own_gap(name: str, training: Training) -> LossGap | None:
     # What others measured has other baselines, and never mixes with the project's own.
     rows = [each for each in loss_gaps() if each.name == name and not each.is_published]
-    return _worst_of_optimizers(rows, optimizer, members, parameters)
+    return _worst_of_optimizers(rows, training)
 
 
-def _worst_of_optimizers(
-    rows: Iterable[LossGap], optimizer: str | None, members: int, parameters: int
-) -> LossGap | None:
+def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap | None:
     """Return the row nearest to a training; of an unknown optimizer, the largest of each optimizer's."""
 
     def distance(gap: LossGap) -> tuple[float, ...]:
         # Gaps grow with members. Long trainings come before models of one's own size, which the project's
         # own ones never are; published ones have no steps, so there the size decides.
         return (
-            abs(math.log(members / gap.members)),
+            abs(math.log(training.members / gap.members)),
             -(gap.steps or 0),
-            abs(math.log(max(1, parameters) / gap.parameters)),
+            abs(math.log(max(1, training.parameters) / gap.parameters)),
             -gap.seeds,
         )
 
+    # An LSTM lost several percent where transformers lost nothing, so its own kind comes before all else.
+    of_kind = [each for each in rows if each.is_recurrent == training.is_recurrent]
     by_optimizer: dict[str, list[LossGap]] = {}
-    for each in rows:
+    for each in of_kind or rows:
         by_optimizer.setdefault(each.optimizer, []).append(each)
-    if optimizer in known_optimizers():
+    if training.optimizer in known_optimizers():
         # Known, but perhaps not with this way: what another optimizer lost would tell nothing.
-        chosen = [by_optimizer[optimizer]] if optimizer in by_optimizer else []
+        chosen = [by_optimizer[training.optimizer]] if training.optimizer in by_optimizer else []
     else:
         chosen = list(by_optimizer.values())
     # With an optimizer that nobody has measured with, the least favourable is the honest guess.

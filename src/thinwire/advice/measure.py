@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.advice.local import LocalBench, local_benches
 from thinwire.advice.loss import (
     EXACT_LOSS,
+    Training,
     expected_loss,
-    known_optimizers,
     optimizer_name,
     optimizer_note,
     published_gap,
@@ -126,12 +126,9 @@ def advise(
     def predictions(network: Network) -> list[Prediction]:
         return _agreed(bench.predictions(network, probe.world_size), transport)
 
-    # Published gaps shrink as models grow, so that of the nearest size is named.
-    parameters = sum(each.numel() for each in module.parameters() if each.requires_grad)
+    training = Training.of(module, name, probe.world_size)
     found = predictions(probe.collective_seconds)
-    ranked = sorted(
-        _with_losses(found, bench, name, probe.world_size, parameters), key=lambda each: each.step_seconds
-    )
+    ranked = sorted(_with_losses(found, bench, training), key=lambda each: each.step_seconds)
     # Of the two kinds of 16 bits only the one that no gradient is too large for: they send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
     within = [each for each in advisable if is_within(each, budget_loss)]
@@ -149,7 +146,7 @@ def advise(
         least_gain=least_gain,
         budget_loss=budget_loss,
         optimizer=name,
-        notes=tuple(_notes(name, probe, transport.size, device)),
+        notes=tuple(_notes(training, probe, transport.size, device)),
     )
 
 
@@ -178,9 +175,7 @@ def _copied(model: nn.Module) -> tuple[nn.Module, torch.device]:
     return copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given), device
 
 
-def _with_losses(
-    found: Sequence[Prediction], bench: _Bench, optimizer: str | None, members: int, parameters: int
-) -> list[Prediction]:
+def _with_losses(found: Sequence[Prediction], bench: _Bench, training: Training) -> list[Prediction]:
     """Add what is known of the loss, and the place of each among all."""
     local = {each.way.name: each.way for each in bench.local}
     with_loss = []
@@ -198,10 +193,8 @@ def _with_losses(
         with_loss.append(
             replace(
                 each,
-                loss=EXACT_LOSS
-                if each.name == EXACT
-                else expected_loss(name, optimizer, members, parameters, **bounds),
-                published=published_gap(name, optimizer, members, parameters),
+                loss=EXACT_LOSS if each.name == EXACT else expected_loss(name, training, **bounds),
+                published=published_gap(name, training),
             )
         )
     # Equal gaps have one place: then time decides. Unknown ones are infinite, and come last.
@@ -212,13 +205,15 @@ def _with_losses(
     ]
 
 
-def _notes(optimizer: str | None, probe: Probe, num_processes: int, device: torch.device) -> Iterator[str]:
+def _notes(training: Training, probe: Probe, num_processes: int, device: torch.device) -> Iterator[str]:
     """Yield what makes the advice less certain, in words."""
-    if optimizer is None:
-        known = " and ".join(known_optimizers())
-        yield f"Loss gaps are the largest of {known}; name your optimizer for its own."
-    elif (note := optimizer_note(optimizer)) is not None:
+    if (note := optimizer_note(training.optimizer)) is not None:
         yield note
+    if training.is_recurrent:
+        yield (
+            "The model has an RNN: what was not measured with an LSTM has the gap of transformers, which may "
+            "be less."
+        )
     # One process alone may ask about any network: that is what the command does.
     if num_processes not in (1, probe.world_size):
         yield (

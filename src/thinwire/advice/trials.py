@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, expected_loss, optimizer_note
+from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_loss, optimizer_note
 from thinwire.advice.measure import BASELINE, EXACT, priced
 from thinwire.advice.result import Prediction, choose
 from thinwire.advice.variants import LOCAL_VARIANTS
@@ -64,23 +64,21 @@ class Candidates:
             is none.
         nearest_local: The same, of averaging models less often.
         budget_loss: As of `auto`.
-        optimizer: As of `expected_loss`.
+        optimizer: As of `Training`.
     """
 
     within: tuple[Candidate, ...]
     nearest: tuple[str, ExpectedLoss] | None
     nearest_local: tuple[str, ExpectedLoss] | None
     budget_loss: float
-    optimizer: str
+    optimizer: str | None
 
 
-def candidates_for(optimizer: str, members: int, parameters: int, budget_loss: float) -> Candidates:
+def candidates_for(training: Training, budget_loss: float) -> Candidates:
     """Return what may be tried within a loss budget.
 
     Args:
-        optimizer: As of `expected_loss`.
-        members: That train together.
-        parameters: Of the model.
+        training: That of the user.
         budget_loss: The largest expected gap to exact averaging's loss, as a share of it.
     """
     variants = priced()
@@ -88,9 +86,7 @@ def candidates_for(optimizer: str, members: int, parameters: int, budget_loss: f
         code: expected_loss(
             # In the table, algorithms have the names that they print.
             str(variant.algorithm),
-            optimizer,
-            members,
-            parameters,
+            training,
             loses_more_than=variant.loses_more_than,
             loses_less_than=variant.loses_less_than,
         )
@@ -98,9 +94,7 @@ def candidates_for(optimizer: str, members: int, parameters: int, budget_loss: f
         if not variant.keeps_16_bits
     }
     local = {
-        each.name: expected_loss(
-            each.name, optimizer, members, parameters, loses_more_than=each.loses_more_than
-        )
+        each.name: expected_loss(each.name, training, loses_more_than=each.loses_more_than)
         for each in LOCAL_VARIANTS
     }
     ranked = sorted(lossy, key=lambda code: lossy[code].order)
@@ -116,7 +110,7 @@ def candidates_for(optimizer: str, members: int, parameters: int, budget_loss: f
             if lossy[code].order <= 100 * budget_loss
         ),
     ]
-    return Candidates(tuple(within), _nearest(lossy), _nearest(local), budget_loss, optimizer)
+    return Candidates(tuple(within), _nearest(lossy), _nearest(local), budget_loss, training.optimizer)
 
 
 def _nearest(losses: dict[str, ExpectedLoss]) -> tuple[str, ExpectedLoss] | None:
