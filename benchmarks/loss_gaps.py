@@ -23,7 +23,7 @@ from known_methods import LOCAL, PER_STEP
 from thinwire.advice import loss
 from thinwire.advice.loss import LossGap
 from thinwire.algorithms import AllReduce
-from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
 
 RESULTS = Path(__file__).parent / "results"
 QUALITY_PAGES = (
@@ -112,7 +112,7 @@ def code_of(method: str) -> str:
     return code_of_front(options["front"])
 
 
-def code_of_front(front: partial[LocalSGD]) -> str:
+def code_of_front(front: partial[LocalSGD] | partial[DiLoCo]) -> str:
     """A front with its settings, as it is written in code."""
     settings = {name: value for name, value in front.keywords.items() if value is not None}
     if settings.get("algorithm") == AllReduce():
@@ -120,7 +120,7 @@ def code_of_front(front: partial[LocalSGD]) -> str:
     if "outer" in settings:
         outer = settings.pop("outer").keywords
         settings |= {"outer_lr": outer["lr"], "outer_momentum": outer["momentum"]}
-    func: type[LocalSGD] = front.func  # type: ignore[assignment]
+    func: type = front.func  # type: ignore[assignment]
     return f"{func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
 
