@@ -110,7 +110,13 @@ class Training:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str | None, members: int) -> Training:
-        """Return that of a model."""
+        """Return that of a model.
+
+        Args:
+            model: Whose trained parameters are averaged.
+            optimizer: As of `optimizer_name`.
+            members: That train together.
+        """
         return cls(
             optimizer,
             members,

@@ -378,7 +378,8 @@ class LocalSGD(Joinable):
         """Let the model hold the last averages, the same on all processes, while this is open: to evaluate.
 
         Between averagings each process's model is its own, and with fragments their last averages are of
-        different steps. Nothing is sent. What the model held comes back afterwards, buffers included. Save
+        different steps. Nothing is sent. What the model held comes back afterwards, averaged buffers too.
+        Others, such as BatchNorm's `num_batches_tracked`, are left alone: evaluate with `model.eval()`. Save
         `model.state_dict()` in it to keep the averaged model alone.
 
         Cost: a copy of what is averaged.
