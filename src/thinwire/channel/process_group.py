@@ -30,7 +30,8 @@ Result = TypeVar("Result")
 
 # Gloo sends a message before it asks for the other's, on one connection. So between two processes of which
 # one comes later, as in training, whole messages would cross the link one after the other; pieces overlap.
-PIECE_BYTES, MAX_PIECES = 1 << 16, 8
+# Shorter ones cost more at 1 Gbit/s than they win at 100 Mbit/s.
+PIECE_BYTES, MAX_PIECES = 1 << 18, 8
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
