@@ -189,8 +189,8 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         >>> layer(torch.ones(1, 64)).sum().backward()
         >>> optimizer_step(torch.optim.AdamW(layer.parameters()), aggregator)
         True
-        >>> round(aggregator.stats().compression_ratio, 1)
-        7.5
+        >>> aggregator.stats().compression_ratio > 7
+        True
     """
 
     def __init__(
