@@ -22,6 +22,7 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, local_sgd, member
+from thinwire.elastic.plain import packed, unpacked
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StepError
 
 EVERY = 2
@@ -386,6 +387,39 @@ def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:
     assert "the others go on" in str(run.errors[2])
     assert run.fronts[0].membership().losses == 0
     run.check_equal()
+
+
+def test_a_member_with_another_min_members_is_refused_by_name() -> None:
+    class Unlike(Run):
+        def train(self, member: int) -> str:
+            self.groups[member].min_members = 1 + (member == 2)
+            return super().train(member)
+
+    run = Unlike([0, 0, 3])
+    assert run.results == ["done", "done", "AgreementError"]
+    assert "has min_members=2, and those that it has met have min_members=1" in str(run.errors[2])
+    run.check_equal()
+
+
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent: bool) -> None:
+    optimizers, fronts, groups = [], [], []
+    for _ in range(2):
+        model = nn.Linear(32, 16)
+        optimizers.append(torch.optim.AdamW(model.parameters()))
+        groups.append(InProcessGroup(InProcessLighthouse()))
+        settings: Any = {"every_steps": 2, "leave_on_sigterm": False, "send_optimizer": is_sent}
+        fronts.append(LocalSGD(model, optimizers[-1], group=groups[-1], **settings))
+    with fronts[0], fronts[1]:
+        for _ in range(3):
+            fronts[0].module(torch.ones(1, 32)).sum().backward()
+            optimizers[0].step()
+        fronts[1]._front.adopt(unpacked(*packed(groups[0].provide())))
+        sent, held = (each.state_dict()["state"] for each in optimizers)
+        assert len(sent) == 2
+        assert held.keys() == (sent.keys() if is_sent else set())
+        assert all(torch.equal(sent[place][key], held[place][key]) for place in held for key in sent[place])
+        assert fronts[0]._front.described()["optimizer"] == ("AdamW" if is_sent else "each its own")
 
 
 def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:

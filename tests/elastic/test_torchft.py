@@ -8,15 +8,20 @@ import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import torch
+from torch._C._distributed_c10d import TCPStore
 
 from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
+from thinwire.channel import pieces
+from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.elastic import TorchftGroup, torchft_group
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.lifeline import LAUNCHER_VARIABLE
@@ -75,7 +80,7 @@ def test_gradients_are_averaged_by_members_that_join_and_are_killed(job: Job) ->
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on(job: Job) -> None:
     job.start(0, min_members=2), job.start(1, min_members=2)
     job.wait_for_averagings(0)
-    stranger = job.start(2, width=24)
+    stranger = job.start(2, width=24, min_members=2)
     job.wait(lambda: job.told(event="raised"))
     (told,) = job.told(event="raised")
     assert (told["member"], told["error"]) == (2, "AgreementError")
@@ -112,18 +117,19 @@ def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.Monke
 
 
 @pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself
-def test_newcomers_are_sent_nothing_while_there_are_too_few(job: Job) -> None:
+def test_newcomers_are_sent_no_state_while_there_are_too_few(job: Job) -> None:
     options: dict[str, Any] = {"min_members": 3, "wait_seconds": 20, "hostname": "127.0.0.1"}
     groups = [TorchftGroup(job.address, **options) for _ in range(2)]
     try:
-        with patch("thinwire.elastic.torchft_group.send_state") as sent, ThreadPoolExecutor() as threads:
+        send = patch.object(torchft_group, "send_state", wraps=torchft_group.send_state)  # type: ignore[attr-defined]
+        with send as sent, ThreadPoolExecutor() as threads:
             sizes: list[int] = []
             while sizes != [2, 2]:  # one may have met alone before the lighthouse knew of the other
                 for group in groups:
                     group.conclude(False) if sizes else None
                 list(threads.map(TorchftGroup.meet, groups))
                 sizes = [group.transport.size for group in groups]
-        assert not sent.called
+        assert {each.args[0] for each in sent.call_args_list} == {None}
         assert [group.received for group in groups] == [None, None]
         assert [group._manager.current_step() for group in groups] == [0, 0]
     finally:
@@ -173,6 +179,29 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
             group.meet()
     finally:
         group.leave()
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself
+def test_between_two_members_long_messages_travel_in_pieces() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def exchanged(rank: int) -> tuple[list[int], list[int], int]:
+        group = import_module("torchft").ProcessGroupGloo(timeout=timedelta(seconds=20))
+        group.configure(f"127.0.0.1:{store.port}/pieces", f"member{rank}", rank, 2)
+        transport = ReconfigurableTransport(group, rank, 2)
+        gathered, swapped = torch.empty(2, 3, dtype=torch.int32), torch.empty(2, 3, dtype=torch.int32)
+        own = torch.arange(6, dtype=torch.int32).view(2, 3) + 10 * rank
+        with patch.object(group, "alltoall_base", wraps=group.alltoall_base) as started:
+            transport.all_gather(gathered, own[0], "a gather").wait()
+            transport.all_to_all(swapped, own, "an exchange").wait()
+        group.abort()
+        return gathered.flatten().tolist(), swapped.flatten().tolist(), started.call_count
+
+    with patch.object(pieces, "PIECE_BYTES", 4), ThreadPoolExecutor() as threads:
+        assert list(threads.map(exchanged, range(2))) == [
+            ([0, 1, 2, 10, 11, 12], [0, 1, 2, 10, 11, 12], 6),
+            ([0, 1, 2, 10, 11, 12], [3, 4, 5, 13, 14, 15], 6),
+        ]
 
 
 def test_the_example_runs_as_thinwire_run_starts_it() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from thinwire.channel import pieces
+from thinwire.channel.pieces import Pieces
 from thinwire.channel.transport import Operation, Transport
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
@@ -27,11 +29,6 @@ __all__ = [
 ]
 
 Result = TypeVar("Result")
-
-# Gloo sends a message before it asks for the other's, on one connection. So between two processes of which
-# one comes later, as in training, whole messages would cross the link one after the other; pieces overlap.
-# Shorter ones cost more at 1 Gbit/s than they win at 100 Mbit/s.
-PIECE_BYTES, MAX_PIECES = 1 << 18, 8
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -158,37 +155,25 @@ class ProcessGroupTransport(Transport):
             # name where there is one: there the older one warns.
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             return self._started(what, lambda: gather(rows.view(-1), own, self.group, async_op=True))
-        num_pieces = self._num_pieces(own)
-        if num_pieces == 1:
-            return self._started(what, lambda: dist.all_gather(list(rows), own, self.group, async_op=True))
-        pieces = zip(*(each.tensor_split(num_pieces) for each in (own, *rows)), strict=True)
 
-        def gathered(piece: torch.Tensor, *into: torch.Tensor) -> dist.Work:
-            return cast(dist.Work, dist.all_gather(list(into), piece, self.group, async_op=True))
+        def start(into: list[torch.Tensor], piece: torch.Tensor) -> dist.Work:
+            return cast(dist.Work, dist.all_gather(into, piece, self.group, async_op=True))
 
-        return self._started(what, lambda: _Pieces([gathered(*each) for each in pieces]))
+        return self._started(what, lambda: pieces.gathered(rows, own, self._num_pieces(own), start))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.all_to_all`."""
         what = f"{purpose}: the exchange of {tensor.numel()} × {tensor.dtype}"
         received, sent = _as_bytes(output), _as_bytes(tensor)
-        num_pieces = self._num_pieces(sent)
-        if num_pieces == 1:
-            return self._started(
-                what, lambda: dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-            )
-        # Between two: each has a row for the other one, and its own only changes places.
-        other = 1 - self.rank
-        into, rows = received.view(2, -1), sent.view(2, -1)
-        into[self.rank].copy_(rows[self.rank])
-        pieces = zip(into[other].tensor_split(num_pieces), rows[other].tensor_split(num_pieces), strict=True)
 
-        def exchanged(to: torch.Tensor, piece: torch.Tensor) -> dist.Work:
-            sizes = [piece.numel() * (rank == other) for rank in range(2)]
-            work = dist.all_to_all_single(to, piece, sizes, sizes, group=self.group, async_op=True)
+        def start(to: torch.Tensor, piece: torch.Tensor, sizes: list[int]) -> dist.Work:
+            lengths = sizes or None
+            work = dist.all_to_all_single(to, piece, lengths, lengths, group=self.group, async_op=True)
             return cast(dist.Work, work)
 
-        return self._started(what, lambda: _Pieces([exchanged(*each) for each in pieces]))
+        return self._started(
+            what, lambda: pieces.swapped(received, sent, self.rank, self._num_pieces(sent), start)
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """As `Transport.broadcast`."""
@@ -227,43 +212,19 @@ class ProcessGroupTransport(Transport):
             return (time.perf_counter() - start) / 2
 
     def _num_pieces(self, sent: torch.Tensor) -> int:
-        if self.size != 2 or self.backend_for(sent.device) != "gloo":
-            return 1
-        return max(1, min(MAX_PIECES, sent.nbytes // PIECE_BYTES))
+        return pieces.num_pieces(sent, self.size) if self.backend_for(sent.device) == "gloo" else 1
 
     def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
         # Always asynchronous: the caller computes on, and waits where it needs the result.
         with named_failure(where):
-            return ProcessGroupWork(cast("dist.Work | _Pieces", start()), where)
-
-
-@dataclass(frozen=True)
-class _Pieces:
-    """Collectives that carry the pieces of one message, as one `dist.Work`."""
-
-    works: Sequence[dist.Work]
-
-    def is_completed(self) -> bool:
-        return all(each.is_completed() for each in self.works)
-
-    def wait(self) -> None:
-        for each in self.works:
-            each.wait()
-
-    def get_future(self) -> Future[object]:
-        def finished(done: Future[list[Future[object]]]) -> None:
-            # All have ended; it is `value` that raises what one has ended with.
-            for each in done.value():
-                each.value()
-
-        return torch.futures.collect_all([each.get_future() for each in self.works]).then(finished)
+            return ProcessGroupWork(cast("dist.Work | Pieces", start()), where)
 
 
 @dataclass(frozen=True)
 class ProcessGroupWork:
     """A collective of a process group under way; `where` and `why` are as of `named_failure`."""
 
-    work: dist.Work | _Pieces
+    work: dist.Work | Pieces
     where: str
     why: str = WHY_IN_A_FIXED_GROUP
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
+from thinwire.channel import pieces
 from thinwire.channel.process_group import OPERATIONS, ProcessGroupWork, _as_bytes, named_failure
 from thinwire.channel.transport import Operation, Transport
 
@@ -61,16 +62,24 @@ class ReconfigurableTransport(Transport):
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.all_gather`."""
         # Views of `output`, as bytes: Gloo gathers some types only, and fills a tensor for each member.
-        rows = list(_as_bytes(output).view(self.size, -1))
-        options = AllgatherOptions()
-        return self._started(purpose, lambda: self._group.allgather([rows], [_as_bytes(tensor)], options))
+        rows = _as_bytes(output).view(self.size, -1)
+        own, options = _as_bytes(tensor), AllgatherOptions()
+
+        def start(into: list[torch.Tensor], piece: torch.Tensor) -> Any:
+            return self._group.allgather([into], [piece], options)
+
+        return self._started(purpose, lambda: pieces.gathered(rows, own, self._num_pieces(own), start))
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
         """As `Transport.all_to_all`."""
-        parts = _as_bytes(output), _as_bytes(tensor)
-        options = AllToAllOptions()
-        # No lengths given: equal parts for all.
-        return self._started(purpose, lambda: self._group.alltoall_base(*parts, [], [], options))
+        received, sent, options = _as_bytes(output), _as_bytes(tensor), AllToAllOptions()
+
+        def start(to: torch.Tensor, piece: torch.Tensor, sizes: list[int]) -> Any:
+            return self._group.alltoall_base(to, piece, sizes, sizes, options)
+
+        return self._started(
+            purpose, lambda: pieces.swapped(received, sent, self.rank, self._num_pieces(sent), start)
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """As `Transport.broadcast`."""
@@ -97,6 +106,9 @@ class ReconfigurableTransport(Transport):
             purpose: What for, for errors.
         """
         return self._started(purpose, lambda: self._group.recv([_as_bytes(tensor)], source, 0))
+
+    def _num_pieces(self, sent: torch.Tensor) -> int:
+        return pieces.num_pieces(sent, self.size) if self._group.getBackendName() == "torchft-gloo" else 1
 
     def _started(self, purpose: str, start: Callable[[], Any]) -> ProcessGroupWork:
         with named_failure(purpose, WHY):

@@ -35,6 +35,7 @@ class DiLoCo(LocalSGD):
         average_buffers: As of `elastic.LocalSGD`.
         grad_scaler: As of `elastic.LocalSGD`.
         weigh_by: As of `elastic.LocalSGD`.
+        send_optimizer: As of `elastic.LocalSGD`.
         leave_on_sigterm: As of `elastic.LocalSGD`.
         delay_steps: As of `elastic.LocalSGD`.
         warmup_steps: As of `elastic.LocalSGD`.
@@ -60,6 +61,7 @@ class DiLoCo(LocalSGD):
         average_buffers: bool = True,
         grad_scaler: GradScaler | None = None,
         weigh_by: Literal["steps", "work"] = "steps",
+        send_optimizer: bool = True,
         leave_on_sigterm: bool = True,
         delay_steps: int = 0,
         warmup_steps: int = 0,
@@ -77,6 +79,7 @@ class DiLoCo(LocalSGD):
             fragments=fragments,
             outer_device=outer_device,
             weigh_by=weigh_by,
+            send_optimizer=send_optimizer,
             leave_on_sigterm=leave_on_sigterm,
             delay_steps=delay_steps,
             warmup_steps=warmup_steps,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ PURPOSE = "handing a newcomer what it starts from"
 
 
 def send_state(
-    state: Mapping[str, Any], transport: ReconfigurableTransport, newcomers: Sequence[int]
+    state: Mapping[str, Any] | None, transport: ReconfigurableTransport, newcomers: Sequence[int]
 ) -> None:
     """Send a state to members that call `receive_state`, one after the other.
 
     Args:
-        state: Tensors and plain values.
+        state: Tensors and plain values; None where they are sent nothing to start from.
         transport: Over the group.
         newcomers: Their ranks.
 
@@ -37,13 +38,12 @@ def send_state(
     described = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for newcomer in newcomers:
         transport.send(torch.tensor([len(header)]), newcomer, PURPOSE).wait()
-        for tensor in [described, *tensors]:
-            for part in torch.split(tensor, PART_BYTES):
-                transport.send(part, newcomer, PURPOSE).wait()
+        for part in chain(_parts([described]), _parts(tensors)):
+            transport.send(torch.cat(part), newcomer, PURPOSE).wait()
 
 
 def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
-    """Return the state that a member sends by `send_state`.
+    """Return what a member sends by `send_state`.
 
     Args:
         transport: Over the group.
@@ -60,12 +60,32 @@ def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
             f"what the group sends to start from begins with a header of {int(length)} bytes, expected 1 to "
             f"{MAX_HEADER_BYTES}; install the same Thinwire on all members"
         )
-    header = bytes(_received(int(length), transport, source).tolist())
-    return unpacked(header, [_received(size, transport, source) for size in sizes(header)])
+    described = torch.empty(int(length), dtype=torch.uint8)
+    _fill([described], transport, source)
+    header = bytes(described.tolist())
+    tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes(header)]
+    _fill(tensors, transport, source)
+    return unpacked(header, tensors)
 
 
-def _received(num_bytes: int, transport: ReconfigurableTransport, source: int) -> torch.Tensor:
-    tensor = torch.empty(num_bytes, dtype=torch.uint8)
-    for part in torch.split(tensor, PART_BYTES):
-        transport.receive(part, source, PURPOSE).wait()
-    return tensor
+def _fill(tensors: Sequence[torch.Tensor], transport: ReconfigurableTransport, source: int) -> None:
+    for part in _parts(tensors):
+        lengths = list(map(len, part))
+        arrived = torch.empty(sum(lengths), dtype=torch.uint8)
+        transport.receive(arrived, source, PURPOSE).wait()
+        for piece, its_bytes in zip(part, arrived.split_with_sizes(lengths), strict=True):
+            piece.copy_(its_bytes)
+
+
+def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield views of all bytes in order, as many at a time as are sent as one part."""
+    # Each part costs a round trip, so small tensors (biases, counts of steps) share one.
+    part: list[torch.Tensor] = []
+    for tensor in tensors:
+        for piece in torch.split(tensor, PART_BYTES):
+            if sum(map(len, part)) + len(piece) > PART_BYTES:
+                yield part
+                part = []
+            part.append(piece)
+    if part:
+        yield part

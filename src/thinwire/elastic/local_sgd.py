@@ -38,10 +38,10 @@ from thinwire.sync.checksum import check_undamaged, with_checksum
 __all__ = ["LocalSGD"]
 
 EXACT = AllReduce()
-STATE_VERSION = 1
+STATE_VERSION = 2
 KEYS = {
     "version", "lineage", "step", "turns", "last_average", "not_averaged", "sync", "residual_of", "outer",
-    "checksum",
+    "optimizer", "checksum",
 }  # fmt: skip
 
 
@@ -52,7 +52,8 @@ class LocalSGD(Member):
     stands still for too long or leaves is missing at the next averaging, and one in which it was missed is
     repeated by the others, at once and with all they have learnt since the last one. A member that joins, or
     comes back, waits on entry for the next averaging of the others; with it, it takes their model, outer
-    optimizer and counters, and holds the same parameters to the bit. The optimizer inside starts anew there.
+    optimizer and counters, and holds the same parameters to the bit; and the state of one member's optimizer
+    inside, as of its last step.
 
     Each member's change weighs as much as it has worked: `weigh_by`. What it has not transmitted (the
     residual) stays when others come or go. A member that leaves on purpose (SIGTERM, or `leave()`) hands it
@@ -74,6 +75,8 @@ class LocalSGD(Member):
         fragments: Into how many parts the model is divided, averaged in turn.
         outer_device: Where the last averages and the outer optimizer's state are kept.
         weigh_by: What a member's change weighs: "steps" that it made, or "work", as given to `count_work`.
+        send_optimizer: Whether a member that joins gets the state and settings of `optimizer` as one of the
+            others has them; else it starts with its own.
         leave_on_sigterm: Whether SIGTERM lets this member leave, after its next averaging. Only on the main
             thread.
         delay_steps: 0; of `thinwire.LocalSGD` only, and so is `warmup_steps`: an averaging can be repeated
@@ -81,8 +84,9 @@ class LocalSGD(Member):
         warmup_steps: 0.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
-    80 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
-    and a newcomer receives the model, the outer optimizer's state and what the algorithm remembers.
+    88 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
+    and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
+    `send_optimizer` the optimizer's state (of AdamW twice the model's bytes).
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model, or the algorithm
@@ -105,6 +109,7 @@ class LocalSGD(Member):
         fragments: int = 1,
         outer_device: torch.device | str | None = None,
         weigh_by: Literal["steps", "work"] = "steps",
+        send_optimizer: bool = True,
         leave_on_sigterm: bool = True,
         delay_steps: int = 0,
         warmup_steps: int = 0,
@@ -124,7 +129,7 @@ class LocalSGD(Member):
 
         averaged = averaged_model.tensors()
         self._optimizer = checked_optimizer(optimizer, averaged, module)
-        self._weigh_by = weigh_by
+        self._weigh_by, self._sends_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
         self._make_outer = outer
         parts = parts_of(averaged, self._schedule.num_fragments)
         group = group_of_environment() if group is None else group
@@ -310,6 +315,7 @@ class _Front:
             "fragments": str(local._schedule.num_fragments),
             "average_buffers": str(local._averaged.buffers),
             "weigh_by": local._weigh_by,
+            "optimizer": type(local._optimizer).__name__ if local._sends_optimizer else "each its own",
             "outer optimizer": described_outer(local._outer),
         }
 
@@ -330,6 +336,7 @@ class _Front:
                 "sync": local._engine.common_state(),
                 "residual_of": local._residual_of(),
                 "outer": None if outer is None else outer.state_dict(),
+                "optimizer": local._optimizer.state_dict() if local._sends_optimizer else None,
             }
         )
 
@@ -344,11 +351,16 @@ class _Front:
         check_like("last_average", state["last_average"], lasts)
         check_like("not_averaged", state["not_averaged"], others)
         loaded = local._engine.check_state_dict(state["sync"])
-        if local._outer is not None:
+        own = {"outer": local._outer, "optimizer": local._optimizer if local._sends_optimizer else None}
+        for key, optimizer in own.items():
+            if optimizer is None:
+                continue
             try:
-                local._outer.load_state_dict(dict(state["outer"]))
+                optimizer.load_state_dict(dict(state[key]))
             except (ValueError, TypeError) as error:
-                raise StateError(f"the group's state is of another outer optimizer: {error}") from error
+                raise StateError(
+                    f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
+                ) from error
         local._load(loaded, state["residual_of"])
         for fragment in local._fragments:
             fragment.take(state["last_average"])

@@ -153,6 +153,7 @@ class Membership:
             lineage=self.lineage if group.received is None else int(group.received["lineage"]),
             doubt=0 if self._doubt is None else self._doubt.lineage,
             step=0 if is_new else self._front.step,
+            min_members=group.min_members,
             weight=0.0 if is_new else self._front.weight(),
             weight_behind_doubt=self._front.weight(1) if in_doubt else 0.0,
             error_norm=self._engine.error_norm(),
@@ -235,6 +236,18 @@ class Membership:
             doubt.prepared.abandon()
 
     def _check_number(self, present: Sequence[Presence]) -> None:
+        # First: where some had enough and others had not, some would send, and others meet again.
+        needed = [each.min_members for each in present if not each.is_new]
+        usual = Counter(needed or [each.min_members for each in present]).most_common(1)[0][0]
+        others = [rank for rank, each in enumerate(present) if each.min_members != usual]
+        if self._group.transport.rank in others:
+            self.leave()
+            raise AgreementError(
+                f"this member has min_members={self._group.min_members}, and those that it has met have "
+                f"min_members={usual}: it was refused, and the others go on; start all with the same one"
+            )
+        if others:
+            raise _TryAgainError(f"members {others} have other min_members, and are refused")
         if len(present) < self._group.min_members:
             if self.is_leaving:
                 self.leave()

@@ -21,6 +21,7 @@ class Presence(NamedTuple):
         lineage: Of the committed averagings that its model comes from.
         doubt: The lineage after an averaging that it could commit if others have; 0 if there is none.
         step: Steps so far.
+        min_members: That it needs for an averaging.
         weight: What its part weighs.
         weight_behind_doubt: What it weighs if what it is in doubt of was committed.
         error_norm: Norm of its residual.
@@ -33,6 +34,7 @@ class Presence(NamedTuple):
     lineage: int
     doubt: int
     step: int
+    min_members: int
     weight: float
     weight_behind_doubt: float
     error_norm: float
@@ -43,8 +45,9 @@ class Presence(NamedTuple):
     @classmethod
     def of(cls, row: Sequence[float]) -> Presence:
         """Return what a row of numbers says."""
-        member, lineage, doubt, step, weight, weight_behind_doubt, error_norm, *flags = row
-        whole = int(member), int(lineage), int(doubt), int(step)
+        member, lineage, doubt, step, min_members = map(int, row[:5])
+        weight, weight_behind_doubt, error_norm, *flags = row[5:]
+        whole = member, lineage, doubt, step, min_members
         is_finite, is_leaving, is_new = map(bool, flags)
         return cls(*whole, weight, weight_behind_doubt, error_norm, is_finite, is_leaving, is_new)
 

@@ -64,7 +64,7 @@ class Steps(Member):
         leave_on_sigterm: Whether SIGTERM lets this member leave, after its next step. Only on the main
             thread.
 
-    Cost: a copy of the gradients; what the algorithm sends; a quorum, 80 bytes from each member before it and
+    Cost: a copy of the gradients; what the algorithm sends; a quorum, 88 bytes from each member before it and
     8 bytes behind it. When members change, as of `elastic.LocalSGD`.
 
     Raises:

@@ -259,8 +259,8 @@ class _NothingSentError(Exception):
 class _StateTransport:
     """What a newcomer starts from, over the members' own process group: no further port, nothing pickled.
 
-    It is what torchft calls a checkpoint transport. Nothing is sent where there are too few members for an
-    averaging: all know their number, and the same newcomer would be sent the same again at the next attempt.
+    It is what torchft calls a checkpoint transport. Where there are too few members for an averaging, only
+    that is sent: the same newcomer would be sent the same state again at the next attempt.
     """
 
     def __init__(self, group: _Configured, min_members: int) -> None:
@@ -274,18 +274,20 @@ class _StateTransport:
         self, dst_ranks: Sequence[int], step: int, state_dict: Mapping[str, Any], timeout: timedelta
     ) -> None:
         """Send a state to newcomers, one after the other."""
-        if self._group.size >= self._min_members:
-            send_state(state_dict, self._group.transport(), dst_ranks)
+        is_enough = self._group.size >= self._min_members
+        send_state(state_dict if is_enough else None, self._group.transport(), dst_ranks)
 
     def disallow_checkpoint(self) -> None:
         """Do nothing: everything was sent when `send_checkpoint` returned."""
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         """Receive a state."""
-        if self._group.size < self._min_members:
-            # Raised: else torchft would count this member among those who have the state.
+        state = receive_state(self._group.transport(), src_rank)
+        if state is None:
+            # Raised: else torchft would count this member among those who have the state. And as the sender
+            # says: this member's min_members may be another, for which it is refused only once they have met.
             raise _NothingSentError
-        return receive_state(self._group.transport(), src_rank)
+        return state
 
     def shutdown(self, wait: bool = True) -> None:
         """Do nothing: there is no server."""
