@@ -38,19 +38,20 @@ def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
 @pytest.mark.parametrize(
     ("every_steps", "fragments", "turns"),
     [
-        (6, 1, "--" + "-----0" * 2),
-        (6, 2, "--" + "--0--1" * 2),
-        (5, 3, "--" + "-0-12" * 2),
-        (4, 4, "--" + "0123" * 2),
+        (6, 1, "-----0" * 2),
+        (6, 2, "--0--1" * 2),
+        (5, 3, "-0-12" * 2),
+        (4, 4, "0123" * 2),
     ],
 )
 def test_fragments_take_turns_after_the_warm_up(every_steps: int, fragments: int, turns: str) -> None:
     schedule = Schedule(every_steps, 2, has_ddp=False, has_subgroup=False, num_fragments=fragments)
-    sent = [schedule.fragment_after(step) for step in range(1, len(turns) + 1)]
-    assert "".join("-" if each is None else str(each) for each in sent) == turns
+    assert [list(schedule.fragments_after(step)) for step in (1, 2)] == [list(range(fragments))] * 2
+    sent = [schedule.fragments_after(step) for step in range(3, len(turns) + 3)]
+    assert "".join("-" if not each else str(*each) for each in sent) == turns
     assert [schedule.after(step) for step in range(1, 3)] == ["group"] * 2
-    after = [schedule.after(step) for step in range(3, len(turns) + 1)]
-    assert after == [None if each is None else "group" for each in sent[2:]]
+    after = [schedule.after(step) for step in range(3, len(turns) + 3)]
+    assert after == ["group" if each else None for each in sent]
 
 
 @pytest.mark.parametrize(

@@ -56,16 +56,10 @@ class Averagings:
         # And not read yet, in the order in which they were asked.
         self._asked: list[Consensus] = []
 
-    def go_on(self, due: Members | None) -> None:
-        """Average within the subgroup, advance what is in flight, and start what is due. Collective.
-
-        Args:
-            due: Over whom parameters are averaged now, as of `Schedule.after`.
-        """
+    def go_on(self) -> None:
+        """Average within the subgroup, advance what is in flight, and start what is due. Collective."""
         schedule, step = self._schedule, self.step
-        turn = schedule.fragment_after(step)
-        all_at_once = [*self.fragments] if due == "group" else []  # in the warm-up
-        sent = all_at_once if turn is None else [self.fragments[turn]]
+        sent = [self.fragments[number] for number in schedule.fragments_after(step)]
         is_delayed = schedule.delay_steps > 0 and not schedule.is_warm_up(step)
         if schedule.meets_in_subgroups:
             changes: Changes = {each: each.changes() for each in self.fragments}
@@ -115,8 +109,7 @@ class Averagings:
         # A copy of the list, for what lands leaves it.
         for flight in tuple(self.flights):
             (fragment,) = flight.changes
-            # Without a step since it was sent there is nothing of one's own to keep.
-            self._land(flight, asked, self.mix if self.step > fragment.sent_after else 0.0)
+            self._land(flight, asked)
             changes[fragment] = fragment.changes()
         pending = [each for each in self.fragments if anyone_has_changed or self.step > each.sent_after]
         if self._schedule.is_warm_up(self.step):
@@ -177,7 +170,7 @@ class Averagings:
         age = self.step - fragment.sent_after
         # A fragment is sent again before it has landed only after resuming with other settings.
         if age >= self._schedule.delay_steps or is_sent_again:
-            self._land(flight, None if flight.has_landed else self._ask({}), self.mix)
+            self._land(flight, None if flight.has_landed else self._ask({}))
             return
         num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
         if flight.num_rounds < num_rounds and not flight.has_landed:
@@ -192,17 +185,17 @@ class Averagings:
                 return
             flight.consensus = asked
 
-    def _land(self, flight: Flight, asked: Consensus | None, mix: float) -> None:
+    def _land(self, flight: Flight, asked: Consensus | None) -> None:
         """Wait until a flight's changes are their means, and move its fragment by them."""
         self._finish(flight, asked)
         self.flights.remove(flight)
         for fragment, means in flight.changes.items():
-            fragment.move(means, self.outer, mix)
+            # Without a step since it was sent there is nothing of one's own to keep.
+            fragment.move(means, self.outer, self.mix if self.step > fragment.sent_after else 0.0)
 
     def _finish(self, flight: Flight, asked: Consensus | None) -> None:
         if flight.has_landed:
             return
-        self._read(flight.consensus)
         self._send_rounds(flight, math.inf, asked)
         flight.land()
         # Only now is it known; the next averaging of this fragment spreads them over the delay.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import TypeAlias
 
@@ -110,12 +110,8 @@ def are_finite(changes: Changes, together: Transport | None) -> bool:
 
     Cost: one host synchronisation, however many types and devices there are.
     """
-    flats = list(chain(*changes.values()))
-    device = flats[0].device
-    are_finite = torch.stack([flat.isfinite().all().to(device) for flat in flats]).all()
-    if together is not None:
-        are_finite = true_for_all(are_finite, together, "whether all shards are finite")
-    return bool(are_finite)
+    finite = [flat.isfinite().all() for flat in chain(*changes.values())]
+    return _are_all(finite, changes, together, "whether all shards are finite")
 
 
 def have_moved(changes: Changes, together: Transport | None) -> bool:
@@ -127,15 +123,20 @@ def have_moved(changes: Changes, together: Transport | None) -> bool:
 
     Cost: one host synchronisation.
     """
-    flats = [
-        flat
+    still = [
+        (flat == 0).all()
         for fragment, of_one in changes.items()
         for specs, flat in zip(fragment.layout, of_one, strict=True)
         if not specs[0].is_statistic
     ]
+    return not _are_all(still, changes, together, "whether all shards stand still")
+
+
+def _are_all(
+    flags: Iterable[torch.Tensor], changes: Changes, together: Transport | None, purpose: str
+) -> bool:
     device = next(iter(changes.values()))[0].device
-    still = [(flat == 0).all().to(device) for flat in flats]
-    stand_still = torch.stack([torch.ones((), dtype=torch.bool, device=device), *still]).all()
-    if together is not None:
-        stand_still = true_for_all(stand_still, together, "whether all shards stand still")
-    return not bool(stand_still)
+    # One more, where there are no flags: shards that have none are asked as well.
+    true = torch.ones((), dtype=torch.bool, device=device)
+    are_all = torch.stack([true, *(flag.to(device) for flag in flags)]).all()
+    return bool(are_all if together is None else true_for_all(are_all, together, purpose))

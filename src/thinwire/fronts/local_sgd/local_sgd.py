@@ -430,10 +430,9 @@ class LocalSGD(Joinable):
             self._check_inside("a step")
         self._steps_here += 1
         self._averagings.step += 1
-        due = self._schedule.after(self._averagings.step)
-        if due is not None or self._averagings.flights:
+        if self._schedule.after(self._averagings.step) is not None or self._averagings.flights:
             with self._averaging("a step"):
-                self._averagings.go_on(due)
+                self._averagings.go_on()
         # A copy: an observer may leave while it is called.
         for observer in tuple(self.observers):
             observer(True)

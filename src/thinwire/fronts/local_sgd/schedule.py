@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -71,25 +72,24 @@ class Schedule:
 
     def after(self, step: int) -> Members | None:
         """Return over whom parameters are averaged after `step` steps; not all of them, with fragments."""
-        if self.is_warm_up(step):
-            # Of a DDP model only at the end, so that all start the local phase from the same bits.
-            return "group" if not self.has_ddp or step == self.warmup_steps else None
-        if self.fragment_after(step) is not None:
+        if self.fragments_after(step):
             return "group"
-        return "subgroup" if self.meets_in_subgroups else None
+        return "subgroup" if self.meets_in_subgroups and not self.is_warm_up(step) else None
 
-    def fragment_after(self, step: int) -> int | None:
-        """Return which fragment's change is sent to the group after `step` steps, past the warm-up.
+    def fragments_after(self, step: int) -> Sequence[int]:
+        """Return which fragments' changes are sent to the group after `step` steps.
 
-        They take turns, evenly spread over `every_steps`; the last one is sent at its multiples.
+        In the warm-up that of all. Then they take turns, evenly spread over `every_steps`; the last one is
+        sent at its multiples.
         """
         if self.is_warm_up(step):
-            return None
+            # Of a DDP model only at the end, so that all start the local phase from the same bits.
+            return range(self.num_fragments) if not self.has_ddp or step == self.warmup_steps else ()
         # From 1 to every_steps: the last place is that of the multiples.
         place = (step - self.warmup_steps - 1) % self.every_steps + 1
         turn, rest = divmod(place * self.num_fragments, self.every_steps)
         # The first step at which turn + 1 fragments are due: place = ⌈turn · every_steps / fragments⌉.
-        return turn - 1 if turn and rest < self.num_fragments else None
+        return (turn - 1,) if turn and rest < self.num_fragments else ()
 
     def rounds_sent(self, age: int, num_rounds: int) -> int:
         """Return how many rounds of an averaging are to be on their way, or back, some steps after its start.
