@@ -23,9 +23,9 @@ from thinwire.elastic.member import (
     plain_module,
 )
 from thinwire.errors import ConfigError, LeftError, StateError, StepError
-from thinwire.fronts.local_sgd.division import fragments_of, parts_of
+from thinwire.fronts.local_sgd.division import fragments_of
 from thinwire.fronts.local_sgd.flight import Flight, are_finite
-from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
+from thinwire.fronts.local_sgd.fragment import Buckets, Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step
 from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, new_outer, warn_of_momentum
@@ -131,7 +131,7 @@ class LocalSGD(Member):
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._weigh_by, self._sends_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
         self._make_outer = outer
-        parts = parts_of(averaged, self._schedule.num_fragments)
+        parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         group = group_of_environment() if group is None else group
         engine = Engine(algorithm, group.transport, [each.spec for each in averaged], parts=parts)
         super().__init__(averaged_model, engine, group, _Front(self), leave_on_sigterm=leave_on_sigterm)
@@ -189,10 +189,8 @@ class LocalSGD(Member):
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
-        if self._make_outer is not None:
-            parameters = self._fragments.outer_parameters(averaged)
-            self._outer = new_outer(self._make_outer, parameters)
-            warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=2)
+        self._outer = new_outer(self._make_outer, self._fragments.outer_parameters(averaged))
+        warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
             attached.enter_context(self._joined())
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))

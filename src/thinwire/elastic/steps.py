@@ -23,7 +23,7 @@ from thinwire.elastic.member import (
 )
 from thinwire.errors import LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
-from thinwire.fronts.local_sgd.division import buckets_of
+from thinwire.fronts.local_sgd.fragment import Buckets
 from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.local_sgd.validation import checked_optimizer
@@ -102,8 +102,7 @@ class Steps(Member):
         averaged_model = AveragedModel(module, Replica(None), buffers=False)
         averaged = averaged_model.tensors()
         self._optimizer = checked_optimizer(optimizer, averaged, module)
-        self._buckets = buckets_of(averaged)
-        self._layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
+        self._buckets = Buckets(averaged)
         group = group_of_environment() if group is None else group
         super().__init__(
             averaged_model,
@@ -164,28 +163,20 @@ class Steps(Member):
             observer(True)
 
     def _held(self) -> dict[str, torch.Tensor]:
-        return {each.name: each.tensor.detach() for bucket in self._buckets for each in bucket}
+        return {each.name: each.tensor.detach() for each in self._buckets}
 
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros where there is none."""
         # Copies: an averaging that fails is repeated with the same gradients.
-        flats = [
-            bucket[0].value.new_zeros(sum(spec.numel for spec in specs))
-            for bucket, specs in zip(self._buckets, self._layout, strict=True)
-        ]
+        flats = self._buckets.empty()
         for each, part in self._parts(flats):
-            if each.tensor.grad is not None:
-                part.copy_(each.tensor.grad)
+            part.zero_() if each.tensor.grad is None else part.copy_(each.tensor.grad)
         return flats
 
     def _parts(self, flats: Sequence[torch.Tensor]) -> Iterator[tuple[Averaged, torch.Tensor]]:
-        """Yield each parameter with its part of what is flat: a view in its shape and order of memory."""
-        for bucket, specs, flat in zip(self._buckets, self._layout, flats, strict=True):
-            offset = flat.storage_offset()
-            for each, spec in zip(bucket, specs, strict=True):
-                part = flat.as_strided(spec.shape, spec.stride, offset)
-                yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
-                offset += spec.numel
+        """Yield each parameter with its part of what is flat, of its own type."""
+        for each, part in self._buckets.parts(flats):
+            yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
 
 
 class _Prepared:
@@ -288,7 +279,7 @@ class _Front:
         step = engine.begin(pipelined=True)
         try:
             with engine.clock.inside(engine.traffic):
-                for specs, flat in zip(steps._layout, flats, strict=True):
+                for specs, flat in zip(steps._buckets.layout, flats, strict=True):
                     step.start(engine.open(specs, flat.device, is_agreed=True), flat)
                 while step.advance():
                     pass

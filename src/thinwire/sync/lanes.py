@@ -93,7 +93,8 @@ class Lanes:
         self._unchecked: LoadedState | None = None
         self._loaded_checksum: str | None = None
         self._take(algorithm)
-        self._plans = tuple(self._prepared(bucket) for part in parts for bucket in part)
+        several = parts if self.num_parts > 1 else ()
+        self._plans = tuple(self._prepared(bucket) for part in several for bucket in part)
 
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):

@@ -26,18 +26,19 @@ __all__ = ["DiLoCo", "Nesterov"]
 
 FOUR_BITS = Quantize(bits=4)
 
+# Each by whether the algorithm sends few entries.
+
 # By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales
 # Reliably and Robustly: Scaling Laws for DiLoCo" (arXiv 2503.09799): 0.4, 0.4 to 0.6, 0.6 and 0.8, whatever
 # the size of the model, with momentum 0.9 and 30 steps from one averaging to the next.
-OUTER_LR_FROM_MEMBERS = ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8))
-
-# The same with an algorithm that sends few entries: one that a single member has sent moves by that member's
-# whole change, so with more members more of them add up. Measured: `docs/adamw.md`.
-SPARSE_OUTER_LR_FROM_MEMBERS = ((1, 1.0), (8, 0.5))
+# Of few entries, one that a single member has sent moves by that member's whole change, so with more members
+# more of them add up. Measured: `docs/adamw.md`.
+LR_FROM_MEMBERS = {False: ((1, 0.4), (2, 0.5), (4, 0.6), (8, 0.8)), True: ((1, 1.0), (8, 0.5))}
 
 # By steps from one averaging to the next, from so many on. 0.9 as there; at shorter distances it hurts (arXiv
-# 2509.10439), and 0.5 is a choice of ours.
-OUTER_MOMENTUM_FROM_STEPS = ((1, 0.5), (30, 0.9))
+# 2509.10439), and 0.5 is a choice of ours. Of few entries error feedback takes the place of momentum
+# (SparseLoCo, arXiv 2508.15706).
+MOMENTUM_FROM_STEPS = {False: ((1, 0.5), (30, 0.9)), True: ((1, 0.0),)}
 
 
 def _last_reached(table: Sequence[tuple[int, float]], value: int) -> float:
@@ -82,10 +83,7 @@ class Nesterov:
         """
         if self.lr is not None:
             return self.lr
-        is_sparse = algorithm.sends_few_entries
-        return _last_reached(
-            SPARSE_OUTER_LR_FROM_MEMBERS if is_sparse else OUTER_LR_FROM_MEMBERS, num_members
-        )
+        return _last_reached(LR_FROM_MEMBERS[algorithm.sends_few_entries], num_members)
 
     def optimizer(
         self, parameters: list[torch.Tensor], lr: float, every_steps: int, algorithm: Algorithm
@@ -106,10 +104,7 @@ class Nesterov:
         """
         momentum = self.momentum
         if momentum is None:
-            # Of few entries at a time error feedback takes the place of momentum (SparseLoCo, arXiv
-            # 2508.15706).
-            is_sparse = algorithm.sends_few_entries
-            momentum = 0.0 if is_sparse else _last_reached(OUTER_MOMENTUM_FROM_STEPS, every_steps)
+            momentum = _last_reached(MOMENTUM_FROM_STEPS[algorithm.sends_few_entries], every_steps)
         return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 

@@ -1,23 +1,14 @@
-"""How a model is divided into fragments, and these into buckets."""
+"""How a model is divided into fragments."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd.averaged import Averaged
-from thinwire.plan import ParameterSpec
 
-__all__ = ["buckets_of", "fragments_of", "layer_of", "parts_of"]
-
-
-def buckets_of(averaged: Iterable[Averaged]) -> list[list[Averaged]]:
-    """Return the tensors that travel as one: those of one device and type, buffers by themselves."""
-    kinds = defaultdict(list)
-    for each in averaged:
-        kinds[each.value.device, each.value.dtype, each.is_buffer].append(each)
-    return list(kinds.values())
+__all__ = ["fragments_of", "layer_of"]
 
 
 def layer_of(name: str) -> str:
@@ -81,18 +72,3 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
     for each in averaged:
         fragments[fragment_of[layer_of(each.name)]].append(each)
     return fragments
-
-
-def parts_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[tuple[ParameterSpec, ...]]]:
-    """Return the buckets of each fragment, for an engine; none for a model that is averaged at once.
-
-    Args:
-        averaged: As of `fragments_of`.
-        num_fragments: As of `fragments_of`.
-
-    Raises:
-        ConfigError: There are fewer layers.
-    """
-    parts = fragments_of(averaged, num_fragments)
-    buckets = [[tuple(one.spec for one in bucket) for bucket in buckets_of(part)] for part in parts]
-    return buckets if num_fragments > 1 else []

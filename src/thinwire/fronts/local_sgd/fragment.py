@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 
 from thinwire.fronts.local_sgd.averaged import Averaged
-from thinwire.fronts.local_sgd.division import buckets_of
 
-__all__ = ["Fragment", "Fragments"]
+__all__ = ["Buckets", "Fragment", "Fragments"]
 
 
-class Fragment:
-    """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
-
-    What travels is the *change* since then, flat, in one bucket for each device and type, buffers by
-    themselves. The model's tensors are written in place.
+class Buckets:
+    """Tensors that travel flat, as one for each device and type, buffers by themselves.
 
     Args:
-        averaged: What is averaged.
-        device: Where the copy is; None for where the model's tensors are.
+        averaged: The tensors.
 
     Attributes:
         layout: The parameters of each bucket.
-        lasts: Each tensor with its part of the copy, always the same tensors.
-        sent_after: Steps so far when its change was last sent, or the copy taken.
-        num_rounds: That its last averaging over the group took.
     """
 
-    def __init__(self, averaged: Sequence[Averaged], device: torch.device | None = None) -> None:
-        self.sent_after, self.num_rounds = 0, 1
-        self._buckets = buckets_of(averaged)
+    def __init__(self, averaged: Iterable[Averaged]) -> None:
+        kinds = defaultdict(list)
+        for each in averaged:
+            kinds[each.value.device, each.value.dtype, each.is_buffer].append(each)
+        self._buckets = list(kinds.values())
         self.layout = [tuple(each.spec for each in bucket) for bucket in self._buckets]
-        self.lasts = self._parts(self._empty(device))
 
-    def _parts(self, flats: Sequence[torch.Tensor]) -> list[tuple[Averaged, torch.Tensor]]:
+    def __iter__(self) -> Iterator[Averaged]:
+        return chain.from_iterable(self._buckets)
+
+    def empty(self, device: torch.device | None = None) -> list[torch.Tensor]:
+        """Return what is flat, by bucket, not written yet; on the device of the tensors if none is given."""
+        return [
+            bucket[0].value.new_empty(sum(spec.numel for spec in specs), device=device)
+            for bucket, specs in zip(self._buckets, self.layout, strict=True)
+        ]
+
+    def parts(self, flats: Iterable[torch.Tensor]) -> list[tuple[Averaged, torch.Tensor]]:
         """Return each tensor with its part of what is flat, a view in its shape and order of memory."""
         parts = []
         for bucket, specs, flat in zip(self._buckets, self.layout, flats, strict=True):
@@ -47,35 +52,54 @@ class Fragment:
                 offset += spec.numel
         return parts
 
+
+class Fragment(Buckets):
+    """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
+
+    What travels is the *change* since then. The model's tensors are written in place.
+
+    Args:
+        averaged: What is averaged.
+        device: Where the copy is; None for where the model's tensors are.
+
+    Attributes:
+        last: The copy, flat, by bucket.
+        lasts: Each tensor with its part of it, always the same tensors.
+        sent_after: Steps so far when its change was last sent, or the copy taken.
+        num_rounds: That its last averaging over the group took.
+    """
+
+    def __init__(self, averaged: Iterable[Averaged], device: torch.device | None = None) -> None:
+        super().__init__(averaged)
+        self.sent_after, self.num_rounds = 0, 1
+        self.last = self.empty(device)
+        self.lasts = self.parts(self.last)
+
     def take(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
         """Take over a saved last average; None for what the model holds now, on all processes alike."""
         for each, last in self.lasts:
             last.copy_(each.value if last_average is None else last_average[each.name])
 
-    def named(self, flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def named(self, flats: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, as copies on the CPU, the parts of what is flat."""
+        # In the order of the shapes: a state does not depend on how the model lies in memory. On the CPU: a
+        # file of what lay on a GPU is loaded onto that very one, by all processes of a machine.
         return {
             each.name: part.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for each, part in self._parts(flats)
+            for each, part in self.parts(flats)
         }
 
     def flat(self, named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return by bucket, where the model is, what `named` has returned."""
-        flats = self._empty()
-        for each, part in self._parts(flats):
+        flats = self.empty()
+        for each, part in self.parts(flats):
             part.copy_(named[each.name])
         return flats
 
-    def _empty(self, device: torch.device | None = None) -> list[torch.Tensor]:
-        return [
-            bucket[0].value.new_empty(sum(spec.numel for spec in specs), device=device)
-            for bucket, specs in zip(self._buckets, self.layout, strict=True)
-        ]
-
     def changes(self) -> list[torch.Tensor]:
         """Return by bucket, flat, what has changed since the last averaging on this process."""
-        changes = self._empty()
-        for (each, change), (_, last) in zip(self._parts(changes), self.lasts, strict=True):
+        changes = self.empty()
+        for (each, change), (_, last) in zip(self.parts(changes), self.lasts, strict=True):
             # The copy may be on another device, so it is subtracted where the change is.
             change.copy_(last)
             # Infinite entries of a mask that stayed the same would give inf - inf.
@@ -85,14 +109,14 @@ class Fragment:
                 change.masked_fill_(is_same, 0)
         return changes
 
-    def write(self, means: Sequence[torch.Tensor]) -> None:
+    def write(self, means: Iterable[torch.Tensor]) -> None:
         """Make the model the last average, which stays, plus mean changes, which are overwritten."""
-        for (each, last), (_, mean) in zip(self.lasts, self._parts(means), strict=True):
+        for (each, last), (_, mean) in zip(self.lasts, self.parts(means), strict=True):
             # In the means' own memory: their sum needs no other.
             each.value.copy_(mean.add_(last.to(mean.device)))
 
     def move(
-        self, means: Sequence[torch.Tensor], outer: torch.optim.Optimizer | None, mix: float = 0.0
+        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, mix: float = 0.0
     ) -> None:
         """Make the last average the last average plus mean changes, which are overwritten; the model follows.
 
@@ -101,7 +125,7 @@ class Fragment:
             outer: Steps the parameters, with minus their mean change as gradient; None for the mean itself.
             mix: The share that the model keeps of what it holds; the rest is of the new average.
         """
-        for (each, last), (_, change) in zip(self.lasts, self._parts(means), strict=True):
+        for (each, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
             # A statistic is no parameter: a step with momentum could make a variance negative.
             if outer is None or each.is_buffer:
                 last.add_(change.to(last.device))
@@ -140,7 +164,7 @@ class Fragments(tuple[Fragment, ...]):
         """
         lasts = {each.name: last for each, last in self.lasts}
         # In one order, however many fragments there are: so that its state fits any number.
-        return [lasts[each.name] for bucket in buckets_of(averaged) for each in bucket if not each.is_buffer]
+        return [lasts[each.name] for each in Buckets(averaged) if not each.is_buffer]
 
     @contextmanager
     def holding_average(self) -> Iterator[None]:

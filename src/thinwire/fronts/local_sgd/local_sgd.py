@@ -23,15 +23,15 @@ from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.contributors import Shadow
 from thinwire.fronts.local_sgd.averaged import Averaged, held_of
 from thinwire.fronts.local_sgd.averagings import Averagings
-from thinwire.fronts.local_sgd.division import fragments_of, parts_of
-from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
+from thinwire.fronts.local_sgd.division import fragments_of
+from thinwire.fronts.local_sgd.flight import Flight
+from thinwire.fronts.local_sgd.fragment import Buckets, Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.model import AveragedModel, replica_of, unwrapped
 from thinwire.fronts.local_sgd.outer import (
     Outer,
     check_outer,
     described_outer,
-    load_outer,
     new_outer,
     warn_of_momentum,
 )
@@ -182,7 +182,7 @@ class LocalSGD(Joinable):
         self._model = AveragedModel(module, replica, ddp, buffers=buffers)
         self._make_outer, self._outer_device = outer, checked_device(outer_device)
         averaged = self._model.tensors()
-        parts = parts_of(averaged, self._schedule.num_fragments)
+        parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._grad_scaler = checked_scaler(grad_scaler)
         check_on_nonfinite(on_nonfinite, grad_scaler, self._schedule)
@@ -277,15 +277,10 @@ class LocalSGD(Joinable):
         self._check_as_made(averaged)
         parts = fragments_of(averaged, schedule.num_fragments)
         fragments = Fragments(Fragment(part, self._outer_device) for part in parts)
-        outer = None
-        if self._make_outer is not None:
-            parameters = fragments.outer_parameters(averaged)
-            outer = new_outer(self._make_outer, parameters)
-            if loaded is not None and loaded.outer is not None:
-                load_outer(outer, fragments.last_names, replica, loaded.outer)
-            warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
+        outer = new_outer(self._make_outer, fragments.outer_parameters(averaged))
         # All know before the first message whether the others start anew, which is collective, or go on.
         self._agree_on(self._described(outer))
+        flights: list[Flight] = []
         if loaded is None:
             # Frozen parameters and integer buffers too: what is never averaged must be the same at the start.
             tensors = chain(self.module.parameters(), self.module.buffers())
@@ -293,7 +288,8 @@ class LocalSGD(Joinable):
             for fragment in fragments:
                 fragment.take()
         else:
-            self._averagings.flights += go_on_from(loaded, fragments)
+            flights = go_on_from(loaded, fragments, outer, replica)
+        warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
             if self._model.ddp is not None:
@@ -306,6 +302,7 @@ class LocalSGD(Joinable):
             self._attached = attached.pop_all()
         # Only now: until here another attempt to enter is allowed.
         self._averagings.fragments, self._averagings.outer = fragments, outer
+        self._averagings.flights = flights
         self._model.enter(averaged)
         self._loaded, self._is_inside = None, True
         return self

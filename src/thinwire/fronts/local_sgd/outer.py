@@ -50,8 +50,8 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def new_outer(make: Outer, parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
-    """Return the outer optimizer of `parameters`.
+def new_outer(make: Outer | None, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
+    """Return the outer optimizer of `parameters`, if there is to be one.
 
     Args:
         make: What the user gave.
@@ -60,6 +60,8 @@ def new_outer(make: Outer, parameters: list[torch.Tensor]) -> torch.optim.Optimi
     Raises:
         ConfigError: `make` does not make an optimizer of exactly these.
     """
+    if make is None:
+        return None
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,7 +13,7 @@ from thinwire.errors import StateError
 from thinwire.fronts.local_sgd.averagings import Averagings
 from thinwire.fronts.local_sgd.flight import Flight
 from thinwire.fronts.local_sgd.fragment import Fragments
-from thinwire.fronts.local_sgd.outer import saved_outer
+from thinwire.fronts.local_sgd.outer import load_outer, saved_outer
 from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.sync import GradientSync
 from thinwire.sync.checksum import check_undamaged, with_checksum
@@ -63,12 +64,7 @@ def packed_state(averagings: Averagings, sync: GradientSync, replica: Replica) -
         AgreementError: The processes have made different steps, or have other algorithms.
     """
     fragments, outer = averagings.fragments, averagings.outer
-    # In the order of the shapes: a state does not depend on how the model lies in memory. On the CPU: a file
-    # of what lay on a GPU is loaded onto that very one, by all processes of a machine.
-    lasts = {
-        each.name: last.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for each, last in fragments.lasts
-    }
+    lasts = dict(chain.from_iterable(each.named(each.last).items() for each in fragments))
     in_flight = [item for flight in averagings.flights for item in flight.changes.items()]
     state = {
         "version": STATE_VERSION,
@@ -85,13 +81,22 @@ def packed_state(averagings: Averagings, sync: GradientSync, replica: Replica) -
     return with_checksum(state)
 
 
-def go_on_from(loaded: LoadedState, fragments: Fragments) -> list[Flight]:
+def go_on_from(
+    loaded: LoadedState, fragments: Fragments, outer: torch.optim.Optimizer | None, replica: Replica
+) -> list[Flight]:
     """Let fragments go on from a state; return what had landed and is still to be applied.
 
     Args:
         loaded: Of this process's shard.
         fragments: Of the model.
+        outer: Goes on as well, if the state is of one.
+        replica: What this process holds of the model.
+
+    Raises:
+        StateError: The state is of another outer optimizer.
     """
+    if outer is not None and loaded.outer is not None:
+        load_outer(outer, fragments.last_names, replica, loaded.outer)
     sent_after = loaded.sent_after
     # Saved with another number of them: as if all had waited as long as the one that has waited longest.
     if len(sent_after) != len(fragments):
@@ -133,24 +138,16 @@ def checked_state(
     checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
     pending_steps = whole_number("pending_steps", state["pending_steps"], minimum=0, error=StateError)
+    state = {**state, "step": step, "checksum": checksum}
     # Version 2 is of before fragments: there was one, and nothing in flight.
-    later: Mapping[str, Any] = state
     if version == 2:
-        later = {"sent_after": (step - pending_steps,), "in_flight": ()}
+        state |= {"sent_after": (step - pending_steps,), "in_flight": ()}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)
-    _check_flights(later, shapes)
-    return LoadedState(
-        step,
-        later["sent_after"],
-        later["in_flight"],
-        state["last_average"],
-        state["sync"],
-        state["outer"],
-        checksum,
-    )
+    _check_flights(state, shapes)
+    return LoadedState(**{key: state[key] for key in LoadedState._fields})
 
 
 def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
