@@ -315,6 +315,22 @@ def test_what_can_not_be_sent_to_newcomers_is_told_at_once() -> None:
     assert not run.lighthouse.there
 
 
+class Remembering(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["note"] = object()
+
+
+@pytest.mark.parametrize(("is_sent", "result"), [(True, "StateError"), (False, "done")])
+def test_what_an_optimizer_remembers_later_and_can_not_be_sent_is_told_too(
+    is_sent: bool, result: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim, "SGD", Remembering)
+    run = Run([0, 0], send_optimizer=is_sent)
+    assert run.results == [result] * 2
+
+
 def test_a_warning_of_the_outer_optimizer_points_at_the_users_line() -> None:
     model = nn.Linear(32, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -107,7 +107,9 @@ def train(
                 if local.steps % every_steps == 0:
                     told = vars(local.membership()) | {"loss": loss.item()}
                     tell(event="averaged", step=local.steps, checksum=checksum(model), **told)
-        tell(event="left" if local.steps < steps else "done", **vars(local.membership()))
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        event = "left" if local.steps < steps else "done"
+        tell(event=event, threads=names, **vars(local.membership()))
     except Exception as error:
         tell(event="raised", error=type(error).__name__, message=str(error))
         raise

@@ -61,5 +61,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # All is written and the group is gone; interpreter teardown now and then aborts in a native thread.
-    os._exit(0)

@@ -145,6 +145,8 @@ class Member:
             yield
 
     def _average(self) -> None:
+        if self._membership.stats.averagings == 1:
+            packed(self._front.state())  # again: optimizers have their state only since the first step
         with full_precision(self._device):  # the step may stand under autocast
             self._membership.average()
 

@@ -64,8 +64,8 @@ def _described(value: object, tensors: list[torch.Tensor]) -> object:
         return [kind, [_described(each, tensors) for each in value]]
     raise StateError(
         f"a {type(value).__name__} can't be sent to a member that joins, expected tensors, numbers, text, "
-        "None, and lists, tuples and mappings of them; give the optimizer that members have in common (of "
-        "local SGD, the outer one) such settings and state only"
+        "None, and lists, tuples and mappings of them; use optimizers with such settings and state only (the "
+        "one inside LocalSGD or DiLoCo is not sent with send_optimizer=False)"
     )
 
 

@@ -225,7 +225,8 @@ class Exchange:
             # All before anything is sent: so the next messages of all buckets travel as one.
             for each in self._rounds:
                 each.answer()
-            self._rounds = []
+            # Let go of, all of them: messages hold their buffers, and Gloo's the threads of its group.
+            self._rounds, self._previous = [], None
             _compute_jointly(self.tasks)
             waiting = [task for task in self.tasks if not isinstance(task.request, Commit)]
             types = [task.request.tensor for task in waiting if isinstance(task.request, Mean)]
