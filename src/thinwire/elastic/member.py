@@ -68,9 +68,7 @@ class Member:
         self._leave_on_sigterm = leave_on_sigterm
         self._sync = GradientSync(engine)
         self._membership, self._front = Membership(group, engine, front), front
-        first = averaged.tensors()
-        self._device = first[0].tensor.device
-        self._gradient_bytes = sum(each.spec.gradient_bytes for each in first if not each.is_buffer)
+        self._device = averaged.tensors()[0].tensor.device
         self._attached = ExitStack()
         self._is_inside = False
         self._steps = self._steps_here = 0
@@ -112,7 +110,8 @@ class Member:
         return self._compared(self._engine.counts())
 
     def _compared(self, stats: Stats) -> Stats:
-        return replace(stats, steps=self._steps, gradient_bytes=self._steps_here * self._gradient_bytes)
+        step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
+        return replace(stats, steps=self._steps, gradient_bytes=self._steps_here * step_bytes)
 
     def leave(self) -> None:
         """Leave after the next averaging, handing over what this member has not transmitted."""
@@ -155,12 +154,7 @@ class Member:
             raise LeftError(f"{call} came after this member has left its group; end the loop")
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        changed = self._averaged.changed()
-        if changed:
-            raise StepError(
-                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
-                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
-            )
+        self._averaged.check_unchanged()
 
     def _not_averaged(self) -> dict[str, torch.Tensor]:
         """Return, by name, what a newcomer must be given besides: frozen parameters and other buffers."""

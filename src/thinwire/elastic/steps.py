@@ -276,16 +276,11 @@ class _Front:
         for flat in flats:
             flat.mul_(scale)
         engine.agree()
-        step = engine.begin(pipelined=True)
-        try:
-            with engine.clock.inside(engine.traffic):
-                for specs, flat in zip(steps._buckets.layout, flats, strict=True):
-                    step.start(engine.open(specs, flat.device, is_agreed=True), flat)
-                while step.advance():
-                    pass
-        except BaseException:
-            step.abandon()
-            raise
+        buckets = zip(steps._buckets.layout, flats, strict=True)
+        step = engine.start(buckets, pipelined=True, is_agreed=True)
+        with engine.clock.inside(engine.traffic):
+            while step.advance():
+                pass
         return _Prepared(steps, step, flats)
 
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:

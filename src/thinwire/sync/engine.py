@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +27,9 @@ from thinwire.sync.step import Step
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
+
+FlatBuckets: TypeAlias = Iterable[tuple[tuple[ParameterSpec, ...], torch.Tensor]]
+"""The parameters of each bucket, and their gradients, flat."""
 
 
 class Engine:
@@ -207,9 +210,29 @@ class Engine:
         self._steps.append(step)
         return step
 
-    def average(
-        self, buckets: Iterable[tuple[tuple[ParameterSpec, ...], torch.Tensor]], *, is_agreed: bool = False
-    ) -> bool:
+    def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:
+        """Begin a step of buckets whose gradients are all there, and send their first messages.
+
+        Args:
+            buckets: Parameters and flat gradients of each, averaged in place.
+            pipelined: As of `begin`.
+            is_agreed: As of `open`.
+
+        Raises:
+            ThinwireError: As of `open` and `Step.start`; memory is as it was.
+        """
+        step = self.begin(pipelined=pipelined)
+        try:
+            with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
+                for specs, flat in buckets:
+                    step.start(self.open(specs, flat.device, is_agreed=is_agreed), flat)
+        # An interrupt, too: lanes left in flight would refuse every later step.
+        except BaseException:
+            step.abandon()
+            raise
+        return step
+
+    def average(self, buckets: FlatBuckets, *, is_agreed: bool = False) -> bool:
         """Make one step of buckets whose gradients are all there.
 
         Args:
@@ -223,16 +246,7 @@ class Engine:
             NonfiniteError: It was not, and `on_nonfinite` is "raise".
             ThinwireError: As of `open`, `Step.start` and `Step.finish`; memory is as it was.
         """
-        step = self.begin(pipelined=True)
-        try:
-            with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
-                for specs, flat in buckets:
-                    step.start(self.open(specs, flat.device, is_agreed=is_agreed), flat)
-            committed = step.finish()
-        # An interrupt, too: lanes left in flight would refuse every later step.
-        except BaseException:
-            step.abandon()
-            raise
+        committed = self.start(buckets, pipelined=True, is_agreed=is_agreed).finish()
         self.raise_unless(committed)
         return committed
 

@@ -48,16 +48,13 @@ class Flight:
             return
         # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
         engine.agree()
+        buckets = [
+            bucket
+            for fragment, flats in changes.items()
+            for bucket in zip(fragment.layout, flats, strict=True)
+        ]
         # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
-        self._step = engine.begin(pipelined=consensus is None)
-        try:
-            with engine.clock.inside(engine.traffic):
-                for fragment, flats in changes.items():
-                    for specs, flat in zip(fragment.layout, flats, strict=True):
-                        self._step.start(engine.open(specs, flat.device, is_agreed=True), flat)
-        except BaseException:
-            self._step.abandon()
-            raise
+        self._step = engine.start(buckets, pipelined=consensus is None, is_agreed=True)
 
     @property
     def has_landed(self) -> bool:

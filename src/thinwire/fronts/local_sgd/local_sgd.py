@@ -199,7 +199,6 @@ class LocalSGD(Joinable):
         if part is not None:
             self._exact["subgroup"] = Engine(EXACT, part, specs, settings)
         self.sync = replica.sync_of(self._engine)
-        self._gradient_bytes = sum(each.spec.gradient_bytes for each in averaged if not each.is_buffer)
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
         self._loaded: LoadedState | None = None  # until entry
         self._attached = ExitStack()
@@ -232,9 +231,8 @@ class LocalSGD(Joinable):
 
     def _compared(self, stats: Stats) -> Stats:
         # Gradients of the steps made here: what was sent before a resume is not in the traffic either.
-        return replace(
-            stats, steps=self._averagings.step, gradient_bytes=self._steps_here * self._gradient_bytes
-        )
+        step_bytes = sum(spec.gradient_bytes for spec in self._engine.specs if not spec.is_statistic)
+        return replace(stats, steps=self.steps, gradient_bytes=self._steps_here * step_bytes)
 
     @property
     def steps(self) -> int:
@@ -456,13 +454,7 @@ class LocalSGD(Joinable):
                 f"{call} came inside averaged(), where the model is the last average; leave that first, "
                 "and train and average outside it"
             )
-        changed = self._model.changed()
-        if changed:
-            raise StepError(
-                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
-                "leave the LocalSGD context before you freeze, unfreeze, replace or resize some, and enter a "
-                "new one"
-            )
+        self._model.check_unchanged()
 
     # Uneven inputs: see thinwire.join.
 

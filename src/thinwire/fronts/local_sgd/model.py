@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel import Transport
-from thinwire.errors import AttachError, ConfigError
+from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
 from thinwire.fronts.local_sgd.averaged import Averaged, averaged_tensors
 from thinwire.fronts.local_sgd.replica import Replica
@@ -60,11 +60,20 @@ class AveragedModel:
         """Take note of what is averaged from now on."""
         self.entered = {each.name: each.identity for each in averaged}
 
-    def changed(self) -> list[str]:
-        """Return the names of tensors that are others than on entry."""
+    def check_unchanged(self) -> None:
+        """Refuse to go on with other tensors than on entry.
+
+        Raises:
+            StepError: Some are others.
+        """
         # A message is flat: with other tensors its parts would be taken for those of their neighbours.
         now = {each.name: each.identity for each in self.tensors()}
-        return sorted({name for name, _ in self.entered.items() ^ now.items()})
+        changed = sorted({name for name, _ in self.entered.items() ^ now.items()})
+        if changed:
+            raise StepError(
+                f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
+                "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
+            )
 
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
