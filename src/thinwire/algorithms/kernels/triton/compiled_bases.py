@@ -106,19 +106,27 @@ def _live(x, drawn, dead, rank, length, k, R: tl.constexpr):
 
 
 @triton.jit
-def gram(table, tiles, R: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Store the Gram matrices of chunks of rows.
+def _own_chunk(table, tiles):
+    """Return this program's row of the table and its chunk of columns, and what that row says of the factor.
 
-    Rows of the table: factor, drawn rows (0 for none), result, its Gram matrices (of chunks; of chunks once
-    they are nearly orthonormal; the first transform), length, matrix rank, chunks.
+    That is the factor, its Gram matrices, its length, its matrix rank and its number of chunks.
     """
     pid = tl.program_id(0)
     row = table + tl.load(tiles + 2 * pid).to(tl.int64) * 7
     chunk = tl.load(tiles + 2 * pid + 1).to(tl.int64)
     x = pointer(tl.load(row), "f", False)
     parts = tl.load(row + 3).to(tl.pointer_type(tl.float64))
-    length = tl.load(row + 4)
-    rank = tl.load(row + 5)
+    return row, chunk, x, parts, tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+
+
+@triton.jit
+def gram(table, tiles, R: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
+    """Store the Gram matrices of chunks of rows.
+
+    Rows of the table: factor, drawn rows (0 for none), result, its Gram matrices (of chunks; of chunks once
+    they are nearly orthonormal; the first transform), length, matrix rank, chunks.
+    """
+    _row, chunk, x, parts, length, rank, _chunks = _own_chunk(table, tiles)
     r = tl.arange(0, R)
     # In float64: the products of nearly dependent rows cancel.
     total = tl.zeros((R, R), tl.float64)
@@ -134,16 +142,9 @@ def gram_again(
     R: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Store those of chunks of rows made nearly orthonormal, and the transform that makes them so."""
-    pid = tl.program_id(0)
-    row = table + tl.load(tiles + 2 * pid).to(tl.int64) * 7
-    chunk = tl.load(tiles + 2 * pid + 1).to(tl.int64)
-    x = pointer(tl.load(row), "f", False)
+    row, chunk, x, parts, length, rank, chunks = _own_chunk(table, tiles)
     drawn_at = tl.load(row + 1)
     drawn = pointer(drawn_at, "f", False)
-    parts = tl.load(row + 3).to(tl.pointer_type(tl.float64))
-    length = tl.load(row + 4)
-    rank = tl.load(row + 5)
-    chunks = tl.load(row + 6)
     r = tl.arange(0, R)
     # Every program adds up all chunks: to wait for one that has done it, it would need another launch.
     grams = _added_up(parts, chunks, R)
@@ -172,17 +173,10 @@ def orthonormal(
     R: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Make rows orthonormal by both transforms."""
-    pid = tl.program_id(0)
-    row = table + tl.load(tiles + 2 * pid).to(tl.int64) * 7
-    chunk = tl.load(tiles + 2 * pid + 1).to(tl.int64)
-    x = pointer(tl.load(row), "f", False)
+    row, chunk, x, parts, length, rank, chunks = _own_chunk(table, tiles)
     drawn_at = tl.load(row + 1)
     drawn = pointer(drawn_at, "f", False)
     out = pointer(tl.load(row + 2), "f", False)
-    parts = tl.load(row + 3).to(tl.pointer_type(tl.float64))
-    length = tl.load(row + 4)
-    rank = tl.load(row + 5)
-    chunks = tl.load(row + 6)
     r = tl.arange(0, R)
     dead = (_diagonal(parts, chunks, R) == 0) & (r < tl.where(drawn_at == 0, 0, rank))
     # Of rows of length one, nearly: divided by their lengths again they would only be rounded once more.
