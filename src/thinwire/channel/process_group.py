@@ -167,6 +167,7 @@ class ProcessGroupTransport(Transport):
         received, sent = _as_bytes(output), _as_bytes(tensor)
 
         def start(to: torch.Tensor, piece: torch.Tensor, sizes: list[int]) -> dist.Work:
+            # Of None torch makes equal parts; an empty list would be none at all.
             lengths = sizes or None
             work = dist.all_to_all_single(to, piece, lengths, lengths, group=self.group, async_op=True)
             return cast(dist.Work, work)
@@ -291,6 +292,7 @@ def checked_group(group: object) -> dist.ProcessGroup:
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
         )
     chosen = dist.group.WORLD if group is None else group
+    # What `new_group` returns to those whom it leaves out: a number, for None is the default group.
     if chosen is dist.GroupMember.NON_GROUP_MEMBER:
         raise AttachError(
             "this process is not a member of the process group; create and use it on members only"

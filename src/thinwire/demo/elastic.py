@@ -48,6 +48,7 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
         # Before the job: a signal while its members start must end them, too.
         EndSignals() as end_signals,
         log_path.open("wb") as log,
+        # Nobody is started again, and those who are left go on: the scene says who joins, and when.
         ElasticJob(
             command, options.processes, min_members=options.processes - 1, max_restarts=0, out=log
         ) as job,

@@ -79,6 +79,7 @@ def load_text(
     Raises:
         FileNotFoundError: There are too few Python files there, as where Python lives in one zip file.
     """
+    # It lies on every machine that has Python: nothing is downloaded, and all processes read the same.
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train, heldout = split_files(source_files(folder))
     if not heldout:

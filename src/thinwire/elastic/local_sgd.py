@@ -29,7 +29,6 @@ from thinwire.fronts.local_sgd.fragment import Buckets, Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step
 from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, new_outer, warn_of_momentum
-from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.fronts.local_sgd.validation import checked_device, checked_optimizer
 from thinwire.sync import Engine
@@ -122,7 +121,7 @@ class LocalSGD(Member):
         module = plain_module(model)
         check_plans_once(algorithm)
         buffers = true_or_false("average_buffers", average_buffers)
-        averaged_model = AveragedModel(module, Replica(None), buffers=buffers)
+        averaged_model = AveragedModel(module, buffers=buffers)
         self._outer_device = checked_device(outer_device)
         self._grad_scaler = checked_scaler(grad_scaler)
         true_or_false("leave_on_sigterm", leave_on_sigterm)

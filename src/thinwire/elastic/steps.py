@@ -25,7 +25,6 @@ from thinwire.errors import LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.fragment import Buckets
 from thinwire.fronts.local_sgd.model import AveragedModel
-from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.local_sgd.validation import checked_optimizer
 from thinwire.sync import Engine
 from thinwire.sync.checksum import check_undamaged, with_checksum
@@ -99,7 +98,7 @@ class Steps(Member):
         module = plain_module(model)
         check_plans_once(algorithm)
         true_or_false("leave_on_sigterm", leave_on_sigterm)
-        averaged_model = AveragedModel(module, Replica(None), buffers=False)
+        averaged_model = AveragedModel(module, buffers=False)
         averaged = averaged_model.tensors()
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._buckets = Buckets(averaged)

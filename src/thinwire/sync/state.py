@@ -230,6 +230,7 @@ def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec]) -> LoadedSt
         slot: {label: each for label, each in tensors.items() if known >= names_in(label)}
         for slot, tensors in loaded.slots.items()
     }
+    # Nor are buckets as they were noted then: parameters and statistics come in buckets of their own.
     halves = [
         tuple(name for name in names if (name in statistics) is kind)
         for names in loaded.buckets

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from members import Member, run
 from thinwire.algorithms import AllReduce, PowerSGD
-from thinwire.fronts.local_sgd.averaged import averaged_tensors
 from thinwire.fronts.local_sgd.flight import Flight
 from thinwire.fronts.local_sgd.fragment import Fragment
+from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.sync import Engine
 from training import flat, new_model
 
@@ -30,7 +30,7 @@ def test_two_fragments_of_a_model_are_averaged_apart() -> None:
 def _two_fragments(
     member: Member,
 ) -> tuple[list[Tensor], list[Tensor], tuple[int, int], Tensor, tuple[int, int]]:
-    averaged = averaged_tensors(member.model, ignored=(), buffers=True)
+    averaged = AveragedModel(member.model).tensors()
     slices = averaged[:2], averaged[2:]
     first = Engine(AllReduce(), member.transport, [each.spec for each in slices[0]])
     second = Engine(

@@ -17,8 +17,8 @@ from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.channel.transport import Collective, Work
 from thinwire.channel.wrapped import Wrapped
 from thinwire.errors import CommunicationError
-from thinwire.fronts.local_sgd.averaged import averaged_tensors
 from thinwire.fronts.local_sgd.division import fragments_of, layer_of
+from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.sync import engine_of
 from training import batch_of, error_of, flat, new_model, train_step
 
@@ -47,7 +47,7 @@ class Blocks(nn.Module):
 
 def dealt(model: nn.Module, num_fragments: int) -> list[list[str]]:
     """The layers of each fragment, in the order of the model."""
-    fragments = fragments_of(averaged_tensors(model, ignored=(), buffers=True), num_fragments)
+    fragments = fragments_of(AveragedModel(model).tensors(), num_fragments)
     return [list(dict.fromkeys(layer_of(each.name) for each in fragment)) for fragment in fragments]
 
 
@@ -59,7 +59,7 @@ def test_fragments_take_turns_with_equal_blocks() -> None:
 @pytest.mark.parametrize("num_fragments", [1, 2, 3, 4])
 def test_a_model_is_divided_by_layers_of_all_depths_and_equal_bytes(num_fragments: int) -> None:
     model = Blocks(12)
-    fragments = fragments_of(averaged_tensors(model, ignored=(), buffers=True), num_fragments)
+    fragments = fragments_of(AveragedModel(model).tensors(), num_fragments)
     names = [each.name for fragment in fragments for each in fragment]
     assert len(names) == len(set(names)) == 12 * 6 + 8
     assert [fragment for fragment in fragments if any(each.name == "norm.running_mean" for each in fragment)]
@@ -109,7 +109,7 @@ def _by_itself(
     optimizers = [torch.optim.AdamW(worker.parameters(), lr=1e-2) for worker in workers]
     theta = flat(workers[0])
     velocity = torch.zeros(theta.shape, dtype=torch.float64)
-    averaged = averaged_tensors(workers[0], ignored=(), buffers=True)
+    averaged = AveragedModel(workers[0]).tensors()
     places = {each.name: part for each, part in zip(averaged, _places(workers[0]), strict=True)}
     fragments = [
         torch.cat([places[each.name] for each in fragment])

@@ -176,6 +176,7 @@ class LowRank(Algorithm):
             matrix_rank: Of the factors.
             dtype: Of the gradient.
         """
+        # Alternating, a step sends one side alone, so on average half a pair: both sides count half.
         return int(matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.factor_pairs)
 
 

@@ -130,6 +130,7 @@ class PowerSGD(LowRank):
             raise ConfigError(
                 f"matrix_ranks must map names to matrix ranks, got {self.matrix_ranks!r}"
             ) from error
+        # Sorted: settings are compared as text, and may have been given in any order.
         checked = [(str(n), whole_number(f"the matrix rank of {n}", r, minimum=1)) for n, r in ranks.items()]
         self._keep("matrix_ranks", tuple(sorted(checked)))
         self._keep(
@@ -337,6 +338,7 @@ def _of_shard(spec: ParameterSpec, route: LowRankRoute) -> LowRankRoute:
         message_bytes = whole_bytes * spec.numel // max(1, spec.whole.numel)
         return replace(route, gradient_bytes=spec.gradient_bytes, message_bytes=message_bytes)
     rows, columns = route.matrix_shape
+    # Of the left factor a shard averages its own rows; of the right one, which all shards have, a share.
     share = spec.numel // columns + -(-columns // spec.cut.num_shards)
     return replace(
         route,

@@ -348,6 +348,7 @@ class LocalSGD(Joinable):
             if kind is None:
                 self.average()
         finally:
+            # After an average nothing is in flight; after an exception nobody waits for what is.
             self._averagings.abandon()
             self._is_inside = False
             self._attached.close()

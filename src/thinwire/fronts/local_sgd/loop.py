@@ -122,6 +122,7 @@ def check_ddp(model: DistributedDataParallel) -> None:
     Raises:
         AttachError: It has a hook of someone else's, or options that are collective over the whole group.
     """
+    # A copy of a DDP model still lists the hook that it has lost, with a `DetachedFront`.
     if any(not isinstance(state, _GradientSwitch | DetachedFront) for _, state in model._comm_hooks):
         raise AttachError(
             "the DDP model has a communication hook already, and DDP allows one only; pass LocalSGD a DDP "

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel import Transport
-from thinwire.errors import AttachError, ConfigError, StepError
-from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
-from thinwire.fronts.local_sgd.averaged import Averaged, averaged_tensors
+from thinwire.errors import AttachError, ConfigError, GradientError, StepError
+from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, plain_name
+from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.replica import Replica
 
 if TYPE_CHECKING:
@@ -36,25 +36,51 @@ class AveragedModel:
     """
 
     module: nn.Module
-    replica: Replica
+    replica: Replica = field(default_factory=Replica)
     ddp: DistributedDataParallel | None = None
     buffers: bool = True
     entered: Mapping[str, object] = field(default_factory=dict)
 
     def tensors(self) -> list[Averaged]:
-        """Return what is averaged, as it is now.
+        """Return what is averaged, as it is now: trainable parameters and, if asked, saved floating buffers.
+
+        Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not
+        save (masks, position tables) are constants.
 
         Raises:
-            ConfigError: There is nothing to average, or a parameter has no shape yet.
+            ConfigError: It trains nothing, or a parameter has no shape yet.
             GradientError: A parameter is sharded by others than FSDP2.
         """
+        # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
         self.replica.show_shards()
-        return averaged_tensors(
-            self.module,
-            ignored=() if self.ddp is None else self.ddp.parameters_to_ignore,
-            buffers=self.buffers,
-            is_sharded=self.replica.is_sharded,
-        )
+        ignored = frozenset(() if self.ddp is None else self.ddp.parameters_to_ignore)
+        found = []
+        # In the model's order, which is the same on every process and decides what travels where.
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad or name in ignored:
+                continue
+            if nn.parameter.is_lazy(parameter):
+                raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
+            if hasattr(parameter, "to_local") and not self.replica.is_sharded:
+                raise GradientError(
+                    f"{name} is sharded over processes, expected whole parameters or those of fully_shard; "
+                    "LocalSGD averages no others"
+                )
+            found.append(Averaged(plain_name(name), parameter, is_buffer=False))
+        if not found:
+            kind = type(self.module).__name__
+            raise ConfigError(f"{kind} has no trainable parameter: there is nothing to average")
+        # Module by module: which buffers are not saved only the module knows that has them. One that modules
+        # share is averaged once.
+        seen: set[int] = set()
+        for prefix, part in self.module.named_modules() if self.buffers else ():
+            for own_name, buffer in part.named_buffers(recurse=False):
+                name = f"{prefix}.{own_name}" if prefix else own_name
+                if id(buffer) not in seen and own_name not in part._non_persistent_buffers_set:
+                    seen.add(id(buffer))
+                    if buffer.is_floating_point() and name not in ignored:
+                        found.append(Averaged(name, buffer, is_buffer=True))
+        return found
 
     def enter(self, averaged: Iterable[Averaged]) -> None:
         """Take note of what is averaged from now on."""

@@ -65,6 +65,7 @@ def new_outer(make: Outer | None, parameters: list[torch.Tensor]) -> torch.optim
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+    # One that it lacks would stay where it is, and the model with it: the steps made there would be lost.
     if held_by(outer) != set(map(id, parameters)):
         raise ConfigError(
             f"outer must make an optimizer of all the tensors it is given and no others; {OUTER_EXAMPLE}"
@@ -108,6 +109,7 @@ def settings_digest(outer: torch.optim.Optimizer | None) -> int:
         [(name, group[name]) for name in sorted(outer.defaults) if isinstance(group[name], PLAIN | tuple)]
         for group in outer.param_groups
     ]
+    # Of 32 bits: members compare it in a message of float64, which holds those exactly.
     return zlib.crc32(repr(now).encode())
 
 

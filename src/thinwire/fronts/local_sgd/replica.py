@@ -25,7 +25,7 @@ class Replica:
     shards: Transport | None = None
     is_sharded = False
 
-    def __init__(self, replicas: dist.ProcessGroup | Transport | None) -> None:
+    def __init__(self, replicas: dist.ProcessGroup | Transport | None = None) -> None:
         self.replicas = replicas
 
     def show_shards(self) -> None:

@@ -69,6 +69,7 @@ def packed_state(averagings: Averagings, sync: GradientSync, replica: Replica) -
     state = {
         "version": STATE_VERSION,
         "step": averagings.step,
+        # As version 2 had it: with fragments it follows from `sent_after`.
         "pending_steps": averagings.step - min(fragment.sent_after for fragment in fragments),
         "sent_after": tuple(fragment.sent_after for fragment in fragments),
         "in_flight": tuple(

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 TIMED_STEPS = 3
 # At one matrix rank a whole matrix is approximated more roughly than its shards: it must win something.
-LEAST_GAIN = 0.1
+MIN_GAIN = 0.1
 # Past any warm-up, in which all travels uncompressed.
 LATE_STEP = 1 << 30
 
@@ -81,7 +81,7 @@ def as_averaged_faster(
         ) from error
     # Not the mean: a step waits for the slowest.
     of_shards, of_whole = _highest(timed, everybody)
-    is_faster = of_whole <= (1 - LEAST_GAIN) * of_shards
+    is_faster = of_whole <= (1 - MIN_GAIN) * of_shards
     logger.info(
         "%s: averaging takes %.1f ms of shards, %.1f ms of whole matrices: %s",
         PURPOSE,
