@@ -237,7 +237,7 @@ def is_command(module: str, function: ast.FunctionDef) -> bool:
 
 def is_kernel(function: ast.FunctionDef) -> bool:
     """Whether it is a GPU's: its module says what all kernels' parameters are."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in function.decorator_list)
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def repeats_an_interface(function: ast.FunctionDef) -> bool:

@@ -23,7 +23,7 @@ TYPES = {
     **dict.fromkeys(["table", "keys", "firsts", "starts", "lengths"], "*i64"),
     **dict.fromkeys(["flat", "out", "lost", "levels"], "*fp32"),
     **dict.fromkeys(["message", "received"], "*u8"),
-    **dict.fromkeys(["stride", "received_stride", "share", "count", "filled", "members"], "i64"),
+    **dict.fromkeys(["stride", "received_stride", "share", "count", "filled", "members"], "i32"),
     "tiles": "*i32", "flags": "*i8", "is_healthy": "*i8",
 }  # fmt: skip
 

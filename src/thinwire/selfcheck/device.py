@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from statistics import median
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms.accelerators import shortfalls
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.kernels.triton.limits import installed
 from thinwire.channel import Transport, gather_numbers
 from thinwire.errors import CommunicationError
 from thinwire.plan import ParameterSpec
@@ -249,16 +249,12 @@ class _Copied:
 
 
 def _setting(device: torch.device, transport: Transport) -> dict[str, str]:
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "a CPU"
     return {
         "thinwire": __version__,
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda or torch.version.hip or "none"),
-        "triton": triton,
+        "triton": installed() or "none",
         "device": f"{device.type}, {name}",
         "processes": str(transport.size),
         "threads": str(torch.get_num_threads()),

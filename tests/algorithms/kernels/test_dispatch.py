@@ -13,7 +13,7 @@ import torch
 from thinwire.algorithms import accelerators
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.kernels.dispatch import NUMBA, TORCH, kernels_for
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 from thinwire.algorithms.kernels.triton import limits as triton_limits
 from thinwire.sync.stats import Stats
@@ -105,6 +105,10 @@ class Counting(TorchKernels):
         self.given.append(("orthonormal_rows", len(batches)))
         return super().orthonormal_rows(batches, drawn)
 
+    def write(self, items, is_healthy):  # type: ignore[no-untyped-def]
+        self.given.append(("write", len(items)))
+        return super().write(items, is_healthy)
+
 
 def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_order(
     monkeypatch: pytest.MonkeyPatch,
@@ -139,6 +143,22 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
     assert small.given == large.given == [(name, 2) for name in in_order]
 
 
+def test_what_lies_on_several_devices_is_served_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Counting()
+    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, load=lambda: kernels),))
+    devices = ["cpu", "meta", "cpu"]
+    groups = [MatrixGroup(["m"], [torch.eye(6, device=device)], [None], 2) for device in devices]
+    rights = [torch.ones(1, 2, 6, device=device) for device in devices]
+    lefts = dispatch.products(groups, rights, None, add_error=True)
+    bases = dispatch.orthonormal_rows(lefts)
+    owns = dispatch.projections(groups, bases, None, add_error=False)
+    written = dispatch.write([Write(*each, None) for each in zip(bases, owns, strict=True)], None)
+    for found in (lefts, bases, owns, written):
+        assert [each.device.type for each in found] == devices
+    in_order = ["products", "orthonormal_rows", "projections", "write"]
+    assert kernels.given == [(name, count) for name in in_order for count in (2, 1)]
+
+
 def test_no_groups_no_work() -> None:
     assert dispatch.products([], [], None, add_error=True) == []
     assert dispatch.orthonormal_rows([]) == []
@@ -160,6 +180,10 @@ def rocms(name: str) -> str:
     return "3.9.1" if name == "pytorch-triton-rocm" else lacking(name)
 
 
+def nightly(name: str) -> str:
+    return "3.7.0+gitabcdef" if name == "pytorch-triton" else lacking(name)
+
+
 @pytest.mark.usefixtures("no_shortfalls")
 @pytest.mark.parametrize(
     ("found", "told"),
@@ -168,6 +192,7 @@ def rocms(name: str) -> str:
         (lambda name: "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels serve"),
         (lambda name: "3.9.0", r"Triton 3.9.0 is installed but does not compile \(no compiler\): PyTorch's"),
         (rocms, "Triton 3.9.1 is installed but does not compile"),
+        (nightly, r"Triton 3.7.0\+gitabcdef is installed but does not compile"),
     ],
 )
 def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(

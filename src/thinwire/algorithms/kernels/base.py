@@ -15,9 +15,9 @@ __all__ = ["Kernels"]
 class Kernels(Protocol):
     """The arithmetic of a low-rank step, for the groups that its backend serves.
 
-    Every method takes all groups at once, so that a backend on which each launch costs may serve groups of
-    many shapes with one. Inside a group, all matrices have one shape, type and device; groups may differ in
-    all three. A backend does all of the protocol for what it serves, and hands on itself what it has no code
+    Every method takes all groups of a device at once, so that a backend on which each launch costs may serve
+    groups of many shapes with one. Inside a group, all matrices have one shape and type; groups may differ in
+    both. A backend does all of the protocol for what it serves, and hands on itself what it has no code
     for. The loss scale stays a tensor down to the backend: to read it on the host waits for an accelerator.
 
     M is a gradient plus its residual. A backend may add them in place when it is first asked for anything of
@@ -101,7 +101,7 @@ class Kernels(Protocol):
         """Write what a step leaves, by whether it is healthy.
 
         Args:
-            items: What. Targets that stay in a healthy step are given away.
+            items: What, on one device. Targets that stay in a healthy step are given away.
             is_healthy: One bool, not read back; None for true.
 
         Returns:
@@ -119,7 +119,7 @@ class Kernels(Protocol):
 
         Args:
             batches: fp32 or fp64 tensors of shape (matrices, rows, columns), few rows and many columns; they
-                may differ in all three, in type and in device.
+                may differ in all three and in type.
             drawn: Of each batch what replaces rows of zeros, (rows, columns), the same for batches of one
                 shape; None to leave them. With it the batches are given away.
 

@@ -192,7 +192,7 @@ def products(
 ) -> list[torch.Tensor]:
     """As `Kernels.products`, each group by its backend."""
     results: dict[int, torch.Tensor] = {}
-    for kernels, share in _shares(groups).items():
+    for kernels, share in _shares(groups):
         lefts = kernels.products(
             [groups[index] for index in share],
             [rights[index] for index in share],
@@ -212,7 +212,7 @@ def projections(
 ) -> list[torch.Tensor]:
     """As `Kernels.projections`, each group by its backend."""
     results: dict[int, torch.Tensor] = {}
-    for kernels, share in _shares(groups).items():
+    for kernels, share in _shares(groups):
         owns = kernels.projections(
             [groups[index] for index in share],
             [lefts[index] for index in share],
@@ -231,7 +231,7 @@ def reconstruct(
     is_healthy: torch.Tensor | None = None,
 ) -> None:
     """As `Kernels.reconstruct`, each group by its backend."""
-    for kernels, share in _shares(groups).items():
+    for kernels, share in _shares(groups):
         kernels.reconstruct(
             [groups[index] for index in share],
             [errors[index] for index in share],
@@ -243,18 +243,15 @@ def reconstruct(
 
 def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
     """As `Kernels.subtract_own`, each group by its backend."""
-    for kernels, share in _shares(groups).items():
+    for kernels, share in _shares(groups):
         kernels.subtract_own([groups[index] for index in share], [factors[index] for index in share])
 
 
 def write(items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
     """As `Kernels.write`, each tensor by its backend."""
-    shares: dict[Kernels, list[int]] = {}
-    for index, item in enumerate(items):
-        # By device and type alone: writing is the same at every matrix rank.
-        shares.setdefault(kernels_for(item.target, 1), []).append(index)
     results: dict[int, torch.Tensor] = {}
-    for kernels, share in shares.items():
+    # By device and type alone: writing is the same at every matrix rank.
+    for kernels, share in _by_kernels([(item.target, 1) for item in items]):
         written = kernels.write([items[index] for index in share], is_healthy)
         results.update(zip(share, written, strict=True))
     return [results[index] for index in range(len(items))]
@@ -271,21 +268,28 @@ def orthonormal_rows(
         batches: Shape (matrices, rows, columns) each; they may differ in shape, type and device.
         drawn: As of `Kernels.orthonormal_rows`.
     """
-    shares: dict[Kernels, list[int]] = {}
-    for index, batch in enumerate(batches):
-        shares.setdefault(kernels_for(batch, batch.shape[1]), []).append(index)
     results: dict[int, torch.Tensor] = {}
-    for kernels, share in shares.items():
+    for kernels, share in _by_kernels([(batch, batch.shape[1]) for batch in batches]):
         instead = None if drawn is None else [drawn[index] for index in share]
         bases = kernels.orthonormal_rows([batches[index] for index in share], instead)
         results.update(zip(share, bases, strict=True))
     return [results[index] for index in range(len(batches))]
 
 
-def _shares(groups: Sequence[MatrixGroup]) -> dict[Kernels, list[int]]:
-    """Return which kernels compute which groups, by index."""
-    # All groups of a backend in one call, so that one launch may serve many shapes.
-    shares: dict[Kernels, list[int]] = {}
-    for index, group in enumerate(groups):
-        shares.setdefault(kernels_for(group.matrices[0], group.matrix_rank), []).append(index)
-    return shares
+def _shares(groups: Sequence[MatrixGroup]) -> list[tuple[Kernels, list[int]]]:
+    return _by_kernels([(group.matrices[0], group.matrix_rank) for group in groups])
+
+
+def _by_kernels(items: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[Kernels, list[int]]]:
+    """Return which kernels compute what, by index: all of a backend in one call, device by device.
+
+    Args:
+        items: As `kernels_for` takes them.
+    """
+    # So that one launch may serve many shapes. A launch is of one device, where a model's parameters may lie
+    # on several: a kernel that got an address of another one's memory would fault, or write nobody knows
+    # where.
+    shares: dict[tuple[Kernels, torch.device], list[int]] = {}
+    for index, (like, matrix_rank) in enumerate(items):
+        shares.setdefault((kernels_for(like, matrix_rank), like.device), []).append(index)
+    return [(kernels, share) for (kernels, _), share in shares.items()]

@@ -22,6 +22,10 @@ import triton.language as tl
 
 __all__ = ["average", "decode", "encode", "probe"]
 
+# Of a number Triton compiles in whether it is one and whether 16 divides it: so buckets of unlike sizes would
+# have kernels of their own, and each takes seconds in the first step. Of counts no address is made, so that
+# nothing would be won.
+
 
 @triton.jit
 def _bf16_bits(x):
@@ -230,7 +234,7 @@ def _where(starts, lengths, b, rows, j, BLOCK: tl.constexpr, WHOLE: tl.constexpr
     return at, inside, length
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "filled"])
 def encode(
     flat, starts, lengths, keys, firsts, levels, message, stride, share, count, filled,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
@@ -249,7 +253,7 @@ def encode(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "filled", "members"])
 def average(
     received, received_stride, lengths, keys, firsts, levels, message, lost, share, count, filled, members,
     LAST: tl.constexpr, STATISTIC: tl.constexpr, CUBIC: tl.constexpr, LEVELS: tl.constexpr,
@@ -263,13 +267,15 @@ def average(
     mean = tl.zeros((ROWS, PADDED), tl.float32)
     divisor = tl.full((ROWS,), 1.0, tl.float32) * members
     at_scales, at_codes = _places_of(b, received_stride, share, BLOCK * BITS // 8)
-    for member in range(members):
-        row = received + member * received_stride
+    # From row to row, and not by a member's number: times bytes, 32 bits would not hold it for a large model.
+    row = received
+    for _ in range(members):
         bits = tl.load((row + at_scales).to(tl.pointer_type(tl.int16)), rows, other=0)
         places = _read_codes(row + at_codes, rows, BLOCK, PADDED, BITS)
         # Scales, and not sums: once for a block, and rounded as by PyTorch's kernels.
         scale = tl.div_rn(_usable(bits), divisor)
         mean += _levels_at(places, levels, BITS, LEVELS, CUBIC) * scale[:, None]
+        row += received_stride
     if WHOLE:
         inside = rows[:, None] & (j < BLOCK)[None, :]
         length = tl.full((ROWS,), BLOCK, tl.float32)
@@ -287,7 +293,7 @@ def average(
         tl.store(lost + b[:, None] * BLOCK + j[None, :], mean - coded, rows[:, None] & (j < BLOCK)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def decode(
     message, stride, share, starts, lengths, levels, flat, out, count,
     CUBIC: tl.constexpr, LEVELS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,

@@ -11,13 +11,13 @@ import torch
 
 from thinwire.algorithms.accelerators import note_shortfall
 
-__all__ = ["FACTOR_ROWS", "OLDEST_CAPABILITY", "can_be_used", "reaches", "tell"]
+__all__ = ["FACTOR_ROWS", "OLDEST_CAPABILITY", "can_be_used", "installed", "reaches", "tell"]
 
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
 
-# PyTorch's wheels for ROCm come with one of their own.
-PACKAGES = ("triton", "pytorch-triton-rocm", "triton-rocm")
+# PyTorch's nightly wheels, NVIDIA's containers and wheels for ROCm come with one of their own.
+PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
 
 # That of torch 2.6. Older ones lack what the kernels are written with.
 OLDEST = (3, 2)
@@ -43,16 +43,21 @@ def reaches(device: torch.device) -> bool:
     return capability >= OLDEST_CAPABILITY
 
 
+def installed() -> str | None:
+    """Return Triton's version, by whatever name it was packaged; None without it."""
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return None
+
+
 @lru_cache(maxsize=1)
 def can_be_used() -> bool:
     """Return whether Triton is there, new enough, and compiles; say so once if not.
 
     Cost: a small kernel is compiled and launched on the current device, once.
     """
-    found = None
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found = found or version(package)
+    found = installed()
     if found is None:
         tell("Triton is not installed")
         return False

@@ -285,7 +285,7 @@ def _of_one_type(groups: Sequence[MatrixGroup], also: Sequence[int] | None = Non
     """Yield the groups, by index, that one launch may serve: of one type of gradients."""
     found: dict[object, list[int]] = {}
     for index, group in enumerate(groups):
-        key = (group.matrices[0].device, group.matrices[0].dtype, also[index] if also else 0)
+        key = (group.matrices[0].dtype, also[index] if also else 0)
         found.setdefault(key, []).append(index)
     yield from found.values()
 
