@@ -67,8 +67,8 @@ class Member:
         self._averaged, self._engine, self._group = averaged, engine, group
         self._leave_on_sigterm = leave_on_sigterm
         self._sync = GradientSync(engine)
-        self._membership, self._front = Membership(group, engine, front), front
         self._device = averaged.tensors()[0].tensor.device
+        self._membership, self._front = Membership(group, engine, front, self._device), front
         self._attached = ExitStack()
         self._is_inside = False
         self._steps = self._steps_here = 0

@@ -62,6 +62,7 @@ class Membership:
         group: Who is there.
         engine: Sends over `group.transport`.
         front: What is averaged.
+        device: Where the model is.
 
     Attributes:
         stats: Who has come and gone.
@@ -71,11 +72,11 @@ class Membership:
         lineage: Of the committed averagings that the model comes from; part of what newcomers start from.
     """
 
-    def __init__(self, group: Group, engine: Engine, front: Front) -> None:
+    def __init__(self, group: Group, engine: Engine, front: Front, device: torch.device) -> None:
         self.stats = MembershipStats()
         self.is_leaving = self.has_left = False
         self.lineage = 0
-        self._group, self._engine, self._front = group, engine, front
+        self._group, self._engine, self._front, self._device = group, engine, front, device
         self._member = _drawn()
         self._present: tuple[Presence, ...] = ()  # at the last committed averaging
         self._error_members = 1  # over whose mean this member's residual counts
@@ -183,6 +184,9 @@ class Membership:
 
     def _provided(self) -> Mapping[str, Any]:
         """Return what a newcomer starts from."""
+        if self._device.type != "cpu":
+            # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
+            torch.accelerator.synchronize(self._device)
         # What it is about to start from itself: its own model is nobody's yet.
         return self._front.state() if self._group.received is None else self._group.received
 

@@ -20,6 +20,9 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
 
     Cost: one read of the tensors, and a copy of those that are not on the CPU.
 
+    Raises:
+        StateError: A tensor is of a class of its own.
+
     Examples:
         >>> with_checksum({"step": 3, "error": (("weight", torch.zeros(2)),)})["checksum"]
         'crc32:7022cc1c'
@@ -79,6 +82,12 @@ def _checksum(state: Mapping[str, object]) -> str:
     tensors: list[torch.Tensor] = []
     crc = zlib.crc32(json.dumps(_plain(state, tensors)).encode())
     for tensor in tensors:
+        # A class of its own may have no memory at its address, or less than it says.
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise StateError(
+                f"the state has a {type(tensor).__name__}, expected plain tensors, whose bytes can be read; "
+                "an optimizer with such state can't be saved here, nor sent to a member that joins"
+            )
         held = tensor.detach().cpu().contiguous()
         size = held.numel() * held.element_size()
         # The memory itself: NumPy knows no bfloat16, and bytes of it would be a copy of the model's size.
