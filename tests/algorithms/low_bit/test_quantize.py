@@ -216,12 +216,13 @@ def test_stochastic_rounding_of_a_resumed_run_is_that_of_the_run() -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"bits": 5}, "bits must be 8, 4, 3, 2, 1, got 5"),
-    ({"bits": 16}, "bits must be 8, 4, 3, 2, 1, got 16"),
+    ({"bits": 5}, "bits must be 8, 4, 3, 2 or 1, got 5"),
+    ({"bits": 16}, "bits must be 8, 4, 3, 2 or 1, got 16"),
     ({"bits": 4.0}, "bits must be a whole number of at least 1, got 4.0"),
     ({"bits": True}, "bits must be a whole number of at least 1, got True"),
     ({"block": 0}, "block must be a whole number of at least 1, got 0"),
-    ({"block": 24}, "block must be a multiple of 16, got 24"),
+    ({"block": 24}, "block must be a multiple of 16 and at most 4,096, got 24"),
+    ({"block": 4112}, "block must be a multiple of 16 and at most 4,096, got 4112"),
     ({"rounding": "up"}, 'rounding must be "nearest" or "stochastic", got \'up\''),
     ({"error_feedback": 2}, "error_feedback must be True or False, got 2"),
     ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),

@@ -25,6 +25,9 @@ __all__ = ["Quantize"]
 
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
 BLOCK_UNIT = 16
+# A scale then adds 0.004 bits to an element, so there is nothing left to save. But each parameter ends with a
+# block that travels whole: longer ones would make messages of biases longer.
+MAX_BLOCK = 4096
 OF_THE_MEAN = -1
 
 
@@ -42,7 +45,7 @@ class Quantize(Algorithm):
         bits: 8, 4, 3, 2 or 1. Codes of 8 and 4 bits are fractions of the block's largest element, those of
             3 and 2 bits the best levels of a Gaussian times its root mean square, and 1 bit is the sign
             times its mean magnitude.
-        block: Elements that share a scale, a multiple of 16. Every parameter begins a new block. Shorter
+        block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new block. Shorter
             ones are more exact: at 64, a scale adds a quarter of a bit to each element.
         rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
             rounding is right on average (up to the outermost levels, which 3, 2 and 1 bits exceed). The
@@ -89,10 +92,12 @@ class Quantize(Algorithm):
     def __post_init__(self) -> None:
         bits = whole_number("bits", self.bits, minimum=1)
         if bits not in CODEBOOKS:
-            raise ConfigError(f"bits must be {', '.join(map(str, CODEBOOKS))}, got {self.bits!r}")
+            raise ConfigError(f"bits must be 8, 4, 3, 2 or 1, got {self.bits!r}")
         block = whole_number("block", self.block, minimum=1)
-        if block % BLOCK_UNIT:
-            raise ConfigError(f"block must be a multiple of {BLOCK_UNIT}, got {self.block!r}")
+        if block % BLOCK_UNIT or block > MAX_BLOCK:
+            raise ConfigError(
+                f"block must be a multiple of {BLOCK_UNIT} and at most {MAX_BLOCK:,}, got {self.block!r}"
+            )
         if self.rounding not in ("nearest", "stochastic"):
             raise ConfigError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
         settings = {

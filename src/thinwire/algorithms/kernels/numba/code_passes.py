@@ -27,7 +27,9 @@ from thinwire.algorithms.kernels.numba.code_vectors import (
     larger,
     larger_wide,
     largest,
+    load_half,
     magnitudes,
+    store_half,
 )
 from thinwire.algorithms.kernels.numba.compiler import compiled, inlined
 from thinwire.algorithms.kernels.numba.vectors import (
@@ -39,12 +41,14 @@ from thinwire.algorithms.kernels.numba.vectors import (
     store,
     total,
 )
+from thinwire.algorithms.low_bit.coded import SCALE_BYTES
 
-__all__ = ["average", "decode", "encode", "subtract"]
+__all__ = ["TOGETHER", "average", "decode", "encode", "subtract"]
 
 Counts: TypeAlias = NDArray[np.int64]
-Scales: TypeAlias = NDArray[np.uint16]
-"""The bits of bf16 numbers."""
+
+TOGETHER = 1024
+"""Elements of blocks of which all scales are found before any code: they stay in a core's first cache."""
 
 # Each by a name of its own: compiled code sees globals, but no entries of a dictionary.
 write_8, write_4, write_3, write_2, write_1 = (WRITE[bits] for bits in (8, 4, 3, 2, 1))
@@ -71,15 +75,7 @@ SMALLEST = 0x0080  # one over what is smaller is not finite
 
 @compiled
 def encode(
-    flat: int,
-    numels: Counts,
-    block: int,
-    bits: int,
-    last: float,
-    codes: int,
-    scales: Scales,
-    row_bytes: int,
-    share: int,
+    flat: int, numels: Counts, block: int, bits: int, last: float, message: int, row_bytes: int, share: int
 ) -> None:
     """Write codes and scales of all blocks.
 
@@ -89,92 +85,111 @@ def encode(
         block: Elements of a block.
         bits: Of a code.
         last: The last level.
-        codes: Address of the first row's; written.
-        scales: From the first row's to the end of the message; written.
+        message: Address of the first row; written.
         row_bytes: From one row to the next.
         share: Blocks of a row.
     """
     size = block * bits // 8
-    place, left = 0, share
+    scales, codes, left = message, message + SCALE_BYTES * share, share
+    most = max(1, TOGETHER // block)
     for numel in numels:
-        for start in range(0, numel, block):
-            length = min(block, numel - start)
-            _encode(flat + FLOAT_BYTES * start, length, block, bits, last, codes, scales, place)
-            place, codes, left = place + 1, codes + size, left - 1
+        start = 0
+        while start < numel:
+            some = min(most, left)
+            length = min(some * block, numel - start)
+            _encode(flat + FLOAT_BYTES * start, length, block, bits, last, codes, scales)
+            some = -(-length // block)
+            start, left = start + length, left - some
+            scales, codes = scales + SCALE_BYTES * some, codes + size * some
             if not left:
-                place, codes = place + row_bytes // 2 - share, codes + row_bytes - share * size
-                left = share
+                message, left = message + row_bytes, share
+                scales, codes = message, message + SCALE_BYTES * share
         flat += FLOAT_BYTES * numel
 
 
 @compiled
 def average(
     received: int,
-    received_scales: Scales,
     row_bytes: int,
     members: int,
-    lengths: Counts,
+    numels: Counts,
+    first: int,
+    stop: int,
     block: int,
     bits: int,
     last: float,
     room: int,
-    step: int,
-    codes: int,
-    scales: Scales,
+    keeps_lost: bool,
+    message: int,
+    share: int,
 ) -> None:
     """Write codes and scales of the mean of what members have sent of some blocks.
 
     Args:
-        received: Address of the first member's codes.
-        received_scales: From the first member's to the end of the message.
+        received: Address of the first member's row.
         row_bytes: From one member's to the next one's.
         members: How many there are.
-        lengths: Elements of each block.
-        block: Elements of a block that is not short.
+        numels: Elements of the bucket's tensors.
+        first: Of the blocks.
+        stop: Behind the last one.
+        block: Elements of a block.
         bits: Of a code.
         last: The last level.
-        room: Address of a block of numbers, which take what coding the mean has lost.
-        step: Bytes from one block's room to the next one's.
-        codes: Address; written.
-        scales: Written.
+        room: Address of as many blocks of numbers, which take what coding the mean has lost. If nobody wants
+            that, of `TOGETHER` numbers or one block.
+        keeps_lost: Whether somebody does.
+        message: Address of a row; written.
+        share: Blocks of a row.
     """
     size = block * bits // 8
     part = np.float32(1) / np.float32(members)
     everywhere = first_lanes(LANES)
     factors = np.empty(members, np.float32)
     wide = block - block % WIDE
-    for place in range(len(lengths)):
-        # Scales are divided by the members, and not sums: once for a block, and not for each number.
-        for member in range(members):
-            factors[member] = _number(received_scales[member * (row_bytes // 2) + place]) * part
-        for first in range(0, wide, WIDE):
-            at, here = received + place * size + first * bits // 8, room + FLOAT_BYTES * first
-            # The first member's are written and the others' added: the room need not be cleared.
-            _read_wide(bits, at, factors[0], here)
-            for member in range(1, members):
-                _add_wide(bits, at + member * row_bytes, factors[member], here)
-        for first in range(wide, block, LANES):
-            at = received + place * size + first * bits // 8
-            sums = splat(np.float32(0))
-            for member in range(members):
-                sums = sums + splat(factors[member]) * _read(bits, at + member * row_bytes)
-            store(room + FLOAT_BYTES * first, sums, everywhere)
-        _encode(room, lengths[place], block, bits, last, codes + place * size, scales, place)
-        # Without a step the room is one block's, used again and again, and nobody wants what is lost.
-        if step:
-            _subtract(room, codes + place * size, _number(scales[place]), block, bits, room)
-            room += step
+    scales, codes = 0, SCALE_BYTES * share  # within a row
+    most = max(1, TOGETHER // block)
+    begin = 0
+    for numel in numels:
+        end = begin + -(-numel // block)
+        place = max(begin, first)
+        while place < min(end, stop):
+            some = min(most, min(end, stop) - place)
+            for each in range(some):
+                # Scales are divided by the members, and not sums: once for a block, and not for each number.
+                for member in range(members):
+                    scale = load_half(received + member * row_bytes + scales + SCALE_BYTES * each)
+                    factors[member] = _number(scale) * part
+                at, here = received + codes + each * size, room + FLOAT_BYTES * block * each
+                for start in range(0, wide, WIDE):
+                    # The first member's are written and the others' added: the room need not be cleared.
+                    _read_wide(bits, at + start * bits // 8, factors[0], here + FLOAT_BYTES * start)
+                    for member in range(1, members):
+                        there = at + member * row_bytes + start * bits // 8
+                        _add_wide(bits, there, factors[member], here + FLOAT_BYTES * start)
+                for start in range(wide, block, LANES):
+                    sums = splat(np.float32(0))
+                    for member in range(members):
+                        there = at + member * row_bytes + start * bits // 8
+                        sums = sums + splat(factors[member]) * _read(bits, there)
+                    store(here + FLOAT_BYTES * start, sums, everywhere)
+            length = min(some * block, numel - (place - begin) * block)
+            _encode(room, length, block, bits, last, message + codes, message + scales)
+            # Else the room is used again and again, and stays in the first cache.
+            if keeps_lost:
+                _subtract(room, message + codes, message + scales, some * block, block, bits, room)
+                room += FLOAT_BYTES * block * some
+            place, scales, codes = place + some, scales + SCALE_BYTES * some, codes + size * some
+        begin = end
 
 
 @compiled
 def decode(
-    codes: int, scales: Scales, row_bytes: int, share: int, numels: Counts, block: int, bits: int, flat: int
+    message: int, row_bytes: int, share: int, numels: Counts, block: int, bits: int, flat: int
 ) -> None:
     """Write the numbers that all blocks stand for.
 
     Args:
-        codes: Address of the first row's.
-        scales: From the first row's to the end of the message.
+        message: Address of the first row.
         row_bytes: From one row to the next.
         share: Blocks of a row.
         numels: Elements of the tensors.
@@ -183,10 +198,10 @@ def decode(
         flat: Address of the tensors, one after the other; written.
     """
     size = block * bits // 8
-    place, left = 0, share
+    scales, codes, left = message, message + SCALE_BYTES * share, share
     for numel in numels:
         for start in range(0, numel, block):
-            factor, at = _number(scales[place]), flat + FLOAT_BYTES * start
+            factor, at = _number(load_half(scales)), flat + FLOAT_BYTES * start
             length = min(block, numel - start)
             wide = length - length % WIDE
             for first in range(0, wide, WIDE):
@@ -195,31 +210,22 @@ def decode(
                 levels = _read(bits, codes + first * bits // 8)
                 lanes = first_lanes(min(LANES, length - first))
                 store(at + FLOAT_BYTES * first, splat(factor) * levels, lanes)
-            place, codes, left = place + 1, codes + size, left - 1
+            scales, codes, left = scales + SCALE_BYTES, codes + size, left - 1
             if not left:
-                place, codes = place + row_bytes // 2 - share, codes + row_bytes - share * size
-                left = share
+                message, left = message + row_bytes, share
+                scales, codes = message, message + SCALE_BYTES * share
         flat += FLOAT_BYTES * numel
 
 
 @compiled
 def subtract(
-    flat: int,
-    codes: int,
-    scales: Scales,
-    row_bytes: int,
-    share: int,
-    numels: Counts,
-    block: int,
-    bits: int,
-    rest: int,
+    flat: int, message: int, row_bytes: int, share: int, numels: Counts, block: int, bits: int, rest: int
 ) -> None:
     """Write what all blocks have not sent of some numbers.
 
     Args:
         flat: Address of the numbers.
-        codes: Address of the first row's.
-        scales: From the first row's to the end of the message.
+        message: Address of the first row.
         row_bytes: From one row to the next.
         share: Blocks of a row.
         numels: Elements of the tensors.
@@ -228,48 +234,64 @@ def subtract(
         rest: Address; written.
     """
     size = block * bits // 8
-    place, left = 0, share
+    scales, codes, left = message, message + SCALE_BYTES * share, share
     for numel in numels:
-        for start in range(0, numel, block):
-            length, at = min(block, numel - start), FLOAT_BYTES * start
-            _subtract(flat + at, codes, _number(scales[place]), length, bits, rest + at)
-            place, codes, left = place + 1, codes + size, left - 1
+        start = 0
+        while start < numel:
+            length, at = min(left * block, numel - start), FLOAT_BYTES * start
+            _subtract(flat + at, codes, scales, length, block, bits, rest + at)
+            some = -(-length // block)
+            start, left = start + length, left - some
+            scales, codes = scales + SCALE_BYTES * some, codes + size * some
             if not left:
-                place, codes = place + row_bytes // 2 - share, codes + row_bytes - share * size
-                left = share
+                message, left = message + row_bytes, share
+                scales, codes = message, message + SCALE_BYTES * share
         flat += FLOAT_BYTES * numel
         rest += FLOAT_BYTES * numel
 
 
 @inlined
-def _encode(
-    numbers: int, length: int, block: int, bits: int, last: float, codes: int, scales: Scales, place: int
-) -> None:
-    scale = _scale(numbers, length, bits, last)
-    scales[place] = scale
-    number = float_of(scale << 16)
-    factor = np.float32(1) / number if number > 0 else np.float32(0)
-    wide = length - length % WIDE
-    for first in range(0, wide, WIDE):
-        _write_wide(bits, codes + first * bits // 8, numbers + FLOAT_BYTES * first, factor)
-    # To the block's end: the codes behind a short one travel too, and must not be what memory happened to
-    # hold.
-    for first in range(wide, block, LANES):
-        lanes = first_lanes(max(0, min(LANES, length - first)))
-        units = splat(factor) * load(numbers + FLOAT_BYTES * first, lanes)
-        _write(bits, codes + first * bits // 8, units)
+def _encode(numbers: int, length: int, block: int, bits: int, last: float, codes: int, scales: int) -> None:
+    """Write codes and scales of the blocks of some numbers, of which the last may be short."""
+    # All scales before the first code: each takes two divisions one after the other, for which the codes of
+    # its own block would have to wait, but not the scale of the next one.
+    for start in range(0, length, block):
+        scale = _scale(numbers + FLOAT_BYTES * start, min(block, length - start), bits, last)
+        store_half(scales + start // block * SCALE_BYTES, scale)
+    for start in range(0, length, block):
+        number = float_of(load_half(scales) << 16)
+        factor = np.float32(1) / number if number > 0 else np.float32(0)
+        filled = min(block, length - start)
+        wide = filled - filled % WIDE
+        for first in range(0, wide, WIDE):
+            _write_wide(bits, codes + first * bits // 8, numbers + FLOAT_BYTES * first, factor)
+        # To the block's end: the codes behind a short one travel too, and must not be what memory happened
+        # to hold.
+        for first in range(wide, block, LANES):
+            lanes = first_lanes(max(0, min(LANES, filled - first)))
+            units = splat(factor) * load(numbers + FLOAT_BYTES * first, lanes)
+            _write(bits, codes + first * bits // 8, units)
+        numbers, codes, scales = (
+            numbers + FLOAT_BYTES * block,
+            codes + block * bits // 8,
+            scales + SCALE_BYTES,
+        )
 
 
 @inlined
-def _subtract(numbers: int, codes: int, factor: float, length: int, bits: int, rest: int) -> None:
-    wide = length - length % WIDE
-    for first in range(0, wide, WIDE):
-        at = FLOAT_BYTES * first
-        _subtract_wide(bits, codes + first * bits // 8, factor, numbers + at, rest + at)
-    for first in range(wide, length, LANES):
-        at, lanes = FLOAT_BYTES * first, first_lanes(min(LANES, length - first))
-        levels = _read(bits, codes + first * bits // 8)
-        store(rest + at, load(numbers + at, lanes) - splat(factor) * levels, lanes)
+def _subtract(numbers: int, codes: int, scales: int, length: int, block: int, bits: int, rest: int) -> None:
+    """Write what the blocks of some numbers have not sent of them."""
+    for start in range(0, length, block):
+        factor, filled = _number(load_half(scales)), min(block, length - start)
+        wide = filled - filled % WIDE
+        for first in range(0, wide, WIDE):
+            at = FLOAT_BYTES * (start + first)
+            _subtract_wide(bits, codes + first * bits // 8, factor, numbers + at, rest + at)
+        for first in range(wide, filled, LANES):
+            at, lanes = FLOAT_BYTES * (start + first), first_lanes(min(LANES, filled - first))
+            levels = _read(bits, codes + first * bits // 8)
+            store(rest + at, load(numbers + at, lanes) - splat(factor) * levels, lanes)
+        codes, scales = codes + block * bits // 8, scales + SCALE_BYTES
 
 
 @inlined

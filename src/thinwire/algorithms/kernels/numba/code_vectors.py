@@ -31,7 +31,9 @@ __all__ = [
     "larger",
     "larger_wide",
     "largest",
+    "load_half",
     "magnitudes",
+    "store_half",
 ]
 
 WIDE = 64
@@ -89,6 +91,29 @@ def float_of(builder: Any, bits: Any) -> Any:
         bits: Of an fp32 number.
     """
     return builder.bitcast(builder.trunc(bits, INT32), FLOAT)
+
+
+@operation(types.int64(types.int64))
+def load_half(builder: Any, address: Any) -> Any:
+    """Emit the load of the sixteen bits at an address.
+
+    Args:
+        builder: Of the code.
+        address: Even.
+    """
+    return builder.zext(builder.load(_at(builder, address, INT16), align=2), INT64)
+
+
+@operation(types.void(types.int64, types.int64))
+def store_half(builder: Any, address: Any, bits: Any) -> None:
+    """Emit the store of sixteen bits.
+
+    Args:
+        builder: Of the code.
+        address: Even.
+        bits: The number of which they are the lowest.
+    """
+    builder.store(builder.trunc(bits, INT16), _at(builder, address, INT16), align=2)
 
 
 @operation(vector(vector))

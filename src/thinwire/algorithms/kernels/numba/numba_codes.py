@@ -39,7 +39,7 @@ class NumbaCodes(CodeKernels):
             block,
             codebook.bits,
             codebook.levels[-1],
-            *_places(coded),
+            *_rows(coded),
         )
         return coded
 
@@ -58,32 +58,36 @@ class NumbaCodes(CodeKernels):
             return self._others.averaged(received, blocks, own, codebook, draws, lost, dtype)
         num_blocks, block = own.stop - own.start, blocks.block
         coded = Coded.empty(num_blocks, 1, blocks.share, packed_bytes(block, codebook.bits))
-        # Room for one block, used again and again, unless what is lost is wanted of all.
         # Compiled code writes fp32 to its address, whatever torch's default type.
-        room = torch.empty(1, block, dtype=torch.float32) if lost is None else lost
+        room = torch.empty(max(code_passes.TOGETHER, block), dtype=torch.float32) if lost is None else lost
+        address, row_bytes, _ = _rows(received)
         code_passes.average(
-            *_places(received)[:3],
-            len(received.message),
-            blocks.lengths(room.device)[own].numpy(),
+            address,
+            row_bytes,
+            received.message.shape[0],
+            _numels(blocks),
+            own.start,
+            own.stop,
             block,
             codebook.bits,
             codebook.levels[-1],
             room.data_ptr(),
-            0 if lost is None else 4 * block,
-            *_places(coded)[:2],
+            lost is not None,
+            coded.message.data_ptr(),
+            blocks.share,
         )
         return coded
 
     def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
         """As `CodeKernels.decode`."""
-        code_passes.decode(*_places(coded), _numels(blocks), blocks.block, codebook.bits, flat.data_ptr())
+        code_passes.decode(*_rows(coded), _numels(blocks), blocks.block, codebook.bits, flat.data_ptr())
 
     def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
         """As `CodeKernels.remainder`."""
         rest = torch.empty_like(flat)
         code_passes.subtract(
             flat.data_ptr(),
-            *_places(coded),
+            *_rows(coded),
             _numels(blocks),
             blocks.block,
             codebook.bits,
@@ -96,11 +100,7 @@ def _numels(blocks: Blocks) -> NDArray[np.int64]:
     return np.array(blocks.numels, np.int64)
 
 
-def _places(coded: Coded) -> tuple[int, NDArray[np.uint16], int, int]:
-    """Return the address of the first codes, the message as scales, the bytes of a row, and its blocks."""
-    message = coded.message
-    row_bytes = message.stride(0)
+def _rows(coded: Coded) -> tuple[int, int, int]:
+    """Return the address of the first row, the bytes from one to the next, and the blocks of each."""
     # Of several buckets' messages that travelled as one, rows lie further apart than they are long.
-    whole = message.as_strided(((len(message) - 1) * row_bytes + message.shape[1],), (1,))
-    scales = whole.view(torch.int16).numpy().view(np.uint16)  # NumPy has no bf16
-    return coded.codes.data_ptr(), scales, row_bytes, coded.share
+    return coded.message.data_ptr(), coded.message.stride(0), coded.share
