@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,10 +12,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
+from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Recording, Work, run_members
+from thinwire.channel import InProcessTransport, Recording, Transport, Work, run_members
+from thinwire.channel.transport import Collective
+from thinwire.channel.wrapped import Wrapped
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync.engine import Engine
@@ -195,6 +199,59 @@ def test_where_an_algorithm_wants_it_later_rounds_are_sent_while_other_buckets_c
         assert plain == [there, there, there, "all_gather 300"]
         assert all(map(torch.equal, mine, theirs))
     assert run(AroundTrend(), pipelined=True)[0][1] == plain
+
+
+class Watched(Wrapped):
+    """Calls something whenever a message is waited for."""
+
+    def __init__(self, transport: Transport, look: Callable[[], object]) -> None:
+        super().__init__(transport)
+        self.look = look
+
+    def send(
+        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
+    ) -> Work:
+        return WatchedWork(start(), self.look)
+
+
+@dataclass(frozen=True)
+class WatchedWork:
+    work: Work
+    look: Callable[[], object]
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.look()
+        self.work.wait()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_early"), [(Quantize(8), True), (PowerSGD(matrix_rank=1), False)], ids=str
+)
+def test_without_memory_means_are_written_while_the_last_messages_travel(
+    algorithm: Algorithm, is_early: bool
+) -> None:
+    specs = [(spec(f"{name}.weight", 20, 10),) for name in ("c", "b", "a")]
+    flats = [flat.clone() for flat in random_gradients(specs, num_workers=1, seed=0)[0]]
+    before = [flat.clone() for flat in flats]
+    written: list[list[bool]] = []
+
+    def look() -> None:
+        written.append([not torch.equal(*each) for each in zip(flats, before, strict=True)])
+
+    (transport,) = InProcessTransport.group(1)
+    engine = Engine(algorithm, Watched(transport, look), [each for bucket in specs for each in bucket])
+    one = engine.begin(pipelined=True)
+    for bucket, flat in zip(specs, flats, strict=True):
+        one.start(engine.open(bucket, flat.device), flat)
+    assert one.advance()
+    # A caller that drops the step here needs its gradients.
+    assert not written[-1][0]
+    assert one.finish()
+    assert written[-1] == [is_early, is_early, False]
+    assert engine.stats().compression_ratio > 3
 
 
 def test_a_lane_in_flight_is_not_started_in_another_step() -> None:

@@ -33,12 +33,16 @@ class Task:
 
     Args:
         requests: The generator; it is run to its first request.
+
+    Attributes:
+        request: What it asks for; None at its end.
+        is_committed: Whether it has passed its commit.
     """
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
         self.request: Request | tuple[Message, ...] | None = None
-        self._is_committed = False
+        self.is_committed = False
         self.answer(None)  # a generator that has not begun takes nothing else
 
     def answer(self, answer: Any) -> None:
@@ -51,7 +55,7 @@ class Task:
             self.request = self._requests.send(answer)
         except StopIteration:
             self.request = None
-            if self._is_committed:
+            if self.is_committed:
                 return
             # Without one it would have written its memory whether or not the step was healthy.
             raise ConfigError(
@@ -59,7 +63,7 @@ class Task:
                 "Commit(lambda: all_finite(…)) before memory is written"
             ) from None
         # A message behind the commit could fail where other buckets have written their memory already.
-        if self._is_committed and not isinstance(self.request, Jointly):
+        if self.is_committed and not isinstance(self.request, Jointly):
             raise ConfigError(
                 f"an exchange has asked for {self.request!r} behind its Commit, expected its end"
             )
@@ -73,7 +77,7 @@ class Task:
         Raises:
             ConfigError: It asks for a message.
         """
-        self._is_committed = True
+        self.is_committed = True
         self.answer(is_healthy)
 
     def close(self) -> None:
@@ -138,6 +142,7 @@ class Exchange:
         self._joining: list[Task] = []
         self._ways = Ways(transport, shards)
         self._name = name
+        self._passed: list[Commit] = []  # of `commit_early`
         self._rounds: list[_Round] = []  # under way
         self._previous: _Round | None = None  # the first message of the last bucket
         self._number = 1
@@ -228,7 +233,9 @@ class Exchange:
             # Let go of, all of them: messages hold their buffers, and Gloo's the threads of its group.
             self._rounds, self._previous = [], None
             _compute_jointly(self.tasks)
-            waiting = [task for task in self.tasks if not isinstance(task.request, Commit)]
+            waiting = [
+                task for task in self.tasks if not (task.is_committed or isinstance(task.request, Commit))
+            ]
             types = [task.request.tensor for task in waiting if isinstance(task.request, Mean)]
             for task in self._joining:
                 # In the type of what is sent anyway: a message of its own would cost a latency more.
@@ -249,8 +256,9 @@ class Exchange:
 
     @property
     def commits(self) -> Sequence[Commit]:
-        """What the tasks stand at, once `advance` has returned False."""
-        return [task.request for task in self.tasks if isinstance(task.request, Commit)]
+        """What the tasks stand at, or have passed early, once `advance` has returned False."""
+        standing = [task.request for task in self.tasks if isinstance(task.request, Commit)]
+        return [*self._passed, *standing]
 
     def is_healthy(self) -> torch.Tensor:
         """Return whether all that was received may be used, as a tensor of one bool; not read back."""
@@ -267,11 +275,23 @@ class Exchange:
         # One question for all buckets: each of its own would make the host wait for the device.
         return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()
 
+    def commit_early(self) -> None:
+        """Let those pass that stand at a commit behind which no memory is written.
+
+        Only where nobody goes back to the gradients as they were: if the step is dropped, they are filled.
+
+        Raises:
+            ConfigError: One asks for a message.
+        """
+        early = [each for each in self.tasks if isinstance(each.request, Commit) and not each.request.writes]
+        self._passed += [task.request for task in early if isinstance(task.request, Commit)]
+        self.commit(early)
+
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
         """Let some tasks pass their commits and write memory.
 
         Args:
-            tasks: Which.
+            tasks: Which; those that have passed it are left out.
             is_healthy: As of `Task.commit`.
 
         Raises:
@@ -281,6 +301,8 @@ class Exchange:
         closing = [task for task in tasks if task in self._closing]
         for some in ([task for task in tasks if task not in closing], closing):
             for task in some:
+                if task.is_committed:
+                    continue
                 task.commit(is_healthy)
             _compute_jointly(some)
 

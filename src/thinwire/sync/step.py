@@ -219,8 +219,14 @@ class Step:
         self._check_open()
         with self._clock.inside(self._traffic, are_ready=False), full_precision(self._all_lanes.device):
             try:
-                while self.advance():
-                    pass
+                # What comes back is written while the last messages travel: an accelerator does that anyway.
+                # Not in `advance`: a caller that drops a step there may need its gradients as they were.
+                writes_early = self._all_lanes.device.type == "cpu"
+                while True:
+                    if writes_early:
+                        self._exchange.commit_early()
+                    if not self.advance():
+                        break
                 with shown("thinwire: commit"):
                     committed = self._commit()
                 copy_back(self._buckets, self._copied)

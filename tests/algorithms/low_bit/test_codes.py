@@ -158,7 +158,7 @@ def test_compiled_passes_give_what_pytorch_gives(bits: int, block: int) -> None:
     """Decoded to the bit: members of one group may have other kernels."""
     compiled, plain = numba_kernels(), dispatch.TORCH.load_codes()
     assert plain is not None
-    blocks, codebook = Blocks((500, 3, 0, 2 * block, 1, 65), block, 2), CODEBOOKS[bits]
+    blocks, codebook = Blocks((2500, 3, 0, 2 * block, 1, 65), block, 2), CODEBOOKS[bits]
     flat = numbers(blocks)
     mine, theirs = (each.encoded(flat, blocks, codebook, None) for each in (compiled, plain))
     torch.testing.assert_close(mine.scales.float(), theirs.scales.float(), rtol=2**-7, atol=0)

@@ -45,8 +45,8 @@ class Quantize(Algorithm):
         bits: 8, 4, 3, 2 or 1. Codes of 8 and 4 bits are fractions of the block's largest element, those of
             3 and 2 bits the best levels of a Gaussian times its root mean square, and 1 bit is the sign
             times its mean magnitude.
-        block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new block. Shorter
-            ones are more exact: at 64, a scale adds a quarter of a bit to each element.
+        block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new
+            block. Shorter ones are more exact: at 64, a scale adds a quarter of a bit to each element.
         rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
             rounding is right on average (up to the outermost levels, which 3, 2 and 1 bits exceed). The
             members' chances differ, and those of their mean are the same on all.
