@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Empty means that bytecode is kept: to compile the tests takes seconds, in several processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-STAGES := lint types docs compiled tests alone triton
+STAGES := alone types compiled docs lint triton tests
 
 # What no framework, tool or demo is needed for.
 CORE := tests/algorithms tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
@@ -19,13 +19,15 @@ demo: .venv/.demo
 
 # Every stage runs, whatever became of the others; the last line says which have failed. What is measured alone
 # mostly waits for slow links, and what imports torch once for all tests has one core's work: the stages beside
-# them use what they leave (`nice`).
+# them use what they leave (`nice`). The tests begin when the measurements have ended, whatever still runs then.
 test: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
-	@$(MAKE) --no-print-directory --jobs 3 try-alone try-types try-compiled
-	@$(MAKE) --no-print-directory --jobs 3 try-tests try-docs try-lint try-triton
+	@$(MAKE) --no-print-directory --jobs 4 $(STAGES:%=try-%)
 	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
 	@echo "all passed:" $(STAGES)
+
+try-lint try-triton try-tests: try-alone
+try-tests: try-compiled
 
 try-%:
 	@$(MAKE) --no-print-directory $* || touch build/failed/$*
