@@ -221,6 +221,31 @@ def _frozen(options: dict[str, Any], layer: int) -> tuple[list[int], int, float]
     return steps, len(engine_of(sync).plans), sync.stats().compression_ratio
 
 
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_parameters_of_which_ddp_has_no_gradient_are_refused(pool2: Pool, way: str) -> None:
+    """DDP makes buckets once: what is unfrozen or added later would drift apart without a word."""
+    for told in pool2.run(_unknown_to_ddp, way):
+        assert [error for error, _ in told] == ["StepError", "StepError"]
+        assert "first.bias is trained, and DDP averages no gradient of it" in told[0][1]
+        assert "second.added is trained" in told[1][1]
+
+
+def _unknown_to_ddp(way: str) -> list[tuple[str, str]]:
+    told = []
+    for is_added in (False, True):
+        module = TwoOutputs()
+        module.first.bias.requires_grad_(is_added)
+        model = DistributedDataParallel(module)
+        if is_added:
+            module.second.register_parameter("added", nn.Parameter(torch.zeros(3)))
+        registered(model, way)
+        if not is_added:
+            train(model, range(1))
+        module.first.bias.requires_grad_(True)
+        told.append(error_of(functools.partial(train, model, range(1, 2))))
+    return told
+
+
 # Steps that never finish
 
 
@@ -436,7 +461,7 @@ class Tabled(nn.Module):
 
 
 def test_what_is_not_ddp_is_told_what_to_do(pool2: Pool) -> None:
-    for plain, parallel, sharded, local, joined, embedding, table in pool2.run(_not_ddp):
+    for plain, parallel, sharded, local, joined, embedding, table, inside in pool2.run(_not_ddp):
         assert "got Linear; wrap it first" in plain
         assert "DistributedDataParallel(model.module)" in parallel
         assert "wrap it first" not in parallel + sharded + joined
@@ -446,6 +471,7 @@ def test_what_is_not_ddp_is_told_what_to_do(pool2: Pool) -> None:
         assert 'mesh=mesh["replicate"] to thinwire.attach or LocalSGD' in local
         assert "the Embedding that is the model makes sparse gradients" in embedding
         assert 'the Embedding "layers.0" of the Tabled makes sparse gradients' in table
+        assert "step an optimizer after backward()" in inside
 
 
 def _not_ddp() -> list[str]:
@@ -453,6 +479,9 @@ def _not_ddp() -> list[str]:
     fully_shard(sharded)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     tables = [DistributedDataParallel(module) for module in (nn.Embedding(8, 4, sparse=True), Tabled())]
+    steps_inside = nn.Linear(8, 8)
+    # What torch.distributed.optim._apply_optimizer_in_backward, whose import warns, leaves on a parameter.
+    steps_inside.weight._in_backward_optimizers = [torch.optim.SGD([steps_inside.weight], lr=0.1)]  # type: ignore[attr-defined]
     calls: list[Callable[[], Any]] = [
         lambda: thinwire.attach(nn.Linear(8, 8), POWER),
         lambda: thinwire.attach(nn.DataParallel(nn.Linear(8, 8)), POWER),
@@ -461,6 +490,7 @@ def _not_ddp() -> list[str]:
         lambda: thinwire.join(sharded).__enter__(),
         lambda: thinwire.attach(tables[0], POWER),
         lambda: thinwire.attach(tables[1], POWER),
+        lambda: thinwire.attach(DistributedDataParallel(steps_inside), POWER),
     ]
     told = [error_of(call) for call in calls]
     assert {error for error, _ in told} == {"AttachError"}

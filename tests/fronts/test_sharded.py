@@ -680,7 +680,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "no mesh": 'expected a DeviceMesh such as mesh["replicate"], got str',
             "the shards": "hold different shards of one replica",
             "sharded later": "call fully_shard on all parts, then attach",
-            "later": "attach when parameters are loaded",
+            "later": "the model trains embed.weight, which it did not have",
             "no group": "embed.weight is sharded, so processes hold different shards; pass process_group=",
             "unlike option": "process 0 has whole_matrices auto",
             "unlike algorithm": "process 0 has algorithm PowerSGD(matrix_rank=1",

@@ -272,6 +272,7 @@ def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
             "mesh": "process_group=mesh.get_group()",
             "join": "a sharded model can't be joined",
             "attached": "the model is attached already; its gradients are averaged",
+            "attached inside": "averages the model itself over the same processes",
         }.items():
             assert words in found[case], (case, found[case])
 
@@ -285,10 +286,12 @@ def _refused() -> dict[str, str]:
 
     with LocalSGD(model, optimizer, every_steps=2, mesh=mesh) as local:
         joined = error_of(local.join_hook)
+        inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), mesh=mesh["replicate"]))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     attached = sharded(language(), mesh["shard"])
     attach(attached, PowerSGD(matrix_rank=2), mesh=mesh)
     return {
+        "attached inside": inside,
         "attached": error(attached, mesh=mesh["replicate"]),
         "no replicas": error(model),
         "native": error(sharded(language(), mesh), mesh=mesh),

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, NonfiniteError, StateError, StepError
+from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.contributors import divide_by_contributors
 from thinwire.fronts.ddp_model import (
     DetachedFront,
@@ -64,6 +65,7 @@ def attach_ddp(
     model = _checked_model(ddp_model)
     # Where gradients will be: DDP may be given device_ids, but its parameters tell for CPUs as well.
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
+    refuse_averaged_twice(model.parameters(), transport, AttachError)
     front = front_of(
         model, algorithm, transport, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
     )
@@ -149,6 +151,8 @@ class BucketFront:
         }
         self._specs: dict[tuple[int, ...], tuple[ParameterSpec, ...]] = {}
         self._lanes: dict[tuple[int, ...], Lane] = {}
+        # In no bucket that was seen; None to look anew.
+        self._outside: list[tuple[torch.Tensor, str]] | None = None
         self._step: Step | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
 
@@ -173,7 +177,8 @@ class BucketFront:
             GradientError: A gradient can't be averaged.
             AgreementError: The processes differ.
             StateError: The loaded state is of another model.
-            StepError: The last backward pass did not finish.
+            StepError: The last backward pass did not finish, or a parameter is trained of which DDP has no
+                gradient, or inside of a LocalSGD that averages the model over the same processes.
             CommunicationError: A collective failed; memory is as it was.
         """
         flat = dense_buffer(bucket)
@@ -197,6 +202,9 @@ class BucketFront:
             with self.engine.clock.inside(self.engine.traffic):
                 lane = self._lane_of(bucket, flat.device)
                 if self._step is None or not self._step.is_open:
+                    # Of a hook of one's own the model is not known: it may average within a machine only.
+                    if self._model is not None:
+                        refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
                     self._step, self._num_taken = self.engine.begin(pipelined=True), 0
                 self._step.start(lane, flat)
             future = new_future(flat.device)
@@ -206,6 +214,7 @@ class BucketFront:
             if bucket.is_last() or 0 < self._num_expected == self._num_taken:
                 self._num_expected = 0
                 self._all_named = True
+                self._refuse_outside()
                 # Here, and not in a callback of a future: those run on threads of their own, so that
                 # processes could issue collectives in different orders and wait for each other for ever.
                 self._finish(self._step)
@@ -298,9 +307,24 @@ class BucketFront:
             if key not in self._specs:
                 # DDP fills buckets from the model's end, and lists each one's parameters from its start.
                 self._name(reversed(parameters))
+                self._outside = None
                 self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
             lane = self._lanes[key] = self.engine.open(self._specs[key], device)
         return lane
+
+    def _refuse_outside(self) -> None:
+        """Refuse parameters that are trained and not averaged, which DDP leaves to drift apart."""
+        # DDP makes buckets of what is trained when it is built. What is frozen later stays in them.
+        if self._outside is None:
+            inside = {each for key in self._specs for each in key}
+            self._outside = [known for each, known in self._names.items() if each not in inside]
+        trained = [name for parameter, name in self._outside if parameter.requires_grad]
+        if trained:
+            raise StepError(
+                f"{trained[0]} is trained, and DDP averages no gradient of it: it was frozen, or not there, "
+                "when the DDP model was built; unfreeze or add parameters first, then build a new DDP model "
+                "of the module and attach that"
+            )
 
     def _name(self, parameters: Iterable[torch.Tensor]) -> None:
         """Name unknown parameters by their position from the model's end."""

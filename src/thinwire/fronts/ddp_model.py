@@ -80,6 +80,13 @@ def check_options(model: DistributedDataParallel) -> None:
     """
     if getattr(model, "_use_python_reducer", False):
         raise AttachError(PYTHON_REDUCER)
+    # DDP would register a hook of its own in the first forward pass, where it can't have a second one.
+    if any(hasattr(parameter, "_in_backward_optimizers") for parameter in model.parameters()):
+        raise AttachError(
+            "parameters have optimizers that step inside of the backward pass "
+            "(_apply_optimizer_in_backward), for which DDP needs its one communication hook itself; step an "
+            "optimizer after backward()"
+        )
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise AttachError(
             "with skip_all_reduce_unused_params=True DDP leaves out the hook for buckets that nobody used, "

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from thinwire.algorithms import Algorithm, Bucket, accelerators
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, copy_from
 from thinwire.channel.uneven import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
+from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.contributors import Shadow
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.sync.handle import not_copied
 from thinwire.sync.loss_scale import loss_scale_of
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
@@ -83,6 +85,9 @@ class StepFront(Joinable):
         self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
 
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(f"a {type(self).__name__}")
+
     @torch.no_grad()
     def average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         """Return the means of the gradients over the group. Collective.
@@ -99,11 +104,13 @@ class StepFront(Joinable):
             NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; memory is as it was.
             ConfigError: Their number or a shape is not that of the parameters.
             GradientError: One is sparse.
-            StepError: This was made before the process group was.
+            StepError: This was made before the process group was, or is used inside of a LocalSGD that
+                averages the parameters over the same processes.
             CommunicationError: A collective failed; memory is as it was.
             AgreementError: The processes differ.
         """
         self._check(gradients)
+        refuse_averaged_twice(self.parameters, self.engine.transport, StepError)
         # As one: all gradients are there from the beginning, so all of it is time that the caller waits.
         with self.engine.clock.inside(self.engine.traffic):
             return self._average(gradients)

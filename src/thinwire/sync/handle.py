@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, runtime_checkable
 
 from thinwire.algorithms import Algorithm
-from thinwire.errors import AttachError
+from thinwire.errors import AttachError, StateError
 from thinwire.plan import Plan
 from thinwire.sync.engine import Engine
 from thinwire.sync.stats import Stats
@@ -14,7 +14,7 @@ from thinwire.sync.stats import Stats
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["Counting", "GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of"]
+__all__ = ["Counting", "GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of", "not_copied"]
 
 
 class GradientSync:
@@ -33,6 +33,9 @@ class GradientSync:
         Cost: none.
         """
         return str(self._engine)
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied("a handle")
 
     @property
     def algorithm(self) -> Algorithm:
@@ -140,6 +143,14 @@ class GradientSync:
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""
         self._engine.abandon()
+
+
+def not_copied(what: str) -> StateError:
+    """Return what to raise where pickle or `copy.deepcopy` is asked for something that sends messages."""
+    return StateError(
+        f"{what} sends messages, so it can't be pickled or copied; save what its state_dict() returns, make "
+        "a new one for another model, and keep it out of modules that are copied"
+    )
 
 
 class Synced(Protocol):

@@ -19,7 +19,8 @@ from thinwire.channel import InProcessTransport
 from thinwire.errors import StateError, StepError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
-from training import error_of, new_model, new_optimizer
+from thinwire.powersgd import AlgorithmAggregator, optimizer_step
+from training import batch_of, error_of, new_model, new_optimizer, train
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 BUFFERS_OPTION = "forward_sync_buffers" if "forward_sync_buffers" in DDP_OPTIONS else "broadcast_buffers"
@@ -216,6 +217,29 @@ def _with_buffers() -> None:
     make(DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(24), nn.Linear(24, 8))))
 
 
+def _attached_inside() -> None:
+    module = new_model()
+    with make(module):
+        attach(DistributedDataParallel(module), PowerSGD())
+
+
+def _trained_attached() -> None:
+    module = new_model()
+    model = DistributedDataParallel(module)
+    attach(model, PowerSGD())
+    with make(module):
+        train(module, new_optimizer(module), range(1))
+        train(model, new_optimizer(model), range(1))
+
+
+def _aggregated_inside() -> None:
+    module = new_model()
+    aggregator = AlgorithmAggregator(module.parameters(), PowerSGD())
+    with make(module):
+        torch.autograd.backward(module(batch_of(0)).sum())
+        optimizer_step(new_optimizer(module), aggregator)
+
+
 PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "group": (lambda: make(process_group=3), "AttachError: expected a torch.distributed process group"),
     "subgroup without this process": (_in_a_foreign_subgroup, "AttachError: this process is not a member"),
@@ -234,6 +258,15 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: make(DistributedDataParallel(new_model(), find_unused_parameters=True)),
         "AttachError: find_unused_parameters=True",
     ),
+    "attached inside": (
+        _attached_inside,
+        "AttachError: the gradients of this Sequential are averaged in every",
+    ),
+    "trained attached": (
+        _trained_attached,
+        "StepError: the gradients of this Sequential are averaged in every",
+    ),
+    "aggregated inside": (_aggregated_inside, "leave out one of the two: train the plain module inside"),
     "joined with DDP": (_joined_ddp, "AttachError: a DDP model can't be joined through LocalSGD"),
     "raise with a subgroup": (
         lambda: make(DistributedDataParallel(new_model()), on_nonfinite="raise", subgroup=dist.group.WORLD),

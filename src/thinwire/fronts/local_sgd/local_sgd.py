@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.uneven import notify_of_step
 from thinwire.checks import checked_scaler, true_or_false
 from thinwire.errors import AttachError, ConfigError, StepError
+from thinwire.fronts.averaged_twice import averaging_model
 from thinwire.fronts.contributors import Shadow
 from thinwire.fronts.local_sgd.averaged import Averaged, held_of
 from thinwire.fronts.local_sgd.averagings import Averagings
@@ -44,6 +45,7 @@ from thinwire.fronts.local_sgd.validation import (
     checked_transports,
 )
 from thinwire.sync import Engine, Settings
+from thinwire.sync.handle import not_copied
 from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.precision import full_precision
 from thinwire.sync.stats import Stats
@@ -206,6 +208,9 @@ class LocalSGD(Joinable):
         self._steps_here = 0
         self.observers: list[Callable[[bool], None]] = []
 
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(f"a {type(self).__name__}")
+
     @property
     def module(self) -> nn.Module:
         """The model, without what is around it."""
@@ -296,6 +301,8 @@ class LocalSGD(Joinable):
                         self._model.ddp, self._exact, lambda: schedule.gradients_in(self._averagings.step)
                     )
                 )
+            else:
+                attached.enter_context(averaging_model(self, self.module, group))
             # Kept only when all are attached: where one refuses, those before it are taken off.
             self._attached = attached.pop_all()
         # Only now: until here another attempt to enter is allowed.

@@ -99,7 +99,11 @@ def driven_gradients(
         engines: Average over the group and within the subgroup.
         current: Returns over whom now; asked at every bucket.
     """
-    names = {parameter: plain_name(name) for name, parameter in model.module.named_parameters()}
+    names = {
+        parameter: plain_name(name)
+        for name, parameter in model.module.named_parameters()
+        if name not in model.parameters_to_ignore
+    }
     fronts = {members: BucketFront(engine, names, model) for members, engine in engines.items()}
 
     # A model that was in such a context before has it still.

@@ -12,6 +12,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.checks import true_or_false
 from thinwire.errors import AttachError
+from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards, refuse_attached, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
@@ -68,6 +69,7 @@ def attach_sharded(
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
     device = local_of(trained[0].parameter).device
     transport = ProcessGroupTransport(replicas, device)
+    refuse_averaged_twice((piece.parameter for piece in trained), transport, AttachError)
     if device.type == "cpu" and ProcessGroupTransport(replicas).control_device.type != "cpu":
         raise AttachError(
             "gradients are on the CPU (CPUOffloadPolicy), which the replicas' group can't send from; "

@@ -191,12 +191,12 @@ class ShardedFront:
                 "what was attached is a part of a larger sharded model, and nobody averages the rest of it "
                 "over the replicas; attach the whole model"
             )
-        strangers = [p for p in self._sharded.parameters if p.requires_grad and id(p) not in self._bucket_of]
-        if strangers:
-            raise StepError(
-                f"the model trains a parameter of shape {tuple(strangers[0].shape)} that it did not have, "
-                "or that was frozen, when it was attached; attach when parameters are loaded and unfrozen"
-            )
+        for name, parameter in self._sharded.parameters:
+            if parameter.requires_grad and id(parameter) not in self._bucket_of:
+                raise StepError(
+                    f"the model trains {name}, which it did not have, or which was frozen, when it was "
+                    "attached; attach when parameters are loaded and unfrozen"
+                )
 
     def forget_pass(self) -> None:
         """Forget a backward pass: it has ended, or an exception has ended it."""

@@ -159,9 +159,11 @@ class ShardedModel:
         return any(getattr(state._state_ctx, "manual_backward_finalization", False) for state in self._states)
 
     @property
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Those that FSDP2 holds: what it gives gradients to and the optimizer steps."""
-        return (each.sharded_param for group in self.groups for each in group.fsdp_params)
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those that FSDP2 holds, to which it gives gradients; named from the first forward pass on."""
+        # Not by the model's names: in a forward pass it shows whole parameters, and these are shards.
+        held = (each for group in self.groups for each in group.fsdp_params)
+        return ((plain_name(each._param_fqn or "a parameter"), each.sharded_param) for each in held)
 
     @property
     def is_replicated(self) -> bool:

@@ -1,0 +1,75 @@
+"""Gradients that are averaged in every step, of a model that is itself averaged now and then: refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.channel import ProcessGroupTransport, Transport
+from thinwire.errors import AttachError, StepError
+
+__all__ = ["averaging_model", "refuse_averaged_twice"]
+
+# Weak: who is dropped without being left averages nothing any more.
+_entered: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
+
+
+@contextmanager
+def averaging_model(owner: object, module: nn.Module, transport: Transport) -> Iterator[None]:
+    """Let it be known, until the context ends, that a model is averaged.
+
+    Args:
+        owner: What averages it.
+        module: The model, not wrapped.
+        transport: Over which group.
+    """
+    _entered[owner] = module, transport
+    try:
+        yield
+    finally:
+        _entered.pop(owner, None)
+
+
+def refuse_averaged_twice(
+    parameters: Iterable[torch.Tensor], transport: Transport, error: type[AttachError | StepError]
+) -> None:
+    """Refuse to average gradients of a model that is averaged meanwhile, over the same processes.
+
+    Over fewer processes, those of a machine, say, both are of use.
+
+    Args:
+        parameters: Whose gradients are averaged.
+        transport: Over which group.
+        error: What to raise.
+
+    Raises:
+        AttachError: They are of such a model, and `error` is this one.
+        StepError: The same, if `error` is that one.
+
+    Cost: none outside of such a context; inside, a look at all parameters of the model.
+    """
+    if not _entered:
+        return
+    given = set(map(id, parameters))
+    for module, other in list(_entered.values()):
+        if _reaches(transport, other) and any(id(each) in given for each in module.parameters()):
+            raise error(
+                f"the gradients of this {type(module).__name__} are averaged in every step, and LocalSGD "
+                "averages the model itself over the same processes, so each step would send what LocalSGD is "
+                "there to spare; leave out one of the two: train the plain module inside LocalSGD, or leave "
+                "its context first"
+            )
+
+
+def _reaches(transport: Transport, other: Transport) -> bool:
+    """Return whether all processes of the other group are in a group."""
+    if isinstance(transport, ProcessGroupTransport) and isinstance(other, ProcessGroupTransport):
+        mine, theirs = (set(dist.get_process_group_ranks(each.group)) for each in (transport, other))
+        return theirs <= mine
+    # Of other transports nobody knows who is at their ends.
+    return transport is other
