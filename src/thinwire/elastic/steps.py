@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, all_finite
 from thinwire.channel import Description
 from thinwire.checks import number, true_or_false
 from thinwire.elastic.group import Group
@@ -188,7 +188,7 @@ class _Prepared:
         """As `Prepared.commit`."""
         committed = self._step.finish()
         # An algorithm without memory commits whatever has come: nobody has looked at its means.
-        if not committed or not all(bool(flat.isfinite().all()) for flat in self._flats):
+        if not committed or not all_finite(*self._flats):
             raise StepError(
                 "the mean gradient is not finite though that of each member is: it has left the range of the "
                 "type it travels in, on all members alike, and no step was taken. Average in another one"
@@ -218,7 +218,7 @@ class _Front:
 
     def is_finite(self, turns_ahead: int = 0) -> bool:
         """As `Front.is_finite`."""
-        return all(bool(flat.isfinite().all()) for flat in self._steps._gradients())
+        return bool(all_finite(*self._steps._gradients()))
 
     def described(self) -> Description:
         """As `Front.described`."""
