@@ -7,6 +7,7 @@ operation launches is a table here, read off torch's sources for CUDA.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
+from thinwire.algorithms.accelerators import sent_to
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.kernels.dispatch import Backend
 from thinwire.algorithms.kernels.triton import launcher
@@ -101,8 +103,7 @@ class Counting(TorchDispatchMode):
         if "meta" not in devices:
             return out
         if "cpu" in devices and name in ("_to_copy", "copy_") and any(each.dim() for each in given):
-            is_asynchronous = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            self.waits[f"{name} between devices"] += not is_asynchronous
+            self.waits[f"{name} between devices"] += not _is_pinned()
         base = name if name in FREE else name.removesuffix("_")
         if name not in FREE and base not in FREE and any(each.numel() > 0 for each in [*given, *results]):
             self._count(name, base, func._schema, args, kwargs, given, results)
@@ -136,6 +137,16 @@ class Counting(TorchDispatchMode):
         if "out" in kwargs:
             read = list(tensors_in(args))  # what it overwrites it may read as well
         self.bytes[name] += sum(map(_held_bytes, read)) + sum(map(_held_bytes, written))
+
+
+def _is_pinned() -> bool:
+    """Whether it is `sent_to` that copies: from other memory the host waits, asked not to or not."""
+    frame = sys._getframe()
+    while (above := frame.f_back) is not None:
+        if above.f_code is sent_to.__code__:
+            return True
+        frame = above
+    return False
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -173,7 +173,9 @@ def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     answers = []
     for (device, _), alike in kinds.items():
         if accelerators.pays_per_launch(device):
-            answers.append(kernels_for(alike[0], 1).all_finite(alike))
+            # As they lie: kernels are told where a tensor begins and how long it is.
+            whole = [tensor.contiguous() for tensor in alike]
+            answers.append(kernels_for(alike[0], 1).all_finite(whole))
         else:
             # NaN wins every minimum and maximum, so extremes are enough.
             extremes = torch.stack([each for tensor in alike for each in torch.aminmax(tensor)])

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch.amp.grad_scaler import GradScaler
 
+from thinwire.algorithms.accelerators import sent_to
 from thinwire.errors import ConfigError
 
 __all__ = ["LossScale", "loss_scale_of"]
@@ -50,6 +51,6 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
             raise ConfigError(words) from error
         if not 0 < in_fp32.item() < math.inf:
             raise ConfigError(words)
-        return in_fp32.to(device)
+        return sent_to(device, in_fp32)
 
     return scale_on

@@ -131,5 +131,5 @@ class Kernels(Protocol):
         """Return whether every element is finite, as a tensor of one bool; not read back.
 
         Args:
-            tensors: Of one type and device, none of them empty.
+            tensors: Contiguous, of one type and device, none of them empty.
         """

@@ -76,8 +76,12 @@ class LowBitMean:
         if self.lost is not None:
             # Times the members: of the mean over them, what one alone keeps counts by that much less.
             lost = (self.blocks.num_members * self.lost).view(-1)
-            for here, there in self.blocks.pieces(self.own):
-                residual[here] += lost[there]
+            pieces = list(self.blocks.pieces(self.own))
+            # All parameters at once: on an accelerator each by itself would be a launch.
+            if pieces:
+                torch._foreach_add_(
+                    [residual[here] for here, _ in pieces], [lost[there] for _, there in pieces]
+                )
         return residual
 
 

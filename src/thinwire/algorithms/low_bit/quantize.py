@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
+
 from thinwire.algorithms.base import NO_CHOICES, Algorithm, Bucket, BucketPlan, Choices, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
@@ -16,7 +18,7 @@ from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
 from thinwire.algorithms.low_bit.coded import block_bytes
 from thinwire.algorithms.low_bit.mean import low_bit_mean
 from thinwire.algorithms.low_bit.rounding import Draws, draws_for
-from thinwire.algorithms.requests import Commit, Requests, all_finite
+from thinwire.algorithms.requests import AllFinite, Commit, Requests, all_finite
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
@@ -171,11 +173,15 @@ class QuantizePlan(BucketPlan):
         dtype = self.specs[0].memory_dtype
         # Kernels take fp32 and fp64; of those it is the bucket itself.
         values = bucket.flat.to(dtype)
-        if keeps_residual:
-            for part, name in zip(bucket.split(values), self.names, strict=True):
-                last = memory[ERROR].get(name)
-                if last is not None:
-                    part.add_(last if scale is None else last * scale)
+        kept = [
+            (part, memory[ERROR][name])
+            for part, name in zip(bucket.split(values), self.names, strict=True)
+            if name in memory[ERROR]
+        ]
+        if kept:
+            parts, errors = zip(*kept, strict=True)
+            # In units of the scaled loss, which what is wanted is in.
+            torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
         found = yield from low_bit_mean(
             values,
             self.blocks,
@@ -185,7 +191,7 @@ class QuantizePlan(BucketPlan):
             keeps_lost=keeps_residual,
         )
         # Only the gathered scales are the same on all members: by others some would commit, and some not.
-        yield Commit(lambda: all_finite(found.scales.float()), writes=keeps_residual)
+        yield Commit(AllFinite((found.scales,)), writes=keeps_residual)
         # Before the mean is written: it comes to lie where the values are.
         residual = found.unsent(values) if keeps_residual else None
         found.write(values)

@@ -154,8 +154,14 @@ class FactorWire:
                 # What coding the mean has lost has reached nobody, so it must not leave the residual: the
                 # member that knows it keeps it for all, times their number.
                 lost = mean.lost.view(-1)
-                for here, there in blocks.pieces(mean.own):
-                    sent[here].sub_(lost[there], alpha=self.num_members)
+                pieces = list(blocks.pieces(mean.own))
+                # All matrices at once: on an accelerator each by itself would be a launch.
+                if pieces:
+                    torch._foreach_sub_(
+                        [sent[here] for here, _ in pieces],
+                        [lost[there] for _, there in pieces],
+                        alpha=self.num_members,
+                    )
             own = unpacked(sent, like=factors)
         # Only the gathered scales are the same on all members; one that is not finite shows what is not.
         return FactorMeans(unpacked(decoded, like=factors), own, beside, (mean.scales.float(), *received))

@@ -9,7 +9,7 @@ one. 64 positions of 4,096 take 8 bits each, where the number of a position take
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -60,6 +60,8 @@ class Message:
     parts: tuple[Chunks, ...]
     density: float
     bits: int
+    # By device, and kept: what is copied there from the host in each step has the host wait each time.
+    _sent: dict[torch.device, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def low_bits(self) -> int:
@@ -115,12 +117,13 @@ class Message:
         total = sum(self.stream_bytes)
         return total + total % 2
 
-    @cached_property
-    def _chunks(self) -> torch.Tensor:
-        """Of each chunk: where it begins in the bucket, marks less entries before, entries, parameter.
+    def _chunks(self, device: torch.device) -> torch.Tensor:
+        """Return of each chunk: where it begins in the bucket, marks less entries before, entries, parameter.
 
         int64, (4, chunks).
         """
+        if device in self._sent:
+            return self._sent[device]
         # In Python, once for a plan, which serves all steps.
         columns, marks, entries = [], 0, 0
         for chunks in self.parts:
@@ -130,11 +133,12 @@ class Message:
                     columns.append((start, marks - entries, chunks.kept, run.parameter))
                     marks += self.marks_of(chunks)
                     entries += chunks.kept
-        return torch.tensor(columns, dtype=torch.int64).T.contiguous()
+        self._sent[device] = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
+        return self._sent[device]
 
     def _of_entries(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return of each entry its chunk, where that begins, and its mark if the high bits were zero."""
-        starts, shifts, kept, _ = self._chunks.to(device, non_blocking=True)
+        starts, shifts, kept, _ = self._chunks(device)
         chunk = torch.arange(self.num_chunks, device=device)
         # With its size given: else the host would wait for a device to count.
         chunk = chunk.repeat_interleave(kept, output_size=self.num_entries)
@@ -142,7 +146,7 @@ class Message:
 
     def parameters(self, device: torch.device) -> torch.Tensor:
         """Return the index of each entry's parameter, int64, (entries,)."""
-        chunks = self._chunks.to(device, non_blocking=True)
+        chunks = self._chunks(device)
         return chunks[3].repeat_interleave(chunks[2], output_size=self.num_entries)
 
     def packed(self, flat: torch.Tensor) -> torch.Tensor:

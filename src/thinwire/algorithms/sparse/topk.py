@@ -21,7 +21,7 @@ from thinwire.algorithms.base import (
 )
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.kernels.matrices import round_into
-from thinwire.algorithms.requests import AllGather, Commit, Requests, all_finite
+from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests, all_finite
 from thinwire.algorithms.sparse.chunks import chunks_of
 from thinwire.algorithms.sparse.message import Entries, Message
 from thinwire.checks import number, whole_number
@@ -186,7 +186,7 @@ class TopKPlan(BucketPlan):
         self._add_residual(bucket, memory, wanted)
         gathered = yield AllGather(self.message.packed(wanted))
         sent = self.message.unpacked(gathered, wanted.dtype)
-        yield Commit(lambda: all_finite(sent.scales))
+        yield Commit(AllFinite((sent.scales,)))
         own, values = sent.places[bucket.rank], sent.values[bucket.rank]
         before = wanted[own]
         after = before - values
