@@ -108,6 +108,7 @@ soak: .venv/.installed
 # is in build/elastic-soaks.jsonl is not repeated.
 elastic-faults: .venv/.installed
 	cd tests && ../$(BIN)/python -m elastic.soak_in_turns
+	cd tests && ../$(BIN)/python -m elastic.loss_in_turns
 	cd tests && ../$(BIN)/python elastic_faults.py
 	cd tests && ../$(BIN)/python elastic_faults.py --peer
 

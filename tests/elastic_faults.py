@@ -18,7 +18,8 @@ from pathlib import Path
 from elastic import job as elastic_job
 from elastic.job import Job
 from elastic.learner import BATCH, EVERY, USUAL
-from elastic.soak import calm_loss, soaked
+from elastic.loss_in_turns import Training
+from elastic.soak import soaked
 from thinwire.lab.layout import Layout
 from thinwire.lab.network import Network
 
@@ -90,6 +91,34 @@ def served_by_the_dying(job: Job, members: int) -> str:
     return "losses"
 
 
+def joined_by_two(job: Job, members: int) -> str:
+    """Two members join at once."""
+    newcomers = members, members + 1
+    for newcomer in newcomers:
+        job.start(newcomer)
+    job.wait(lambda: all(job.told(event="averaged", member=newcomer) for newcomer in newcomers))
+    return "joins"
+
+
+def dying_as_it_receives(job: Job, members: int) -> str:
+    """A newcomer dies as it receives what the others hold."""
+    newcomer = job.start(members, dies_at=("receiving", 1))
+    job.wait(lambda: not newcomer.is_alive())
+    return ""
+
+
+def last_one_dying_as_it_serves(job: Job, members: int) -> str:
+    """The only member that is left dies as it serves two newcomers, which begin from their own."""
+    for process in job.processes[1:]:
+        process.kill()
+    job.wait(lambda: job.told(event="averaged", member=0, members=1))
+    os.kill(job.processes[0].pid, signal.SIGUSR2)
+    for newcomer in (members, members + 1):
+        job.start(newcomer)
+    job.wait(lambda: job.told(event="averaged", member=members, members=2))
+    return ""
+
+
 def dying_in(moment: str) -> Callable[[Job, int], str]:
     """Return a fault: a member dies in a certain moment of an averaging."""
 
@@ -114,6 +143,9 @@ MATRIX: list[tuple[Callable[[Job, int], str], str]] = [
     (stopped, ""),
     (told_to_leave, ""),
     (all_but_one_killed, ""),
+    (joined_by_two, ""),
+    (dying_as_it_receives, ""),
+    (last_one_dying_as_it_serves, ""),
 ]
 
 
@@ -127,7 +159,10 @@ def run_one(fault: Callable[[Job, int], str], moment: str, members: int, *, peer
         least = members // 2 + 1 if fault is dark else 1
         settings = {"peer": peer, "min_members": least, "step_seconds": 0.01}
         job = Job(Path(folder), network, learners=settings, least_at_lighthouse=least if peer else 1)
-        went_on, watched = "did not go on", 1 if fault is served_by_the_dying else 0
+        # Whom the fault does not kill.
+        watched = 1 if fault is served_by_the_dying else 0
+        watched = members if fault is last_one_dying_as_it_serves else watched
+        went_on = "did not go on"
         try:
             for member in range(members):
                 job.start(member, dies_at=(moment, 6) if moment and member == members - 1 else None)
@@ -144,7 +179,7 @@ def run_one(fault: Callable[[Job, int], str], moment: str, members: int, *, peer
             if not peer:
                 raise
         finally:
-            compared = job.check_equal()
+            compared = job.check_equal(by="lineage" if fault is last_one_dying_as_it_serves else "step")
             told = job.told(event="averaged", member=watched)
             again = {key: told[-1].get(key, 0) for key in ("retries", "discarded_steps")} if told else {}
             raised = {(each["member"], each["message"][:60]) for each in job.told(event="raised")}
@@ -171,12 +206,13 @@ def main() -> None:
     elastic_job.PATIENCE_SECONDS = given.patience_seconds
     for members in given.members:
         for fault, moment in MATRIX:
-            if given.only in (fault.__doc__ or "") and not (given.peer and moment == "all-gather"):
+            is_ours_alone = moment == "all-gather" or fault is dying_as_it_receives
+            if given.only in (fault.__doc__ or "") and not (given.peer and is_ours_alone):
                 run_one(fault, moment, members, peer=given.peer)
     for seed in given.seeds if given.averagings else []:
         struck = soaked(given.file, averagings=given.averagings, seed=seed, peer=given.peer)
         # At equal tokens: of as many members as there are at the beginning.
-        calm = calm_loss(averagings=round(struck["samples"] / (USUAL * EVERY * BATCH)), seed=seed)
+        calm = Training(averagings=round(struck["samples"] / (USUAL * EVERY * BATCH)), seed=seed).loss
         print(
             f"seed {seed}: held-out loss {struck['loss']:.4f}, undisturbed {calm:.4f} nats a byte: "
             f"{100 * (struck['loss'] / calm - 1):+.2f} %",

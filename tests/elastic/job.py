@@ -120,7 +120,7 @@ class Job:
         before = len(self.told(event="averaged", member=member))
         self.wait(lambda: len(self.told(event="averaged", member=member)) >= before + number)
 
-    def check_equal(self) -> int:
+    def check_equal(self, by: str = "step") -> int:
         """Check that the models after each averaging are one; return how many several members told of.
 
         Not that of a member which was killed just then: if it alone knew that all had received everything,
@@ -128,13 +128,13 @@ class Job:
         """
         dead = {process.pid for process in self.processes if not process.is_alive()}
         last = {line["pid"]: line["time"] for line in self.told() if line["pid"] in dead}
-        by_step: dict[int, list[dict[str, Any]]] = {}
+        alike: dict[int, list[dict[str, Any]]] = {}
         for line in self.told():
             if line["event"] in ("joined", "averaged") and line["time"] != last.get(line["pid"]):
-                by_step.setdefault(line["step"], []).append(line)
-        for lines in by_step.values():
+                alike.setdefault(line[by], []).append(line)
+        for lines in alike.values():
             assert len({line["checksum"] for line in lines}) == 1, "\n".join(map(str, lines))
-        return sum(len(lines) > 1 for lines in by_step.values())
+        return sum(len(lines) > 1 for lines in alike.values())
 
     def close(self) -> None:
         for process in self.processes:

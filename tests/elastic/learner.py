@@ -126,9 +126,15 @@ def learn(
         raise
 
 
-def diloco(learner: Learner, group: Group) -> DiLoCo:
-    algorithm = Quantize(bits=4, error_feedback=True)
-    return DiLoCo(learner.model, learner.optimizer, every_steps=EVERY, group=group, algorithm=algorithm)
+def diloco(learner: Learner, group: Group, *, send_optimizer: bool = True) -> DiLoCo:
+    return DiLoCo(
+        learner.model,
+        learner.optimizer,
+        every_steps=EVERY,
+        group=group,
+        algorithm=Quantize(bits=4, error_feedback=True),
+        send_optimizer=send_optimizer,
+    )
 
 
 @contextmanager
@@ -143,6 +149,8 @@ def thinwire_member(
         deadly.words, deadly.place = MOMENTS["all-to-all"], 1
 
     learner.die_in_all_to_all = die_in_all_to_all
+    if moment == "receiving":
+        torchft_group.receive_state = lambda *_: die()  # type: ignore[attr-defined]
     send_state = torchft_group.send_state  # type: ignore[attr-defined]
 
     def serve(*args: Any) -> None:

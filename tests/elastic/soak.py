@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic.job import Job
-from elastic.learner import BATCH, EVERY, USUAL, Learner, diloco, heldout_loss
-from thinwire.channel import run_members
-from thinwire.elastic import InProcessGroup, InProcessLighthouse
+from elastic.learner import BATCH, EVERY, USUAL
 from thinwire.lab.layout import Layout
 from thinwire.lab.network import Network
 
@@ -194,20 +192,3 @@ def soaked(path: Path, *, averagings: int, seed: int, peer: bool) -> dict[str, A
         file.write(json.dumps(result) + "\n")
     print(json.dumps(result), flush=True)
     return result
-
-
-def calm_loss(*, averagings: int, seed: int, members: int = USUAL) -> float:
-    """Return the held-out loss of as many members of one process that nothing strikes."""
-    lighthouse = InProcessLighthouse()
-    groups = [InProcessGroup(lighthouse) for _ in range(members)]
-
-    def body(number: int) -> float:
-        learner = Learner(os.devnull, number, steps=averagings * EVERY, seed=seed, dies_at=None)
-        with diloco(learner, groups[number]) as local:
-            while local.steps < learner.num_steps:
-                learner.learn(local.steps)
-        return heldout_loss(learner.model, learner.text)
-
-    losses = run_members(members, body)
-    assert len(set(losses)) == 1, losses
-    return losses[0]
