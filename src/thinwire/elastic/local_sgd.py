@@ -136,7 +136,6 @@ class LocalSGD(Member):
         super().__init__(averaged_model, engine, group, _Front(self), leave_on_sigterm=leave_on_sigterm)
         self._fragments = Fragments()
         self._outer: torch.optim.Optimizer | None = None
-        self._shows_average = False
         self._turns = self._pending_steps = 0
         self._work: list[float] = []  # of this member since each fragment's last averaging
 
@@ -215,11 +214,7 @@ class LocalSGD(Member):
         """
         self._check_inside("averaged()")
         with self._fragments.holding_average():
-            self._shows_average = True
-            try:
-                yield
-            finally:
-                self._shows_average = False
+            yield
 
     # What happens after a step.
 
@@ -248,10 +243,7 @@ class LocalSGD(Member):
 
     def _check_inside(self, call: str) -> None:
         super()._check_inside(call)
-        if self._shows_average:
-            raise StepError(
-                f"{call} came inside averaged(), where the model is the last average; leave that first"
-            )
+        self._fragments.check_own(call)
 
 
 class _Flying:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -359,6 +360,13 @@ def _resume(member: Member, algorithm: Algorithm, saved_after: int) -> tuple[Ten
     member.model.load_state_dict(model_state)
     member.optimizer.load_state_dict(optimizer_state)
     resumed.load_state_dict(local_state)
+    # An attempt to enter that fails late leaves nothing in flight behind.
+    with (
+        patch.object(member.optimizer, "register_step_post_hook", side_effect=ValueError("no more hooks")),
+        pytest.raises(ValueError, match="no more hooks"),
+        resumed,
+    ):
+        pass
     with resumed:
         member.train(saved_after, 20)
     return straight, flat(member.model), in_flight, member.agreed()

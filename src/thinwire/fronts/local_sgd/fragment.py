@@ -9,6 +9,7 @@ from itertools import chain
 
 import torch
 
+from thinwire.errors import StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
 
 __all__ = ["Buckets", "Fragment", "Fragments"]
@@ -144,7 +145,13 @@ class Fragment(Buckets):
 
 
 class Fragments(tuple[Fragment, ...]):
-    """All fragments of a model, in the order of their turns."""
+    """All fragments of a model, in the order of their turns.
+
+    Attributes:
+        are_shown: Whether the model holds the last averages, and not its own values.
+    """
+
+    are_shown = False
 
     @property
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
@@ -170,6 +177,7 @@ class Fragments(tuple[Fragment, ...]):
     def holding_average(self) -> Iterator[None]:
         """Let the model hold the last averages while this is open. What it held comes back afterwards."""
         own = [each.value.clone() for each, _ in self.lasts]
+        self.are_shown = True
         try:
             for each, last in self.lasts:
                 each.value.copy_(last)
@@ -177,3 +185,20 @@ class Fragments(tuple[Fragment, ...]):
         finally:
             for (each, _), value in zip(self.lasts, own, strict=True):
                 each.value.copy_(value)
+            self.are_shown = False
+
+    def check_own(self, call: str) -> None:
+        """Refuse a call while the model holds the last averages.
+
+        Args:
+            call: What was called.
+
+        Raises:
+            StepError: It does.
+        """
+        # A step would change the average, and be lost when the model's own values come back.
+        if self.are_shown:
+            raise StepError(
+                f"{call} came inside averaged(), where the model is the last average; leave that first, "
+                "and train and average outside it"
+            )

@@ -204,7 +204,7 @@ class LocalSGD(Joinable):
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
         self._loaded: LoadedState | None = None  # until entry
         self._attached = ExitStack()
-        self._is_inside = self._shows_average = False
+        self._is_inside = False
         self._steps_here = 0
         self.observers: list[Callable[[bool], None]] = []
 
@@ -404,14 +404,11 @@ class LocalSGD(Joinable):
         """
         self._check_inside("averaged()")
         with self._averagings.fragments.holding_average():
-            # A step now would change the average, and be lost when the model's own values come back.
-            self._shows_average = True
             try:
                 yield
             finally:
                 # What was gathered for an evaluation is of the average, and would be used again.
                 self._model.replica.show_shards()
-                self._shows_average = False
 
     # What happens after a step.
 
@@ -428,9 +425,8 @@ class LocalSGD(Joinable):
         If an averaging is due, it takes part with what it has changed since the last one: without input,
         its own last steps at first, then nothing.
         """
-        # The rest of the check looks at the whole model, which is too much for every step.
-        if self._shows_average:
-            self._check_inside("a step")
+        # Not all of `_check_inside`: it looks at the whole model, which is too much for every step.
+        self._averagings.fragments.check_own("a step")
         self._steps_here += 1
         self._averagings.step += 1
         if self._schedule.after(self._averagings.step) is not None or self._averagings.flights:
@@ -457,11 +453,7 @@ class LocalSGD(Joinable):
     def _check_inside(self, call: str) -> None:
         if not self._is_inside:
             raise StepError(f"{call} was called outside the context; call it inside: with local: …")
-        if self._shows_average:
-            raise StepError(
-                f"{call} came inside averaged(), where the model is the last average; leave that first, "
-                "and train and average outside it"
-            )
+        self._averagings.fragments.check_own(call)
         self._model.check_unchanged()
 
     # Uneven inputs: see thinwire.join.
