@@ -4,6 +4,10 @@ It sends small messages (low-rank PowerSGD factors, gradients in 16 to 1 bits) i
 gradients, and gives back the same model. Start with `attach`.
 """
 
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from thinwire import hooks
 from thinwire.advice import Advice, Auto, advise, auto
 from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
@@ -71,3 +75,14 @@ __all__ = [
     "join",
     "read_run",
 ]
+
+# Not seen by type checkers, to which any name would then be an attribute of this module.
+if not TYPE_CHECKING:
+    # Not at import: few need them, and some import packages of others.
+    ON_DEMAND = ("checkpoint", "ddp_comm_hooks", "elastic", "integrations", "powersgd", "testing")
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import a part of the package where it is named without an import: `thinwire.checkpoint`, say."""
+        if name in ON_DEMAND:
+            return import_module(f"thinwire.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -185,9 +185,9 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
 
 def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.Tensor:
     """Return what `_codes` was given, rounded: fp32, shape (numel,)."""
-    # Scales stand first: their bytes are aligned there, whatever the number of codes.
     count = -(-numel // scaled_elements)
-    scale, zero = codes[: 8 * count].view(torch.float32).view(2, count, 1)
+    # A copy: the codes of the process before may end where no fp32 can begin.
+    scale, zero = codes[: 8 * count].clone().view(torch.float32).view(2, count, 1)
     rows = codes[8 * count :].view(count, scaled_elements)
     gradients: torch.Tensor = (rows.float() - zero) * scale
     return gradients.view(-1)[:numel]

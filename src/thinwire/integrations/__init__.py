@@ -1,1 +1,14 @@
 """Shells around other frameworks; each needs its own optional package."""
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+# As in `thinwire` itself.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import a shell where it is named without an import."""
+        if name in ("accelerate", "lightning", "transformers"):
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
