@@ -203,10 +203,14 @@ def join_local_job(backend: str, *, timeout_seconds: float) -> None:
     )
 
 
-def run_here(processes: int | None) -> None:
-    """Run this very command in so many processes of this machine, as `--processes` asks.
+def run_here(processes: int | None, option: str = "--processes") -> None:
+    """Run this very command in so many processes of this machine.
 
     Exits as they do. Returns at once in one of them, and where None is asked for.
+
+    Args:
+        processes: How many.
+        option: That asked for them, for errors.
 
     Raises:
         ConfigError: No such number, or this is a process of another job.
@@ -214,11 +218,10 @@ def run_here(processes: int | None) -> None:
     """
     if processes is None or is_in_local_job():
         return
-    whole_number("processes", processes, minimum=1)
+    whole_number(option.removeprefix("--"), processes, minimum=1)
     if "RANK" in os.environ:
         raise ConfigError(
-            "--processes starts a job on this machine, but this is a process of one (RANK is set): leave it "
-            "out"
+            f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"
         )
     with (
         EndSignals() as end_signals,

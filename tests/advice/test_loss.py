@@ -256,7 +256,7 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
 
 def test_what_makes_it_less_certain_is_said() -> None:
     probe = Probe(8, "nccl", "cuda", [], [], [])
-    (of_another_world, of_another_device) = _notes(Training("SGD", 2, 9), probe, 2, torch.device("cpu"))
+    (of_another_world, of_another_device) = _notes(Training("SGD", 8, 9), probe, 2, torch.device("cpu"))
     assert "The probe is of 8 processes, this job has 2: what is predicted is for 8." in of_another_world
     assert "messages on cuda" in of_another_device
     adamw = Training("AdamW", 8, 9)

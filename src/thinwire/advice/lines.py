@@ -13,6 +13,9 @@ def lines_to_paste(advice: Advice) -> dict[str, str]:
     Args:
         advice: What was advised.
     """
+    # What is priced of a sharded model is of FSDP2 alone.
+    if advice.shards is not None:
+        return {"FSDP2": advice.best.code}
     return _local(advice.best) if advice.best.averages_less_often else _of_gradients(advice.best)
 
 

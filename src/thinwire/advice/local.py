@@ -49,14 +49,20 @@ class Averaging:
         outer = self.front.outer
         kept: list[Any] = [] if outer is None else list(outer.state.values())
         state_bytes = sum(
-            value.nbytes
+            _held_bytes(value)
             for of_parameter in kept
             for value in of_parameter.values()
             if isinstance(value, torch.Tensor)
         )
         # Each averaged tensor has a copy of what all held after the last averaging.
-        last_bytes = sum(each.nbytes for each in self.front.module.parameters() if each.requires_grad)
+        last_bytes = sum(_held_bytes(each) for each in self.front.module.parameters() if each.requires_grad)
         self.memory_bytes = engine_of(self.front).memory_bytes() + state_bytes + last_bytes
+
+
+def _held_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of what this process holds of a tensor: of a sharded one its shard."""
+    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return held.nbytes
 
 
 @dataclass(frozen=True, eq=False)

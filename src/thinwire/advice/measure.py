@@ -6,15 +6,15 @@ import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.local import LocalBench, local_benches
@@ -26,29 +26,29 @@ from thinwire.advice.loss import (
     optimizer_note,
     published_gap,
 )
+from thinwire.advice.replicated import BASELINE, EXACT, OVERFLOWING, Replicated, Subject, priced
 from thinwire.advice.result import Advice, Prediction, choose, is_within, tied
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
-from thinwire.algorithms import registry
 from thinwire.algorithms.registry import Variant
 from thinwire.channel import (
     Collective,
     ProcessGroupTransport,
     Transport,
     gather_numbers,
-    own_subgroup,
     wire_bytes,
 )
 from thinwire.checks import number
 from thinwire.errors import ConfigError
-from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
-from thinwire.fronts.ddp_model import is_sharded, register
+from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
+from thinwire.probe.result import ring_share
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["BASELINE", "EXACT", "advise", "priced"]
 
-# 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
-EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
 # DDP arranges its buckets anew after its first step; fronts agree, plan and compile in theirs.
 UNTIMED_ROUNDS = 2
 # Below, there are no quartiles.
@@ -57,16 +57,12 @@ MIN_ROUNDS = 5
 OneStep = Callable[[nn.Module], object]
 
 
-def priced() -> dict[str, Variant]:
-    """Return the algorithms that are priced, as they are written in code."""
-    return {variant.code: variant for each in registry.REGISTRY for variant in each.priced}
-
-
 def advise(
     model: nn.Module,
     one_step: OneStep,
     probe: Probe | None = None,
     *,
+    mesh: DeviceMesh | None = None,
     budget_seconds: float = 30.0,
     least_gain: float = 0.05,
     budget_loss: float = 0.01,
@@ -78,14 +74,20 @@ def advise(
     The model is copied (a DDP model's options are not); a step of the copy is timed with every algorithm
     on this process, without any network, noting which message would have been sent when. The probe tells
     how long each would have been under way, and of as many steps as there are processes the slowest sets
-    the pace. Loss gaps are those that were measured with small models, by optimizer and number of members
-    (`loss_gaps.json` beside this module): yours may be others.
+    the pace. Of a model that `fully_shard` holds the processes of a replica time steps together, with
+    FSDP2's own messages between them and none to other replicas; all of them share the link of the one
+    process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those that were
+    measured with small models, by optimizer and number of members (`loss_gaps.json` beside this module):
+    yours may be others.
 
     Args:
-        model: A module, or a `DistributedDataParallel` model, whose module is taken.
-        one_step: Is called with a DDP model of the copy; to make a batch, run forward and backward. What else
-            it does (an optimizer's step) counts in every prediction.
-        probe: Of the network; None to probe the default process group now, which is collective.
+        model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
+            `attach` takes it: it is trained itself, and put back as it was.
+        one_step: Is called with a DDP model of the copy, or with the FSDP2 model; to make a batch, run
+            forward and backward. What else it does (an optimizer's step) counts in every prediction.
+        probe: Of the network; None to probe the default process group now, which is collective. Of a
+            sharded model: of one process on each machine, or of all on machines that hold a replica each.
+        mesh: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
@@ -95,16 +97,17 @@ def advise(
             one than was measured with, and with None, the largest gap of those counts.
         progress: Gets what is being measured, in words.
 
-    To be called on every process of the default process group, or in a group of one; the result is the
-    same on all. A module that communicates by itself (SyncBatchNorm) must do so in every process alike.
+    To be called on every process of the default process group, or in a group of one (of a sharded model: of
+    one replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do
+    so in every process alike.
 
-    Cost: a copy of the model and its gradients, and for each algorithm what it keeps between steps, while it
-    runs.
+    Cost: a copy of the model (or of this process's shards) and its gradients, and for each algorithm what it
+    keeps between steps, while it runs.
 
     Raises:
-        ConfigError: `one_step` does not run a backward pass, the model is sharded, on several devices or all
-            frozen, or an argument is out of range.
-        AttachError: There is no process group.
+        ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
+            devices or all frozen, or an argument is out of range.
+        AttachError: There is no process group; or a sharded model is none that `attach` takes.
         GradientError: Gradients are sparse.
     """
     name = None if optimizer is None else optimizer_name(optimizer)
@@ -115,43 +118,81 @@ def advise(
         raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
     if not isinstance(probe, Probe | None):
         raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
-    module, device = _copied(model)
+    module, device = _trainable(model)
+    # DTensors take seconds to import; with a sharded model that is done.
+    sharded = import_module("thinwire.advice.sharded") if is_fsdp2(module) else None
+    if sharded is None and mesh is not None:
+        raise ConfigError("mesh is for models of fully_shard; leave it out")
     transport = ProcessGroupTransport()
-    probe = measure_network() if probe is None else probe
-    with _alone(module) as ddp, ExitStack() as entered:
-        bench = _Bench(ddp, one_step, Stopwatch(probe.world_size, device), entered)
+    if probe is None:
+        probe = measure_network() if sharded is None else sharded.probed_between_replicas(module, mesh)
+    shards = 1 if sharded is None else sharded.shards_of(module).size
+    # Where each machine that was seen has as many processes as a replica, all were probed; else one of each.
+    is_of_all = len(probe.nodes) > 1 and all(len(node) == shards for node in probe.nodes)
+    members = len(probe.nodes) if shards > 1 and is_of_all else probe.world_size
+    with ExitStack() as entered:
+        stopwatch = Stopwatch(members, device)
+        make: Callable[..., Subject] = Replicated if sharded is None else sharded.Sharded
+        subject = make(module, stopwatch.transport, entered)
+        bench = _Bench(subject, one_step, stopwatch, entered)
         bench.run(budget_seconds, transport, progress)
 
     # Of any network: the rate at which compressing begins to win is found by asking again.
     def predictions(network: Network) -> list[Prediction]:
-        return _agreed(bench.predictions(network, probe.world_size), transport)
+        return _agreed(bench.predictions(network, members), transport)
 
-    training = Training.of(module, name, probe.world_size)
-    found = predictions(probe.collective_seconds)
+    training = Training.of(module, name, members)
+    found = predictions(partial(shared_link_seconds, probe, members, shards))
     ranked = sorted(_with_losses(found, bench, training), key=lambda each: each.step_seconds)
     # Of the two kinds of 16 bits only the one that no gradient is too large for: they send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
     within = [each for each in advisable if is_within(each, budget_loss)]
     # Without averaging, too, the slowest of as many processes sets the pace.
-    own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], probe.world_size)
+    own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], members)
     return Advice(
         predictions=tuple(ranked),
-        baseline=next(each for each in ranked if each.name == BASELINE),
+        baseline=next(each for each in ranked if each.name == subject.baseline),
         best=choose(advisable, least_gain, budget_loss),
         tied=tuple(tied(within)),
         break_even_bits_per_second=_break_even(
-            predictions, [each.name for each in within if each.is_lossy], probe, least_gain
+            predictions,
+            [each.name for each in within if each.is_lossy],
+            subject.baseline,
+            lambda collective, handed_bytes: (
+                probe.wire_factor(collective) * wire_bytes(collective, shards * handed_bytes, members)
+            ),
+            probe.latency_seconds,
+            least_gain,
         ),
         compute_seconds=_mean_over_processes([own_seconds], transport)[0],
         least_gain=least_gain,
         budget_loss=budget_loss,
         optimizer=name,
-        notes=tuple(_notes(training, probe, transport.size, device)),
+        shards=subject.shards,
+        notes=tuple(_notes(training, probe, transport.size, device, shards)),
     )
 
 
-def _copied(model: nn.Module) -> tuple[nn.Module, torch.device]:
-    """Return a copy of a model's module, so that neither gradients nor hooks are left behind, and its device.
+def shared_link_seconds(
+    probe: Probe, members: int, shards: int, collective: Collective, handed_bytes: int
+) -> float:
+    """Return how long a collective takes that all processes of a machine make at once, over its one link.
+
+    Args:
+        probe: Of the network.
+        members: That each of them averages with, itself included.
+        shards: Processes of a machine.
+        collective: What carries the message.
+        handed_bytes: What each process hands over.
+    """
+    if shards == 1:
+        return probe.collective_seconds(collective, handed_bytes)
+    sent = probe.wire_factor(collective) * wire_bytes(collective, shards * handed_bytes, members)
+    return probe.average_seconds(sent / ring_share(probe.world_size))
+
+
+def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
+    """Return what is trained here, and its device: a copy of the module, but a sharded model itself.
 
     Raises:
         ConfigError: It is none that one process can train by itself, on one device.
@@ -160,10 +201,10 @@ def _copied(model: nn.Module) -> tuple[nn.Module, torch.device]:
     given = getattr(model, "_orig_mod", model)
     if not isinstance(given, nn.Module):
         raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
-    if is_sharded(given):
+    if is_sharded(given) and not is_fsdp2(given):
         raise ConfigError(
-            "advise times the whole model on each process, got one that is sharded (FSDP), which can't be "
-            "copied; pass the plain module, as it is before fully_shard"
+            "the model is sharded by FullyShardedDataParallel (FSDP1), whose shards are of no parameter "
+            "alone; shard it with fully_shard, or pass the plain module if it fits on each device"
         )
     if not any(each.requires_grad for each in given.parameters()):
         raise ConfigError("no parameter of the model is trained, so there is nothing to average")
@@ -172,6 +213,9 @@ def _copied(model: nn.Module) -> tuple[nn.Module, torch.device]:
         places = " and ".join(sorted(map(str, devices)))
         raise ConfigError(f"advise times the work of one device, got a model on {places}; put it on one")
     (device,) = devices
+    if is_fsdp2(given):
+        return given, device
+    # A copy: neither gradients nor hooks are left behind.
     return copy.deepcopy(given.module if isinstance(given, DistributedDataParallel) else given), device
 
 
@@ -183,7 +227,7 @@ def _with_losses(found: Sequence[Prediction], bench: _Bench, training: Training)
         if each.name in local:
             name, bounds = each.name, {"loses_more_than": local[each.name].loses_more_than}
         else:
-            variant = bench.variants[each.name]
+            variant = bench.subject.variants[each.name]
             # In the table, algorithms have the names that they print.
             name = str(variant.algorithm)
             bounds = {
@@ -205,7 +249,9 @@ def _with_losses(found: Sequence[Prediction], bench: _Bench, training: Training)
     ]
 
 
-def _notes(training: Training, probe: Probe, num_processes: int, device: torch.device) -> Iterator[str]:
+def _notes(
+    training: Training, probe: Probe, num_processes: int, device: torch.device, shards: int = 1
+) -> Iterator[str]:
     """Yield what makes the advice less certain, in words."""
     if (note := optimizer_note(training.optimizer)) is not None:
         yield note
@@ -214,13 +260,19 @@ def _notes(training: Training, probe: Probe, num_processes: int, device: torch.d
             "The model has an RNN: what was not measured with an LSTM has the gap of transformers, which may "
             "be less."
         )
-    # One process alone may ask about any network: that is what the command does.
-    if num_processes not in (1, probe.world_size):
+    predicted_processes = training.members * shards
+    if shards > 1:
+        yield (
+            f"Predicted for {training.members} replicas of {shards} shards, {predicted_processes} processes; "
+            f"the {shards} of a replica share one link to the others."
+        )
+    # One replica alone may ask about any network: that is what the command does.
+    if num_processes not in (shards, predicted_processes):
         yield (
             f"The probe is of {probe.world_size} processes, this job has {num_processes}: what is predicted "
-            f"is for {probe.world_size}."
+            f"is for {predicted_processes}."
         )
-    if device.type != "cpu":
+    if device.type != "cpu" and shards == 1:
         yield (
             "Each bucket has launches of its own: where no message could hide behind the backward pass, "
             "DistributedDataParallel(..., bucket_cap_mb=10_000) makes one bucket of them all."
@@ -245,47 +297,15 @@ def _mean_over_processes(numbers: Sequence[float], transport: Transport) -> list
     return [fmean(column) for column in zip(*everyone, strict=True)]
 
 
-@contextmanager
-def _alone(module: nn.Module) -> Iterator[DistributedDataParallel]:
-    """Make a DDP model in a group of this process only."""
-    # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
-    group = own_subgroup(1, None)
-    try:
-        yield DistributedDataParallel(module, process_group=group)
-    finally:
-        dist.destroy_process_group(group)
-
-
-class _Turns:
-    """Hands DDP's buckets to the front whose turn it is: DDP takes one hook only."""
-
-    def __init__(self, front: BucketFront) -> None:
-        self.front = front
-
-    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """As `BucketFront.run`."""
-        return self.front.run(bucket)
-
-
 class _Bench:
     """Steps with every algorithm in turn, so that a busy machine slows all of them."""
 
-    def __init__(
-        self, ddp: DistributedDataParallel, one_step: OneStep, stopwatch: Stopwatch, entered: ExitStack
-    ) -> None:
-        self.ddp, self.one_step, self.stopwatch = ddp, one_step, stopwatch
-        self.variants = priced()
-        self.fronts: dict[str, BucketFront] = {
-            code: front_of(ddp, variant.algorithm, self.stopwatch.transport)
-            for code, variant in self.variants.items()
-        }
-        self.turns = _Turns(self.fronts[EXACT])
-        # DDP takes one hook, and never another one: whose turn it is changes behind it.
-        register(ddp, self.turns, thinwire_hook)
-        self.timelines: dict[str, list[Timeline]] = {code: [] for code in self.variants}
+    def __init__(self, subject: Subject, one_step: OneStep, stopwatch: Stopwatch, entered: ExitStack) -> None:
+        self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
+        self.timelines: dict[str, list[Timeline]] = {name: [] for name in subject.variants}
         self.memory_bytes: dict[str, int] = {}
         self.without_averaging: list[Timeline] = []
-        self.local = local_benches(ddp.module, self.stopwatch, entered)
+        self.local = local_benches(subject.module, stopwatch, entered)
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes; the first are not counted.
@@ -311,7 +331,7 @@ class _Bench:
             progress(f"round {done + 1} of {num_rounds}, a step with every algorithm")
             self._round()
         # While they are there: what the fronts keep goes with them.
-        self.memory_bytes = {code: front.engine.memory_bytes() for code, front in self.fronts.items()}
+        self.memory_bytes = {name: each.memory_bytes() for name, each in self.subject.engines.items()}
         for each in self.local:
             each.averaging.note_memory()
 
@@ -323,36 +343,45 @@ class _Bench:
             world_size: Processes.
         """
         of_gradients = [
-            _predicted(variant, self.timelines[code], self.memory_bytes[code], network, world_size)
-            for code, variant in self.variants.items()
+            _predicted(variant, self.timelines[name], self.memory_bytes[name], network, world_size)
+            for name, variant in self.subject.variants.items()
         ]
-        return of_gradients + [
+        averaged_less_often = [
             _predicted_local(each, self.without_averaging, network, world_size) for each in self.local
+        ]
+        # All processes of a replica send over one link.
+        return [
+            replace(
+                each,
+                code=self.subject.line(each),
+                sent_bytes=(self.subject.shards or 1) * each.sent_bytes,
+                received_bytes=(self.subject.shards or 1) * each.received_bytes,
+            )
+            for each in of_gradients + averaged_less_often
         ]
 
     def _round(self) -> None:
-        # DDP calls no hook in there.
-        with self.ddp.no_sync():
+        with self.subject.turn_of(None):
             self.without_averaging.append(self._step())
-        for code, front in self.fronts.items():
-            self.turns.front = front
-            timeline = self._step()
-            # DDP calls its hook in a backward pass only.
+        for name, timelines in self.timelines.items():
+            with self.subject.turn_of(name):
+                timeline = self._step()
+            # Hooks are called in a backward pass only.
             if not timeline.sent:
                 raise ConfigError(
                     "one_step(model) must run a backward pass on the model that it is given, through all of "
                     "its parameters"
                 )
-            self.timelines[code].append(timeline)
+            timelines.append(timeline)
         # Without gradients, so that what the inner optimizers take is no time at all.
-        self.ddp.zero_grad(set_to_none=True)
+        self.subject.model.zero_grad(set_to_none=True)
         for averaging in dict.fromkeys(each.averaging for each in self.local):
             averaging.make()
 
     def _step(self) -> Timeline:
-        self.ddp.zero_grad()
+        self.subject.model.zero_grad()
         self.stopwatch.start()
-        self.one_step(self.ddp)
+        self.one_step(self.subject.model)
         return self.stopwatch.timeline()
 
 
@@ -361,7 +390,7 @@ def _predicted(
 ) -> Prediction:
     return Prediction(
         variant.code,
-        f"thinwire.attach(ddp_model, thinwire.{variant.code})",
+        f"thinwire.{variant.code}",
         *_slowest_of([each.step_seconds(network) for each in timelines], world_size),
         # Of the last step: in the first one processes compare settings as well.
         message_bytes=timelines[-1].message_bytes(world_size),
@@ -413,7 +442,9 @@ def _slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float
 def _break_even(
     predictions: Callable[[Network], list[Prediction]],
     within_budget: Collection[str],
-    probe: Probe,
+    baseline_name: str,
+    link_bytes: Callable[[Collective, int], float],
+    latency_seconds: float,
     least_gain: float,
 ) -> float:
     """Return the bits per second below which the fastest compression wins enough over the baseline.
@@ -421,20 +452,21 @@ def _break_even(
     Args:
         predictions: On a network.
         within_budget: Names of what may be advised.
-        probe: Of the network that there is.
+        baseline_name: Of 16-bit averaging.
+        link_bytes: What a collective puts on a link, by the bytes that each process hands over.
+        latency_seconds: Of each message.
         least_gain: As of `advise`.
     """
 
     def gain_seconds(bits_per_second: float) -> float:
         def network(collective: Collective, handed_bytes: int) -> float:
             # A network of that rate alone: its latency is the probed one's.
-            bits = 8 * wire_bytes(collective, handed_bytes, probe.world_size)
-            return probe.latency_seconds + probe.wire_factor(collective) * bits / bits_per_second
+            return latency_seconds + 8 * link_bytes(collective, handed_bytes) / bits_per_second
 
         found = predictions(network)
         compressed = [each for each in found if each.is_lossy and not each.averages_less_often]
         accepted = [each for each in compressed if each.name in within_budget] or compressed
-        baseline = next(each.step_seconds for each in found if each.name == BASELINE)
+        baseline = next(each.step_seconds for each in found if each.name == baseline_name)
         return (1 - least_gain) * baseline - min(each.step_seconds for each in accepted)
 
     # By bisection on a logarithmic scale: the slower the link, the more compression wins.

@@ -28,8 +28,9 @@ class Prediction:
         loss_gap_order: 0 for what is not lossy; else its place among all by their loss gaps, from 1, the
             smallest, on; what has no known gap comes last.
         averages_less_often: Whether whole models are averaged now and then, in place of gradients.
-        sent_bytes: What leaves a process on the wire, mean per step.
-        received_bytes: What reaches it.
+        sent_bytes: What leaves a process on the wire, mean per step; of a sharded model, all processes of a
+            replica together.
+        received_bytes: What reaches it, or them.
         loss: The gap to exact averaging's loss that is to be expected.
         published: What others have measured of it; None if nothing.
     """
@@ -69,6 +70,7 @@ class Advice:
         least_gain: What an approximation must win at least, as a share of the baseline's step.
         budget_loss: The largest loss gap that is accepted, as a share of exact averaging's loss.
         optimizer: With which losses were looked up; None for the worst of all.
+        shards: Processes that hold a replica of a sharded model together; None of any other model.
         notes: What should be known besides, in words.
     """
 
@@ -81,6 +83,7 @@ class Advice:
     least_gain: float
     budget_loss: float = math.inf
     optimizer: str | None = None
+    shards: int | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -20,15 +21,17 @@ from thinwire.advice.lines import lines_to_paste
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import Advice
 from thinwire.advice.words import LOSS_LEGEND, verdict
-from thinwire.cli.job import alone
+from thinwire.cli.job import alone, joined_job
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
+from thinwire.fronts.ddp_model import is_fsdp2
+from thinwire.local_job import run_here
 from thinwire.probe import Probe
 
 __all__ = ["advise", "show"]
 
 COLUMNS_LEGEND = (
-    "between: the quartiles; %: of a step with 16 bits; MB: what leaves a process per step, and as much "
+    "between: the quartiles; %: of a step with 16 bits; MB: what leaves a {place} per step, and as much "
     "reaches it; kept: MB between steps"
 )
 
@@ -51,6 +54,14 @@ def advise(
         str | None,
         typer.Option(metavar="NAME", help="What trains the model.", show_default="the worst of all known"),
     ] = None,
+    sharded: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SHARDS",
+            help="Shard it by FSDP2 over so many processes of each machine; so many are started here.",
+            show_default="each process holds all of it",
+        ),
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well, with a picture.")
     ] = None,
@@ -58,9 +69,11 @@ def advise(
 ) -> None:
     """Predict what each algorithm would make of a step of your model on the network that was probed.
 
-    Runs on one process, on a machine like those that will train.
+    Runs on one process (with --sharded on SHARDS), on a machine like those that will train.
 
     Example: `thinwire advise --probe probe.json --model my_pkg.models:build --step my_pkg.models:one_step`
+
+    Example: `… --sharded 8`, with a probe of one process on each machine
 
     Example: `… --optimizer AdamW --budget-loss 0.5% --html advice.html`
     """
@@ -70,13 +83,17 @@ def advise(
     # As `python -m` does: a user's modules lie where the command is called.
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
-    with alone():
+    run_here(sharded, "--sharded")
+    with alone() if sharded is None else joined_job("advise", None) as device:
         # Within the group: a model may ask for it when it is built.
         built = _called(build, model)
         if not isinstance(built, nn.Module):
             raise ConfigError(f"{model} must return a torch.nn.Module, got {built!r}")
+        if device is not None and not is_fsdp2(built):
+            _shard(built.to(device))
+        is_first = sharded is None or os.environ["RANK"] == "0"
         # Progress goes where output that is parsed does not.
-        console = Console(stderr=True, quiet=as_json)
+        console = Console(stderr=True, quiet=as_json or not is_first)
         with shown_measuring(console, budget_seconds) as show_measuring:
             advice = measure(
                 built,
@@ -87,6 +104,8 @@ def advise(
                 optimizer=optimizer,
                 progress=show_measuring,
             )
+    if not is_first:
+        return
     if as_json:
         print(json.dumps(_plain(advice)))
     else:
@@ -96,6 +115,24 @@ def advise(
         from thinwire.report.advice import advice_page  # noqa: PLC0415 - needed here alone
 
         html.write_text(advice_page(advice), encoding="utf-8")
+
+
+def _shard(model: nn.Module) -> None:
+    """Shard a model as its owner would: block by block, then the rest.
+
+    Args:
+        model: On the device that trains it.
+    """
+    # DTensors take seconds to import.
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+    # A list of modules is one of blocks that are alike, each of which is gathered by itself.
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
+    blocks = dict.fromkeys(block for each in lists for block in each if not isinstance(block, nn.ModuleList))
+    # From the inside out, as FSDP2 asks.
+    for block in reversed(blocks):
+        fully_shard(block)
+    fully_shard(model)
 
 
 def _share(text: str) -> float:
@@ -198,7 +235,8 @@ def show(advice: Advice, console: Console) -> None:
             each.loss.short,
         )
     console.print(table)
-    lines = [COLUMNS_LEGEND, LOSS_LEGEND, "", *_frontier(advice), *verdict(advice)]
+    place = "process" if advice.shards is None else "machine"
+    lines = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, "", *_frontier(advice), *verdict(advice)]
     if not advice.nothing_to_win:
         for front, pasted in lines_to_paste(advice).items():
             lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]

@@ -23,7 +23,7 @@ from thinwire.foreign import (
     whole_number_of,
 )
 
-__all__ = ["PairTiming", "Probe", "Timing", "nodes_of"]
+__all__ = ["PairTiming", "Probe", "Timing", "nodes_of", "ring_share"]
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 24
@@ -167,14 +167,20 @@ class Probe:
             if len(read) > MAX_FILE_BYTES:
                 raise ValueError(f"it is longer than {MAX_FILE_BYTES:,} bytes")
             # Checked value by value: a field that is not a number would end in a traceback much later.
-            return cls._from_plain(parsed(read.decode()))
+            return cls.from_json(read.decode())
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path} is not what `thinwire probe --save` writes ({error}); measure again"
             ) from error
 
     @classmethod
-    def _from_plain(cls, plain: object) -> Probe:
+    def from_json(cls, text: str) -> Probe:
+        """Return what `to_json` wrote.
+
+        Raises:
+            ValueError: It is none, or of another version.
+        """
+        plain = parsed(text)
         version = whole_number_of("version", field_of(plain, "version"))
         if version != VERSION:
             raise ValueError(f"version {version}, expected {VERSION}")

@@ -41,11 +41,6 @@ class ShardedReplica(Replica):
         process_group: dist.ProcessGroup | Transport | None,
         mesh: DeviceMesh | None,
     ) -> None:
-        if isinstance(process_group, Transport):
-            raise AttachError(
-                "a sharded model's shards are in a process group, so its replicas must be: pass a "
-                'process group, or mesh=mesh["replicate"]'
-            )
         sharded = ShardedModel(module)
         own = sharded.mesh()
         if sharded.is_replicated:
@@ -53,7 +48,9 @@ class ShardedReplica(Replica):
                 "replicate averages this model's gradients in every step; pass the plain module instead, "
                 "without replicate"
             )
-        super().__init__(replicas_of(sharded, process_group, mesh))
+        if not isinstance(process_group, Transport):
+            process_group = replicas_of(sharded, process_group, mesh)
+        super().__init__(process_group)
         self._pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
         refuse_attached(
             self._pieces.values(),

@@ -1,0 +1,112 @@
+"""A model whose steps are timed with each algorithm: a whole replica on this process, in DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.advice.result import Prediction
+from thinwire.algorithms import registry
+from thinwire.algorithms.registry import Variant
+from thinwire.channel import Transport, own_subgroup
+from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
+from thinwire.fronts.ddp_model import register
+from thinwire.sync import Engine
+
+__all__ = ["BASELINE", "EXACT", "OVERFLOWING", "Replicated", "Subject", "priced"]
+
+# 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
+EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
+
+
+def priced() -> dict[str, Variant]:
+    """Return the algorithms that are priced, as they are written in code."""
+    return {variant.code: variant for each in registry.REGISTRY for variant in each.priced}
+
+
+class Subject(Protocol):
+    """What is trained while steps are timed.
+
+    Attributes:
+        model: What `one_step` is called with.
+        module: What averages whole models.
+        variants: The algorithms that it can be averaged with, by name.
+        engines: Of each.
+        baseline: Name of 16-bit averaging.
+        shards: Processes that hold a replica together; None where each holds all of it.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    variants: Mapping[str, Variant]
+    engines: Mapping[str, Engine]
+    baseline: str
+    shards: int | None
+
+    def turn_of(self, name: str | None) -> AbstractContextManager[object]:
+        """Return within what a step is averaged with an algorithm, or with None not at all."""
+
+    def line(self, prediction: Prediction) -> str:
+        """Return what to write.
+
+        Args:
+            prediction: Whose `code` is the algorithm, or the lines around a training loop.
+        """
+
+
+class Replicated:
+    """A model in a DDP group of this process only; see `Subject`.
+
+    Args:
+        module: Is given hooks: a copy of the user's.
+        transport: Takes all messages.
+        entered: Ends the group.
+    """
+
+    shards: int | None = None
+    baseline = BASELINE
+
+    def __init__(self, module: nn.Module, transport: Transport, entered: ExitStack) -> None:
+        # In a larger one, DDP would broadcast buffers in each step, among processes that each measure alone.
+        group = own_subgroup(1, None)
+        entered.callback(dist.destroy_process_group, group)
+        self.module = module
+        self._ddp = DistributedDataParallel(module, process_group=group)
+        self.model: nn.Module = self._ddp
+        self.variants: Mapping[str, Variant] = priced()
+        self._fronts: dict[str, BucketFront] = {
+            code: front_of(self._ddp, variant.algorithm, transport) for code, variant in self.variants.items()
+        }
+        self.engines: Mapping[str, Engine] = {code: front.engine for code, front in self._fronts.items()}
+        self._front = self._fronts[EXACT]
+        # DDP takes one hook, and never another one: whose turn it is changes behind it.
+        register(self._ddp, self, thinwire_hook)
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """As `BucketFront.run`, of the front whose turn it is."""
+        return self._front.run(bucket)
+
+    @contextmanager
+    def turn_of(self, name: str | None) -> Iterator[None]:
+        """As `Subject.turn_of`."""
+        if name is None:
+            # DDP calls no hook in there.
+            with self._ddp.no_sync():
+                yield
+            return
+        self._front = self._fronts[name]
+        yield
+
+    def line(self, prediction: Prediction) -> str:
+        """As `Subject.line`."""
+        if prediction.averages_less_often:
+            return prediction.code
+        return f"thinwire.attach(ddp_model, {prediction.code})"

@@ -1,0 +1,168 @@
+"""A sharded model whose steps are timed with each algorithm: on the processes that hold one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.advice.replicated import BASELINE, priced
+from thinwire.advice.result import Prediction
+from thinwire.algorithms.registry import Variant
+from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
+from thinwire.errors import AttachError, ConfigError, GradientError
+from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
+from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of, reshard
+from thinwire.probe import Probe
+from thinwire.probe import probe as measure_network
+from thinwire.sync import Engine, Settings
+
+__all__ = ["NATIVE", "Sharded", "probed_between_replicas", "shards_of"]
+
+# It sends what `Cast("bf16")` sends, at the same moments, and needs no Thinwire.
+NATIVE = "native HSDP in bf16"
+
+
+class Sharded:
+    """A model of `fully_shard`, whose replicas' messages go to a stopwatch; see `Subject`.
+
+    FSDP2's own messages are sent, between the processes of the replica. A sharded model can't be copied, so
+    parameters, buffers and gradients are put back when it is left.
+
+    Args:
+        model: Of which `fully_shard` holds all trained parameters.
+        transport: Takes all messages between replicas.
+        entered: Takes the hooks off again.
+
+    Raises:
+        AttachError: It is not sharded as `attach` needs it, or attached already.
+        ConfigError: `replicate` holds it.
+    """
+
+    baseline = NATIVE
+
+    def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
+        sharded = ShardedModel(model)
+        shards, pieces = shards_of(model), pieces_of(model, sharded)
+        refuse_attached(pieces, "ask for advice before it is attached")
+        entered.enter_context(_put_back(model))
+        together = shards if shards.size > 1 else None
+        self.model = self.module = model
+        self.shards: int | None = shards.size
+        variants: dict[str, Variant] = {}
+        engines: dict[str, Engine] = {}
+        self._fronts: dict[str, ShardedFront] = {}
+
+        def add(variant: Variant, pieces: list[Piece]) -> None:
+            engine = Engine(variant.algorithm, transport, specs_of(pieces), Settings(together=together))
+            variants[variant.code], engines[variant.code] = variant, engine
+            self._fronts[variant.code] = ShardedFront(engine, shards, sharded, pieces, overlap=True)
+
+        for code, variant in priced().items():
+            add(replace(variant, code=NATIVE) if code == BASELINE else variant, pieces)
+        # What sends something else for whole tensors than for shards of them, with the option that does so.
+        for variant in list(variants.values()) if together is not None else []:
+            try:
+                cut = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
+                plan = Engine(variant.algorithm, transport, specs_of(cut), Settings(together=together)).plan
+            except (AttachError, ConfigError, GradientError):
+                continue
+            if plan.message_bytes != engines[variant.code].plan.message_bytes:
+                add(replace(variant, code=f"{variant.code}, whole_matrices=True"), cut)
+        self.variants: Mapping[str, Variant] = variants
+        self.engines: Mapping[str, Engine] = engines
+        self._front: ShardedFront | None = None
+        for piece in pieces:
+            if piece.parameter.requires_grad:
+                parameter = piece.parameter
+                hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                entered.callback(hook.remove)
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if self._front is not None:
+            self._front.arrived(parameter)
+
+    @contextmanager
+    def turn_of(self, name: str | None) -> Iterator[None]:
+        """As `Subject.turn_of`."""
+        self._front = None if name is None else self._fronts[name]
+        yield
+
+    def line(self, prediction: Prediction) -> str:
+        """As `Subject.line`."""
+        if prediction.name == NATIVE:
+            return (
+                "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
+                "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+            )
+        sharding, replicas = 'fully_shard(model, mesh=mesh["shard"])\n', 'mesh=mesh["replicate"]'
+        if prediction.averages_less_often:
+            return f"{sharding}{prediction.code.removesuffix('):')}, {replicas}):"
+        return f"{sharding}thinwire.attach(model, {prediction.code}, {replicas})"
+
+
+def shards_of(model: nn.Module) -> Transport:
+    """Return what joins the processes of a replica.
+
+    Args:
+        model: Of `fully_shard`.
+
+    Raises:
+        AttachError: PyTorch itself averages over replicas, or parts of the model have other meshes.
+        ConfigError: `replicate` holds it.
+    """
+    sharded = ShardedModel(model)
+    mesh = sharded.mesh()
+    if sharded.is_replicated:
+        raise ConfigError(
+            "advise got a model of replicate, which is whole on each process; pass the plain module, as it "
+            "is before replicate"
+        )
+    if mesh.size() == 1:
+        return InProcessTransport.group(1)[0]
+    return ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
+
+
+def probed_between_replicas(model: nn.Module, mesh: DeviceMesh | None) -> Probe:
+    """Probe the links between replicas, by the first process of each; the same on all of a replica.
+
+    Args:
+        model: Of `fully_shard`.
+        mesh: As of `attach`.
+
+    Raises:
+        ConfigError: It is not known where the other replicas are.
+        AttachError: The mesh is not of equal shards.
+    """
+    if mesh is None:
+        raise ConfigError(
+            "a sharded model does not tell where its other replicas are: pass a probe of one process per "
+            'replica (thinwire probe --save), or mesh=mesh["replicate"] to probe now'
+        )
+    shards, replicas = shards_of(model), replicas_of(ShardedModel(model), None, mesh)
+    # One shard alone: all at once they would share the link, each at moments of its own.
+    own = measure_network(replicas).to_json() if shards.rank == 0 else ""
+    first, *_ = gather_bytes(own.encode(), shards, "advise: the probe")
+    return Probe.from_json(first.decode())
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Leave parameters, buffers and gradients as they are now."""
+    tensors = [local_of(each) for each in (*model.parameters(), *model.buffers())]
+    held = [each.clone() for each in tensors]
+    gradients = [(each, each.grad) for each in model.parameters()]
+    for each, _ in gradients:
+        each.grad = None
+    try:
+        yield
+    finally:
+        reshard(model)
+        for tensor, before in zip(tensors, held, strict=True):
+            tensor.copy_(before)
+        for each, gradient in gradients:
+            each.grad = gradient

@@ -1,0 +1,159 @@
+"""`thinwire.advise` of a model that `fully_shard` holds: its bytes, and the link that its shards share."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import thinwire
+from pool import Pool
+from thinwire import Advice, ConfigError
+from thinwire.advice import local, measure, replicated, sharded
+from thinwire.advice.lines import lines_to_paste
+from thinwire.advice.timeline import Sent, Timeline
+from thinwire.advice.variants import LOCAL_VARIANTS
+from thinwire.errors import AttachError
+from thinwire.fronts.sharded.model import local_of
+from thinwire.probe import Probe, Timing, probe
+from thinwire.probe.result import ring_share
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROWS, COLUMNS, RANK = 256, 512, 4
+WHOLE = f"PowerSGD(matrix_rank={RANK}), whole_matrices=True"
+FEW = ["AllReduce()", 'Cast("bf16")', "Quantize(bits=4)", f"PowerSGD(matrix_rank={RANK})"]
+FEW += [f"PowerSGD(matrix_rank={RANK}, alternating=True)"]
+
+
+def network(bits_per_second: float, world_size: int = 2, nodes: list[list[int]] | None = None) -> Probe:
+    """What a probe would have found where a message of nothing takes a millisecond."""
+    timings = [
+        Timing(size, [0.001 + ring_share(world_size) * 8 * size / bits_per_second])
+        for size in (4, 1 << 20, 1 << 24)
+    ]
+    return Probe(world_size, "gloo", "cpu", timings, [], nodes or [list(range(world_size))])
+
+
+def one_step(model: nn.Module) -> None:
+    torch.autograd.backward(model(torch.ones(4, COLUMNS)).square().mean())
+
+
+def test_shards_share_a_link_and_send_less_of_whole_matrices(pool4: Pool) -> None:
+    everyone = pool4.run(_advised)
+    first, of_all, probed, notes = everyone[0]
+    assert all(each[0].predictions == first.predictions for each in everyone)
+    assert first.shards == 2
+    assert first.baseline.name == "native HSDP in bf16"
+    sent = {each.name: each.sent_bytes for each in first.predictions}
+    assert len(sent) == len(FEW) + 1 + 1  # none of what alternates
+    # Of a machine, both ways alike: between two a ring sends each byte once.
+    numbers = ROWS * COLUMNS
+    flags = 2 * 2  # a byte of each process: which parameters have gradients
+    assert sent["AllReduce()"] == pytest.approx(4 * numbers, abs=flags + 16)
+    assert sent["native HSDP in bf16"] == pytest.approx(2 * numbers, abs=flags + 16)
+    assert sent["Quantize(bits=4)"] < numbers
+    # docs/sharded.md: r (m + W n) numbers of shards, r (m + n) of what is whole.
+    assert sent[f"PowerSGD(matrix_rank={RANK})"] == pytest.approx(4 * RANK * (ROWS + 2 * COLUMNS), abs=40)
+    assert sent[WHOLE] == pytest.approx(4 * RANK * (ROWS + COLUMNS), abs=40)
+    assert sent["DiLoCo(every_steps=30)"] < sent["Quantize(bits=4)"] / 29
+    # A megabit a second, so that nothing else counts: what two processes send goes over one link.
+    seconds = {each.name: each.step_seconds for each in first.predictions}
+    assert seconds["AllReduce()"] == pytest.approx(8 * 4 * numbers / 1e6, rel=0.2)
+    memory = {each.name: each.memory_bytes for each in first.predictions}
+    assert memory["DiLoCo(every_steps=30)"] == 2 * 4 * numbers / 2  # of a shard: last average and momentum
+    # Probed on all four, of which two and two are near each other, the same network is found.
+    found = {each.name: each.step_seconds for each in of_all.predictions}
+    assert found["AllReduce()"] == pytest.approx(seconds["AllReduce()"], rel=0.2)
+    assert probed.baseline.step_seconds > 0
+    assert notes[0] == notes[1] == notes[2]
+    assert first.best.is_lossy
+    assert lines_to_paste(first) == {"FSDP2": first.best.code}
+    assert first.best.code.startswith('fully_shard(model, mesh=mesh["shard"])\n')
+    assert 'mesh=mesh["replicate"]' in first.best.code
+    compile(first.best.code + (" pass" if first.best.code.endswith(":") else ""), "to paste", "exec")
+    assert "2 replicas of 2 shards, 4 processes" in first.notes[-1]
+
+
+def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
+    assert dist.get_world_size() == 4
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(3)
+    model = nn.Linear(COLUMNS, ROWS, bias=False)
+    fully_shard(model, mesh=mesh["shard"])
+    one_step(model)
+    states = [_state(model)]
+    few = {code: variant for code, variant in replicated.priced().items() if code in FEW}
+    advise = partial(thinwire.advise, model, one_step, budget_seconds=0.05, budget_loss=float("inf"))
+    with (
+        patch.object(sharded, "priced", lambda: few),
+        patch.object(
+            local, "LOCAL_VARIANTS", [e for e in LOCAL_VARIANTS if e.name == "DiLoCo(every_steps=30)"]
+        ),
+        patch.object(sharded, "measure_network", partial(probe, budget_seconds=0.1)),
+    ):
+        first = advise(network(1e6))
+        of_all = advise(network(1e6, 4, [[0, 1], [2, 3]]))
+        states.append(_state(model))
+        probed = advise(mesh=mesh["replicate"])
+    states.append(_state(model))
+    with pytest.raises(ConfigError, match="pass a probe of one process per replica"):
+        advise()
+    sync = thinwire.attach(model, thinwire.AllReduce(), mesh=mesh)
+    with pytest.raises(AttachError, match="ask for advice before it is attached"):
+        advise(network(1e6))
+    assert sync.steps == 0
+    return first, of_all, probed, states
+
+
+def _state(model: nn.Module) -> Any:
+    """Weights, gradients and number of hooks: what must be as it was."""
+    (weight,) = model.parameters()
+    assert weight.grad is not None
+    hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+    return local_of(weight).tolist(), local_of(weight.grad).tolist(), len(hooks)
+
+
+def test_a_mesh_is_for_sharded_models_only() -> None:
+    with pytest.raises(ConfigError, match="mesh is for models of fully_shard; leave it out"):
+        measure.advise(nn.Linear(2, 2), one_step, network(1e6), mesh=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rate", "results"),
+    [(1e8, "2026-11-22-sharded-medium.json"), (1e9, "2026-11-22-sharded-medium-1gbit.md")],
+)
+def test_the_reckoning_of_a_shared_link_fits_measured_steps(rate: float, results: str) -> None:
+    """On the table as data: compute only, and the bytes of a machine's link, give what a step took."""
+    table = [
+        [cell.strip() for cell in line.strip("|\n").split("|")]
+        for line in (RESULTS / results).with_suffix(".md").read_text().splitlines()
+        if line.startswith("|") and line.count("|") == 8
+    ]
+    rows = {row[0]: (float(row[1]) / 1e3, float(row[5]) * 1e6) for row in table[2:]}
+    compute, _ = rows.pop("compute only")
+    errors = {}
+    for name, (seconds, machine_bytes) in rows.items():
+        is_local = name.startswith("DiLoCo")
+        # Two thirds of a step are its backward pass, in which the shards of seven modules are sent in turn.
+        sent = tuple(
+            Sent(
+                compute * (1 if is_local else 1 / 3 + 2 / 3 * (part + 1) / 7),
+                int(machine_bytes / 2 / 7),
+                compute,
+            )
+            for part in range(7)
+        )
+        link = partial(measure.shared_link_seconds, network(rate), 2, 2)
+        errors[name] = Timeline(sent, compute).step_seconds(link) / seconds - 1
+    assert len(errors) >= 6
+    assert median(map(abs, errors.values())) < 0.15, errors
+    assert max(map(abs, errors.values())) < 0.25, errors
