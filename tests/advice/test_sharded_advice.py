@@ -132,7 +132,11 @@ def test_a_mesh_is_for_sharded_models_only() -> None:
     [(1e8, "2026-11-22-sharded-medium.json"), (1e9, "2026-11-22-sharded-medium-1gbit.md")],
 )
 def test_the_reckoning_of_a_shared_link_fits_measured_steps(rate: float, results: str) -> None:
-    """On the table as data: compute only, and the bytes of a machine's link, give what a step took."""
+    """On the table as data: compute only, and the bytes of a machine's link, give what a step took.
+
+    There four processes shared two cores, and messages hid behind nothing: all are sent when the pass ends.
+    Arithmetic is left out, so what compresses may be predicted too low, never too high by much.
+    """
     table = [
         [cell.strip() for cell in line.strip("|\n").split("|")]
         for line in (RESULTS / results).with_suffix(".md").read_text().splitlines()
@@ -142,18 +146,10 @@ def test_the_reckoning_of_a_shared_link_fits_measured_steps(rate: float, results
     compute, _ = rows.pop("compute only")
     errors = {}
     for name, (seconds, machine_bytes) in rows.items():
-        is_local = name.startswith("DiLoCo")
-        # Two thirds of a step are its backward pass, in which the shards of seven modules are sent in turn.
-        sent = tuple(
-            Sent(
-                compute * (1 if is_local else 1 / 3 + 2 / 3 * (part + 1) / 7),
-                int(machine_bytes / 2 / 7),
-                compute,
-            )
-            for part in range(7)
-        )
+        # The shards of seven modules; of each host's bytes one process has sent half.
+        sent = (Sent(compute, int(machine_bytes / 2 / 7), compute),) * 7
         link = partial(measure.shared_link_seconds, network(rate), 2, 2)
         errors[name] = Timeline(sent, compute).step_seconds(link) / seconds - 1
     assert len(errors) >= 6
     assert median(map(abs, errors.values())) < 0.15, errors
-    assert max(map(abs, errors.values())) < 0.25, errors
+    assert -0.25 < min(errors.values()) < max(errors.values()) < 0.1, errors

@@ -10,6 +10,9 @@ from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
 
 __all__ = ["Advice", "Prediction", "choose", "tied"]
 
+# Of approximations that tie, none is advised that is predicted to be slower than the fastest by more.
+MAX_SLOWDOWN = 1.1
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -60,7 +63,7 @@ class Advice:
         baseline: Averaging in 16 bits, to compare with.
         best: What is advised: of those within the loss budget that tie with the fastest of them, the one with
             the smallest loss gap, but an approximation only if it wins more than `least_gain` over the
-            fastest of the others. Never fp16, whose range large gradients leave: bf16 sends the same.
+            fastest of the others, and is at most a tenth slower than the fastest. Never fp16, whose range large gradients leave: bf16 sends the same.
         tied: Within the loss budget the fastest, and those that are no slower for sure: their quartiles
             overlap with its own.
         break_even_bits_per_second: The link rate below which the fastest compression within the loss budget
@@ -164,7 +167,13 @@ def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float =
     careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds
     # An approximation has a price, known or not, so it must win something over what has none.
-    worth = [each for each in tied(within) if not each.is_lossy or each.step_seconds < max_seconds]
+    # Where steps are noisy, quartiles overlap with those of half the speed: a smaller gap is worth less time.
+    slowest = MAX_SLOWDOWN * within[0].step_seconds
+    worth = [
+        each
+        for each in tied(within)
+        if not each.is_lossy or (each.step_seconds < max_seconds and each.step_seconds <= slowest)
+    ]
     return min(worth or tied(careful), key=lambda each: (each.loss_gap_order, each.step_seconds))
 
 

@@ -32,7 +32,11 @@ def verdict(advice: Advice) -> list[str]:
         # Said before what follows from it: the one advised may not be the first of the table.
         tie = f"Not distinguishable from the fastest: {names}."
         if advice.best in advice.tied:
-            gap = "the smallest loss gap of those that win enough" if advice.best.is_lossy else "no loss gap"
+            gap = (
+                "the smallest loss gap of those that win enough, within a tenth of the fastest"
+                if advice.best.is_lossy
+                else "no loss gap"
+            )
             tie += f" {advice.best.name} has {gap}."
         lines.append(tie)
     lines.append(f"Compressed messages win more than {gained} on {where}.")
