@@ -63,7 +63,8 @@ class Advice:
         baseline: Averaging in 16 bits, to compare with.
         best: What is advised: of those within the loss budget that tie with the fastest of them, the one with
             the smallest loss gap, but an approximation only if it wins more than `least_gain` over the
-            fastest of the others, and is at most a tenth slower than the fastest. Never fp16, whose range large gradients leave: bf16 sends the same.
+            fastest of the others, and is at most a tenth slower than the fastest. Never fp16, whose range
+            large gradients leave: bf16 sends the same.
         tied: Within the loss budget the fastest, and those that are no slower for sure: their quartiles
             overlap with its own.
         break_even_bits_per_second: The link rate below which the fastest compression within the loss budget
