@@ -134,6 +134,8 @@ def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", local_job.STORE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     run_here(None)
+    with pytest.raises(ConfigError, match="sharded must be a whole number of at least 1, got 0"):
+        run_here(0, "--sharded")
     with pytest.raises(ConfigError, match="processes must be a whole number of at least 1, got 0"):
         run_here(0)
     monkeypatch.setenv("RANK", "0")

@@ -33,6 +33,7 @@ SURFACE = {
         "--budget-seconds",
         "--budget-loss",
         "--optimizer",
+        "--sharded",
         "--html",
         "--json",
     ],
