@@ -17,9 +17,11 @@ import torch
 
 from thinwire.algorithms.kernels.base import Kernels
 from thinwire.algorithms.kernels.codes import CodeKernels
+from thinwire.algorithms.kernels.entries import EntryKernels
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, Write
 from thinwire.algorithms.kernels.numba.limits import FACTOR_ROWS
 from thinwire.algorithms.kernels.torch_codes import TorchCodes
+from thinwire.algorithms.kernels.torch_entries import TorchEntries
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 from thinwire.algorithms.kernels.triton import limits as triton_limits
 from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
@@ -32,6 +34,7 @@ __all__ = [
     "Backend",
     "backends",
     "code_kernels_for",
+    "entry_kernels_for",
     "kernels_for",
     "orthonormal_rows",
     "products",
@@ -53,6 +56,7 @@ class Backend:
         load: Returns the kernels, or None where they can't be used; called only if they would serve.
         serves_codes: The same of averaging in few bits: whether a tensor like this one is served.
         load_codes: Returns the kernels for that, or None.
+        load_entries: Returns the kernels for few entries, or None. Serving codes, it serves those.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Backend:
     load: Callable[[], Kernels | None]
     serves_codes: Callable[[torch.Tensor], bool]
     load_codes: Callable[[], CodeKernels | None]
+    load_entries: Callable[[], EntryKernels | None] = lambda: None
 
 
 def _numba_serves(like: torch.Tensor, matrix_rank: int) -> bool:
@@ -99,6 +104,14 @@ def _numba_codes() -> CodeKernels | None:
     return cast("CodeKernels", module.NumbaCodes())
 
 
+@lru_cache(maxsize=1)
+def _numba_entries() -> EntryKernels | None:
+    if _numba_kernels() is None:
+        return None
+    module = import_module("thinwire.algorithms.kernels.numba.numba_entries")
+    return cast("EntryKernels", module.NumbaEntries())
+
+
 def _triton_serves(like: torch.Tensor, matrix_rank: int) -> bool:
     if not triton_limits.reaches(like.device):
         return False
@@ -124,7 +137,7 @@ def _triton_serves_codes(like: torch.Tensor) -> bool:
 
 # One of each for the process: groups are put together by the kernels that serve them. None of them compiles
 # anything before it is asked for something.
-_triton, _torch = (TritonKernels(), TritonCodes()), (TorchKernels(), TorchCodes())
+_triton, _torch = (TritonKernels(), TritonCodes()), (TorchKernels(), TorchCodes(), TorchEntries())
 
 NUMBA = Backend(
     "Numba",
@@ -133,6 +146,7 @@ NUMBA = Backend(
     # With several threads as well: PyTorch's many passes over a part that stays in cache gain little by them.
     lambda like: like.device.type == "cpu" and like.dtype == torch.float32,
     _numba_codes,
+    _numba_entries,
 )
 TRITON = Backend(
     "Triton",
@@ -142,7 +156,12 @@ TRITON = Backend(
     lambda: _triton[1] if triton_limits.can_be_used() else None,
 )
 TORCH = Backend(
-    "PyTorch", lambda like, matrix_rank: True, lambda: _torch[0], lambda like: True, lambda: _torch[1]
+    "PyTorch",
+    lambda like, matrix_rank: True,
+    lambda: _torch[0],
+    lambda like: True,
+    lambda: _torch[1],
+    lambda: _torch[2],
 )
 
 backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
@@ -181,6 +200,22 @@ def code_kernels_for(like: torch.Tensor) -> CodeKernels:
                 return kernels
     names = ", ".join(backend.name for backend in backends)
     raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+
+
+def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
+    """Return the kernels of the first backend that serves averaging of few entries.
+
+    Args:
+        like: What is averaged; its device and type count.
+    """
+    # On an accelerator PyTorch's: nobody else has any, and to ask others might warn of what they lack.
+    serving = backends if like.device.type == "cpu" else (TORCH,)
+    for backend in serving:
+        if backend.serves_codes(like):
+            kernels = backend.load_entries()
+            if kernels is not None:
+                return kernels
+    return _torch[2]
 
 
 def products(

@@ -1,8 +1,7 @@
-"""A bucket's gradients cut into chunks, and the largest entries of each chunk."""
+"""A bucket's gradients cut into chunks."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Chunks", "Run", "chunks_of", "kept_of", "largest"]
+__all__ = ["Chunks", "Run", "chunks_of", "kept_of"]
 
 
 class Run(NamedTuple):
@@ -100,35 +99,3 @@ def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tu
             runs[shorter].append(Run(parameter, first + count * length, 1))
         first += spec.numel
     return tuple(Chunks(each, kept_of(each, density), tuple(found)) for each, found in runs.items())
-
-
-def largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return where the entries of largest magnitude stand in each row, in ascending order.
-
-    NaN counts as the largest, then infinity. Of equal ones any may be taken.
-
-    Args:
-        rows: (rows, length).
-        kept: How many of each row.
-
-    Returns:
-        int64, (rows, kept).
-
-    Examples:
-        >>> largest(torch.tensor([[1.0, -5.0, 0.0, 2.0]]), 2)
-        tensor([[1, 3]])
-    """
-    # Only the groups with the highest peaks can have the largest entries: to order those alone is three times
-    # as fast as to order whole rows.
-    num_rows, length = rows.shape
-    size = 1 << int(math.log2(length / kept) / 2 + 0.5)  # about as many groups as there are candidates
-    if size == 1 or length % size:
-        return rows.abs().topk(kept, sorted=False).indices.sort(1).values
-    num_groups = length // size
-    grouped = rows.view(num_rows, size, num_groups)  # a group's entries lie `num_groups` apart
-    # Of both extremes, and not of `abs`: that would write all of the gradient once more.
-    peaks = torch.maximum(grouped.amax(1), grouped.amin(1).neg_())
-    groups = peaks.topk(kept, sorted=False).indices
-    candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)
-    best = candidates.topk(kept, sorted=False).indices
-    return (best // kept * num_groups + groups.gather(1, best % kept)).sort(1).values

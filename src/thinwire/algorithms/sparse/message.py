@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from thinwire.algorithms.kernels.dispatch import entry_kernels_for
 from thinwire.algorithms.low_bit.packing import pack, packed_bytes, unpack
-from thinwire.algorithms.sparse.chunks import Chunks, largest
+from thinwire.algorithms.sparse.chunks import Chunks
 from thinwire.algorithms.sparse.levels import SCALE_DTYPE, codes_of, end_levels, on_the_wire, values_of
 
 __all__ = ["Entries", "Message"]
@@ -136,6 +137,10 @@ class Message:
         self._sent[device] = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
         return self._sent[device]
 
+    def kept(self, device: torch.device) -> torch.Tensor:
+        """Return the entries of each chunk, int64, (chunks,)."""
+        return self._chunks(device)[2]
+
     def _of_entries(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return of each entry its chunk, where that begins, and its mark if the high bits were zero."""
         starts, shifts, kept, _ = self._chunks(device)
@@ -159,11 +164,10 @@ class Message:
             uint8, (`num_bytes`,).
         """
         found, picked, ends = [], [], []
-        # Chunks of one length at a time, as rows of one tensor.
+        kernels = entry_kernels_for(flat)
+        # Chunks of one length at a time.
         for chunks in self.parts:
-            rows = chunks.rows(flat)
-            positions = largest(rows, chunks.kept)
-            values = rows.gather(1, positions)
+            positions, values = kernels.largest(flat, chunks)
             found.append(positions.view(-1))
             picked.append(values.view(-1))
             ends.append(end_levels(values, self.bits))
