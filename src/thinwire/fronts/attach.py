@@ -57,14 +57,14 @@ def attach(
         grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
             function that returns what the loss of the step under way was multiplied by. Error memory is
             then kept in unscaled units, so that a change of scale changes no result.
-        host_check: Whether the host learns in each step if all means were finite, for which it waits for
-            the device. If not, steps don't make it wait, but for those that send what another
-            algorithm has left in the residual, for `warm_start=False` and for a function as `grad_scaler`. A
-            step that is not finite leaves the error memory as it was and makes the gradients NaN just so, but
-            counts in `steps`, a warm-up and the turns of `alternating` (which then starts from random
-            factors). The same on all processes; not with `find_unused_parameters`. Cost on
-            accelerators: `PowerSGD` takes an eighth more launches; other algorithms with memory make a copy
-            of what one bucket has there, while it is written.
+        host_check: Whether the host looks in each step whether all means were finite, for which it waits for
+            the device. With False it does not wait, except in steps that send what another algorithm has
+            left in the residual, with `warm_start=False`, and for a function as `grad_scaler` that returns
+            a tensor on the device. A step that is not finite then still leaves the error memory as it was
+            and makes the gradients NaN, but it counts in `steps`, in a warm-up and in the turns of
+            `alternating` (which then starts from random factors). Give it on all processes alike; not with
+            `find_unused_parameters`. Cost on accelerators: without Triton `PowerSGD` takes an eighth more
+            launches; other algorithms with memory copy what one bucket has there, while it is written.
         on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
             memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
             step; without one the model is lost, and that is logged once. "zero": all are zeros; an
