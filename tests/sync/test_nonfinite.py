@@ -26,7 +26,7 @@ from training import error_of
 
 POWER = PowerSGD(matrix_rank=2)
 NUM_WORKERS = 2
-BAD = 2  # the step, or the batch, that is not finite on one worker
+BAD = 1  # the step, or the batch, that is not finite on one worker
 
 
 def run(algorithm: Algorithm, on_nonfinite: Any, *, host_check: bool) -> tuple[Simulation, list[Tensor]]:
@@ -35,7 +35,7 @@ def run(algorithm: Algorithm, on_nonfinite: Any, *, host_check: bool) -> tuple[S
         algorithm, buckets(), num_workers=NUM_WORKERS, host_check=host_check, on_nonfinite=on_nonfinite
     )
     means = []
-    for step in range(5 if getattr(algorithm, "warmup_steps", 0) else 4):
+    for step in range(5 if getattr(algorithm, "warmup_steps", 0) else 3):
         gradients = random_gradients(buckets(), num_workers=NUM_WORKERS, seed=step)
         if step == BAD:
             gradients[1][1][7] = torch.nan
@@ -75,19 +75,19 @@ def test_a_raise_leaves_what_was_and_the_run_goes_on(algorithm: Algorithm) -> No
     disturbed, healthy = (
         Simulation(algorithm, buckets(), num_workers=2, on_nonfinite=how) for how in ("raise", "nan")
     )
-    for step in range(5):
+    for step in range(4):
         gradients = random_gradients(buckets(), num_workers=2, seed=step)
         if step == BAD:
             bad = [[flat.clone() for flat in of_worker] for of_worker in gradients]
             bad[1][0][3] = -torch.inf
             before = disturbed.state_dicts()[0]
             with pytest.raises(
-                NonfiniteError, match=r"step 2: the mean gradients are not finite.*go on with"
+                NonfiniteError, match=f"step {BAD}: the mean gradients are not finite.*go on with"
             ):
                 disturbed.step(bad)
             after = disturbed.state_dicts()[0]
-            assert (before["step"], before["skipped_steps"]) == (2, 0)
-            assert (after["step"], after["skipped_steps"]) == (2, 1)
+            assert (before["step"], before["skipped_steps"]) == (BAD, 0)
+            assert (after["step"], after["skipped_steps"]) == (BAD, 1)
             healthy.state_dicts()
         theirs = [[flat.clone() for flat in of_worker] for of_worker in gradients]
         disturbed.step(gradients)
@@ -225,7 +225,7 @@ def _trained(front: Any, on_nonfinite: str, *, overflow: bool) -> tuple[bool, Te
     model, step, *local = front(on_nonfinite)
     raised = False
     with local[0] if local else nullcontext():
-        for number in range(5):
+        for number in range(3):
             if number == BAD and overflow:
                 model.zero_grad()
                 try:
