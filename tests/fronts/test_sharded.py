@@ -672,7 +672,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "meta buffer": "seen is on the meta device",
             "part": "a part of a larger sharded model",
             "step inside": "0.weight was set to None before it was averaged",
-            "advise": "advise times the whole model on each process, got one that is sharded (FSDP)",
+            "advise": "a sharded model does not tell where its other replicas are: pass a probe",
             "twice": "sync.use",
             "FSDP1": "shard it with fully_shard",
             "unlike": "process 0 has embed.weight of shape (11, 8)",

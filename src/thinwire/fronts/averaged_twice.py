@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.channel import ProcessGroupTransport, Transport
+from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, StepError
 
 __all__ = ["averaging_model", "refuse_averaged_twice"]
@@ -71,5 +71,5 @@ def _reaches(transport: Transport, other: Transport) -> bool:
     if isinstance(transport, ProcessGroupTransport) and isinstance(other, ProcessGroupTransport):
         mine, theirs = (set(dist.get_process_group_ranks(each.group)) for each in (transport, other))
         return theirs <= mine
-    # Of other transports nobody knows who is at their ends.
-    return transport is other
+    # Nobody knows who is at the ends of another one: advice times both ways over one that sends to nobody.
+    return isinstance(transport, InProcessTransport) and transport is other
