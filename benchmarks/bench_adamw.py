@@ -430,8 +430,9 @@ def add_page(arguments: argparse.Namespace) -> None:
 
 
 EXPLANATION = (
-    "A byte GPT (2 layers, width 64: 0.14 M parameters; 3 layers, width 128: 0.7 M; context 64) on the "
-    f"standard library of this Python. A step takes {WINDOWS} windows of all members together, so exact "
+    "A byte GPT (2 layers, width 64: 0.14 M parameters; 3 layers, width 128: 0.7 M; 6 layers, width 384: "
+    f"10.9 M; context 64) on the standard library of this Python. A step takes {WINDOWS} windows "
+    "of all members together, so exact "
     "averaging is the same training however many share them. AdamW as torch has it (weight decay 0.01, "
     f"betas 0.9 and 0.999); the gradient norm is clipped to {MAX_GRADIENT_NORM:g}; the learning rate "
     f"rises for {WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Loss in nats a "
