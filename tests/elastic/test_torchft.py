@@ -183,6 +183,27 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         group.leave()
 
 
+def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_place() -> None:
+    """A lighthouse that comes back begins to count again, and stores still hold what the dead have said."""
+    group = torchft_group._Configured(Mock())
+    manager = Mock(_quorum_id=7)
+    quorums = [
+        Mock(quorum_id=7, replica_ids=members, max_step=4) for members in (["a", "b"], ["a", "b"], ["b", "c"])
+    ]
+    client = torchft_group._Client(Mock(_quorum=Mock(side_effect=quorums)), manager, group)
+    known: list[bool] = []
+    for _ in quorums:
+        known.append(client._quorum(step=4).quorum_id == manager._quorum_id)
+        if not known[-1]:  # as torchft's manager does
+            manager._quorum_id = 7
+            group.configure("host:1/torchft/7/0", "b", 0, 2, 7)
+    assert known == [False, True, False]
+    places = [call.args[0] for call in group.inner.configure.call_args_list]
+    assert len(places) == len(set(places)) == 2
+    assert all(place.startswith("host:1/torchft/7/0/") for place in places)
+    assert client.should_commit == client._inner.should_commit
+
+
 @pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself
 def test_between_two_members_long_messages_travel_in_pieces() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

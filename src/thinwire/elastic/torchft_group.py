@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -126,6 +127,7 @@ class TorchftGroup(Group):
                 f"there is no lighthouse at {lighthouse}: {error}. Start torchft_lighthouse there, or see "
                 "whether this machine reaches it"
             ) from error
+        self._manager._client = _Client(self._manager._client, self._manager, self._group)
 
     def meet(self) -> None:
         """As `Group.meet`."""
@@ -218,6 +220,28 @@ class TorchftGroup(Group):
         self._group.abort()
 
 
+class _Client:
+    """What asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
+
+    A lighthouse that comes back numbers its quorums from 1 again. By the number alone the manager would take
+    a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
+    processes that have ended.
+    """
+
+    def __init__(self, inner: Any, manager: Any, group: _Configured) -> None:
+        self._inner, self._manager, self._group = inner, manager, group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _quorum(self, *arguments: Any, **options: Any) -> Any:
+        quorum = self._inner._quorum(*arguments, **options)
+        if quorum.replica_ids != self._group.members:
+            self._manager._quorum_id = -1  # so that it configures the group anew
+        self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
+        return quorum
+
+
 class _Configured:
     """torchft's process group as its manager configures it; remembers for whom."""
 
@@ -226,6 +250,9 @@ class _Configured:
         self.rank = self.size = 0
         self.quorum_id = -1
         self.num_configured = 0
+        # Of the quorum last heard of, the same for all of its members.
+        self.members: list[str] = []
+        self.max_step = 0
 
     def configure(
         self, store_addr: str, replica_id: str, rank: int, world_size: int, quorum_id: int, *others: Any
@@ -234,7 +261,9 @@ class _Configured:
         self.size = 0  # until it is done
         self.quorum_id = quorum_id
         self.num_configured += 1
-        self.inner.configure(store_addr, replica_id, rank, world_size, quorum_id, *others)
+        # A place of its own in the store: see `_Client`.
+        place = hashlib.sha256(repr((self.members, self.max_step)).encode()).hexdigest()[:16]
+        self.inner.configure(f"{store_addr}/{place}", replica_id, rank, world_size, quorum_id, *others)
         self.rank, self.size = rank, world_size
 
     def transport(self) -> ReconfigurableTransport:
