@@ -64,6 +64,13 @@ class Soak:
     def averaged(self) -> int:
         return max((line["step"] // EVERY for line in self.job.told(event="averaged")), default=0)
 
+    @property
+    def holders(self) -> list[int]:
+        """Who is alive and has taken part in one of the last averagings."""
+        since = (self.averaged - 2) * EVERY
+        lately = {line["member"] for line in self.job.told(event="averaged") if line["step"] >= since}
+        return [member for member in self.alive if member in lately]
+
     def run(self) -> None:
         self.wait_for(1)
         # The end in peace: who is struck there has no averaging left to come back in.
@@ -101,8 +108,11 @@ class Soak:
             kind = "joined"
         if kind in ("joined", "killed as it serves") and len(self.alive) >= MOST:
             kind = "killed"
+        holders = self.holders
+        if len(holders) <= LEAST and kind not in ("joined", "dark"):
+            kind = "slowed"  # what was learnt would be gone with the last who hold it
         self.strikes[kind] += 1
-        struck = self.draw.choice(self.alive)
+        struck = self.draw.choice(holders or self.alive)
         deadly = {
             "killed": signal.SIGKILL,
             "left": signal.SIGTERM,
