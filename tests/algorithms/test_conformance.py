@@ -38,7 +38,7 @@ every_lossless = over(entry for entry in ENTRIES if entry.lossless)
 every_with_feedback = over(entry for entry in ENTRIES if entry.feedback)
 # Types are rounded before workers meet: each of both is tried with one of the other.
 every_dtype_and_size = pytest.mark.parametrize(
-    ("dtype", "num_workers"), [*zip(DTYPES, [3, 1, 2, 2], strict=True)], ids=str
+    ("dtype", "num_workers"), [*zip(DTYPES, [5, 1, 2, 3], strict=True)], ids=str
 )
 
 
@@ -146,7 +146,7 @@ def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
     assert_same_state(sim.state_dicts()[0], resumed.state_dicts()[0])
 
 
-NON_FINITE = [(-torch.inf, 0), (torch.nan, 1)]
+NON_FINITE = [(torch.inf, 0), (-torch.inf, 1), (torch.nan, 0)]
 
 
 @every_entry
