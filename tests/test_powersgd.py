@@ -489,8 +489,26 @@ def _after_join() -> tuple[bool, int]:
 
 
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
-    "rank 0": (lambda: PowerSGD([torch.ones(3)], Config(rank=0)), "matrix_rank.*0"),
-    "rank as text": (lambda: PowerSGD([torch.ones(3)], Config(rank="4")), "'4'"),  # type: ignore[arg-type]
+    "rank 0": (lambda: PowerSGD([torch.ones(3)], Config(rank=0)), "^rank must be .* got 0"),
+    "rank as text": (
+        lambda: PowerSGD([torch.ones(3)], Config(rank="4")),  # type: ignore[arg-type]
+        "^rank must be .* got '4'",
+    ),
+    "a rate below 0": (
+        lambda: PowerSGD([torch.ones(3)], Config(1, min_compression_rate=-1)),
+        "^min_compression_rate must be .* got -1",
+    ),
+    "no iterations": (
+        lambda: PowerSGD([torch.ones(3)], Config(1, num_iters_per_step=0)),
+        "^num_iters_per_step must be .* got 0",
+    ),
+    "half a step": (
+        lambda: PowerSGD(
+            [torch.ones(3)],
+            Config(1, start_compressing_after_num_steps=0.5),  # type: ignore[arg-type]
+        ),
+        "^start_compressing_after_num_steps must be .* got 0.5",
+    ),
     "no config": (lambda: PowerSGD([torch.ones(3)], {"rank": 1}), "Config"),  # type: ignore[arg-type]
     "no parameters": (lambda: PowerSGD([], AT_ONCE), "got none"),
     "a tensor": (lambda: PowerSGD(torch.ones(3), AT_ONCE), "got Tensor"),

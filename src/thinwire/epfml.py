@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from thinwire import algorithms
-from thinwire.algorithms.lowrank.config import LowRankRoute
+from thinwire.algorithms.lowrank.config import LowRankRoute, translated
 from thinwire.checks import checked_scaler
 from thinwire.errors import ConfigError, StepError
 from thinwire.fronts.tensors import Gradients, StepFront
@@ -398,10 +398,4 @@ class EpfmlPowerSGD(algorithms.PowerSGD):
 def _algorithm_of(config: object) -> EpfmlPowerSGD:
     if not isinstance(config, Config):
         raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {config!r}")
-    return EpfmlPowerSGD(
-        matrix_rank=config.rank,
-        min_compression_ratio=config.min_compression_rate,
-        warmup_steps=config.start_compressing_after_num_steps,
-        power_iterations=config.num_iters_per_step,
-        alternating=True,
-    )
+    return EpfmlPowerSGD(**translated(config._asdict()), alternating=True)

@@ -126,7 +126,8 @@ def test_without_a_process_group() -> None:
 
 def test_something_else_as_a_process_group(pool2: Pool) -> None:
     assert (
-        pool2.run(_something_else) == ["expected a torch.distributed process group or None, got 'gloo'"] * 2
+        pool2.run(_something_else)
+        == ["process_group must be a torch.distributed process group or None, got 'gloo'"] * 2
     )
 
 

@@ -297,7 +297,7 @@ def test_without_a_process_group_it_says_what_to_call() -> None:
 
 def test_what_is_no_group_is_refused(pool2: Pool) -> None:
     for not_a_group, not_a_member in pool2.run(_no_groups):
-        assert "expected a torch.distributed process group or None, got 'gloo'" in not_a_group
+        assert "process_group must be a torch.distributed process group or None, got 'gloo'" in not_a_group
         assert not_a_member is None or "not a member" in not_a_member
     assert [told is None for _, told in pool2.run(_no_groups)] == [True, False]
 

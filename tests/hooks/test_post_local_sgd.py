@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as st
 from torch.nn.parallel import DistributedDataParallel
 
 from pool import Pool
-from thinwire import LocalSGD, hooks
+from thinwire import LocalSGD, ThinwireError, hooks
 from thinwire.channel import ProcessGroupTransport
 from training import (
     agreed,
@@ -112,14 +112,36 @@ def _copied() -> tuple[int, int, bool, bool]:
         ({"start_localSGD_iter": -1}, "ConfigError: start_localSGD_iter must be a whole number"),
         ({"start_localSGD_iter": 1.5}, "ConfigError: start_localSGD_iter must be a whole number"),
         ({"post_local_gradient_allreduce": 2}, "ConfigError: post_local_gradient_allreduce must be True"),
-        ({"subgroup": 3}, "AttachError: expected a torch.distributed process group"),
-        ({"process_group": "all"}, "AttachError: expected a torch.distributed process group"),
+        ({"subgroup": 3}, "AttachError: subgroup must be a torch.distributed process group or None, got 3"),
+        ({"process_group": "all"}, "AttachError: process_group must be a torch.distributed process group"),
         ({"subgroup": "foreign"}, "AttachError: this process is not a member"),
     ],
     ids=str,
 )
 def test_mistakes_raise_at_once(pool2: Pool, settings: dict[str, Any], message: str) -> None:
     assert all(each.startswith(message) for each in pool2.run(_mistake, settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("start_localSGD_iter", "3"),
+        ("post_local_gradient_allreduce", 2),
+        ("iter", -1),
+        ("subgroup", 3),
+        ("on_nonfinite", "raise"),
+        ("start_local_iter", 3),
+    ],
+)
+def test_what_is_set_later_is_checked_as_well(name: str, value: Any) -> None:
+    state = hooks.PostLocalSGDState(None, None, 4)
+    before = dict(vars(state))
+    with pytest.raises(ThinwireError, match=name) as caught:
+        setattr(state, name, value)
+    assert name == "start_local_iter" or str(value) in str(caught.value)
+    assert vars(state) == before
+    state.iter = 2.0  # type: ignore[assignment]
+    assert type(state.iter) is int
 
 
 def _mistake(settings: dict[str, Any]) -> str:

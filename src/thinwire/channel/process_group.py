@@ -278,28 +278,27 @@ def named_failure(where: str, why: str = WHY_IN_A_FIXED_GROUP) -> Iterator[None]
         raise CommunicationError(f"{where} failed: {error}. {why}") from error
 
 
-def checked_group(group: object) -> dist.ProcessGroup:
+def checked_group(group: object, name: str = "process_group") -> dist.ProcessGroup:
     """Return the group to use, after refusing what can't be one.
 
     Args:
         group: A process group, or None for the default one.
+        name: Of the setting, for errors.
 
     Raises:
         AttachError: `torch.distributed` is not initialised, this process is no member, or it is no group.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    # What `new_group` returns to those whom it leaves out: a number, for None is the default group.
+    is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+    if is_member and not isinstance(group, dist.ProcessGroup | None):
+        raise AttachError(f"{name} must be a torch.distributed process group or None, got {group!r}")
+    if not dist.is_initialized():
         raise AttachError(
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
         )
-    chosen = dist.group.WORLD if group is None else group
-    # What `new_group` returns to those whom it leaves out: a number, for None is the default group.
-    if chosen is dist.GroupMember.NON_GROUP_MEMBER:
-        raise AttachError(
-            "this process is not a member of the process group; create and use it on members only"
-        )
-    if not isinstance(chosen, dist.ProcessGroup):
-        raise AttachError(f"expected a torch.distributed process group or None, got {chosen!r}")
-    return chosen
+    if not is_member:
+        raise AttachError(f"this process is not a member of the {name}; create and use it on members only")
+    return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 
 def alone() -> dist.ProcessGroup:

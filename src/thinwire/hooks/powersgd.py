@@ -17,7 +17,7 @@ from torch.futures import Future
 from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
 from thinwire.algorithms.cast import WireDtype
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
+from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, LowRankRoute, translated
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.channel import ProcessGroupTransport
 from thinwire.checks import number, true_or_false, whole_count
@@ -54,7 +54,8 @@ READ_ONLY = {
 
 def _setting(name: str, doc: str) -> property:
     """Return one of torch's attributes that is a setting of the algorithm."""
-    return property(lambda state: state._get(name), lambda state, value: state._change(name, value), doc=doc)
+    ours = ELSEWHERE.get(name, name)
+    return property(lambda state: state._get(ours), lambda state, value: state._change(name, value), doc=doc)
 
 
 class PowerSGDState:
@@ -120,16 +121,16 @@ class PowerSGDState:
         self._kind: tuple[type[LowRank], WireDtype | None] | None = None  # of its hook
         self.process_group = process_group
         # By the algorithm's names; torch's are properties.
-        self._settings: dict[str, Any] = {
-            "matrix_rank": matrix_approximation_rank,
-            "warmup_steps": start_powerSGD_iter,
-            "min_compression_ratio": min_compression_rate,
-            "error_feedback": use_error_feedback,
-            "warm_start": warm_start,
-            "seed": random_seed,
-        }
-        # Made to be checked: which of the two algorithms it will be, the hook decides.
-        PowerSGD(**self._settings)
+        self._settings = translated(
+            {
+                "matrix_approximation_rank": matrix_approximation_rank,
+                "start_powerSGD_iter": start_powerSGD_iter,
+                "min_compression_rate": min_compression_rate,
+                "use_error_feedback": use_error_feedback,
+                "warm_start": warm_start,
+                "random_seed": random_seed,
+            }
+        )
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         # Only to be checked: a scale is asked for in each step.
         loss_scale_of(grad_scaler)
@@ -140,14 +141,16 @@ class PowerSGDState:
         self._numel_before, self._numel_after = 0, 0
         self._counted: tuple[object, int, int] = (None, 0, 0)
 
-    matrix_approximation_rank = _setting("matrix_rank", "Matrix rank of the factors; may be set.")
+    matrix_approximation_rank = _setting(
+        "matrix_approximation_rank", "Matrix rank of the factors; may be set."
+    )
     start_powerSGD_iter = _setting(
-        "warmup_steps", "Committed steps that average uncompressed gradients; may be set."
+        "start_powerSGD_iter", "Committed steps that average uncompressed gradients; may be set."
     )
     min_compression_rate = _setting(
-        "min_compression_ratio", "A matrix is compressed only if that shrinks it more than this; may be set."
+        "min_compression_rate", "A matrix is compressed only if that shrinks it more than this; may be set."
     )
-    use_error_feedback = _setting("error_feedback", "Whether errors are fed back; may be set.")
+    use_error_feedback = _setting("use_error_feedback", "Whether errors are fed back; may be set.")
     warm_start = _setting("warm_start", "Whether a step starts from the last one's factor; may be set.")
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -167,22 +170,23 @@ class PowerSGDState:
         in_use = None if self._front is None else self._front.sync.algorithm
         return getattr(in_use, name, self._settings[name])
 
-    def _change(self, name: str, value: Any) -> None:
-        """Set one from the next step on."""
-        changed = self._settings | {name: value}
-        if self._front is None:
-            PowerSGD(**changed)
-        else:
+    def _change(self, name: str, value: object) -> None:
+        """Set one, by torch's name, from the next step on."""
+        change = translated({name: value})
+        if self._front is not None:
             in_use = self._front.sync.algorithm
             # Other algorithms have no such setting, and `sync.use` says what they have.
             if not isinstance(in_use, LowRank):
-                raise ConfigError(f"sync.use() has put {in_use} in place of PowerSGD, which has no {name}")
-            algorithm = replace(in_use, **{name: value})
+                raise ConfigError(
+                    f"{name} can't be set: sync.use() has put {in_use} in place of PowerSGD; switch with "
+                    "sync.use() again"
+                )
+            algorithm = replace(in_use, **change)
             # Only a change: after `use` the next step compares all processes.
             if algorithm != in_use:
                 self._front.sync.use(algorithm)
         # Last: where the change was refused, the settings are as before.
-        self._settings = changed
+        self._settings |= change
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

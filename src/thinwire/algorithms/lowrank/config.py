@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from inspect import signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,7 +19,7 @@ from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
 
-__all__ = ["LowRank", "LowRankRoute"]
+__all__ = ["ELSEWHERE", "LowRank", "LowRankRoute", "translated"]
 
 Config = TypeVar("Config", bound="LowRank")
 
@@ -34,6 +35,17 @@ ELSEWHERE = {
     "random_seed": "seed",
     "num_iters_per_step": "power_iterations",
     "wire_bits": "factor_bits",
+}
+
+# Each takes the name by which its setting was given, for errors.
+CHECKS: dict[str, Callable[[str, object], object]] = {
+    "matrix_rank": partial(whole_number, minimum=1),
+    "seed": partial(whole_number, minimum=0),
+    "power_iterations": partial(whole_number, minimum=1),
+    "warmup_steps": partial(whole_count, minimum=0),
+    "error_feedback": true_or_false,
+    "warm_start": true_or_false,
+    "min_compression_ratio": partial(number, minimum=0),
 }
 
 
@@ -80,13 +92,8 @@ class LowRank(Algorithm):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name, minimum in (("matrix_rank", 1), ("seed", 0), ("power_iterations", 1)):
-            self._keep(name, whole_number(name, getattr(self, name), minimum=minimum))
-        self._keep("warmup_steps", whole_count("warmup_steps", self.warmup_steps, minimum=0))
-        for name in ("error_feedback", "warm_start"):
-            self._keep(name, true_or_false(name, getattr(self, name)))
-        ratio = number("min_compression_ratio", self.min_compression_ratio, minimum=0)
-        self._keep("min_compression_ratio", ratio)
+        for name, check in CHECKS.items():
+            self._keep(name, check(name, getattr(self, name)))
         if self.wire_dtype is not None:
             self._keep("wire_dtype", short_name_of(self.wire_dtype))
 
@@ -178,6 +185,19 @@ class LowRank(Algorithm):
         """
         # Alternating, a step sends one side alone, so on average half a pair: both sides count half.
         return int(matrix_rank * sum(shape) * self.message_dtype(dtype).itemsize * self.factor_pairs)
+
+
+def translated(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Return settings with torch's or the reference implementation's names by `LowRank`'s, checked.
+
+    Args:
+        settings: By the names that the user has given; errors have these.
+
+    Raises:
+        ConfigError: A value is of the wrong type or out of range.
+    """
+    ours = {name: ELSEWHERE.get(name, name) for name in settings}
+    return {ours[name]: CHECKS[ours[name]](name, value) for name, value in settings.items()}
 
 
 def _respelt(kind: type[LowRank], args: Sequence[object], settings: Mapping[str, object]) -> str:
