@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Empty means that bytecode is kept: to compile the tests takes seconds, in several processes.
 export PYTHONDONTWRITEBYTECODE :=
 
-STAGES := alone types compiled docs lint triton tests
+STAGES := types compiled docs lint triton tests
 
 # What no framework, tool or demo is needed for.
 CORE := tests/algorithms tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
@@ -17,24 +17,25 @@ OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 demo: .venv/.demo
 	$(BIN)/thinwire demo
 
-# Every stage runs, whatever became of the others; the last line says which have failed. What is measured alone
-# mostly waits for slow links, and what imports torch once for all tests has one core's work: the stages beside
-# them use what they leave (`nice`). The tests begin when the measurements have ended, whatever still runs then.
+# Every stage runs, whatever became of the others; the last line says which have failed. What imports torch once
+# for all tests has one core's work, and the measurements that come first mostly wait for slow links: the stages
+# beside them use what they leave (`nice`), two at a time.
 test: .venv/.installed
 	@rm -rf build/failed && mkdir -p build/failed
 	@$(MAKE) --no-print-directory --jobs 4 $(STAGES:%=try-%)
 	@failed=$$(ls build/failed); test -z "$$failed" || { echo "FAILED:" $$failed; exit 1; }
 	@echo "all passed:" $(STAGES)
 
-try-lint try-triton try-tests: try-alone
 try-tests: try-compiled
+try-lint: try-docs
+try-triton: try-types
 
 try-%:
 	@$(MAKE) --no-print-directory $* || touch build/failed/$*
 
 lint: .venv/.installed
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	nice -n 19 $(BIN)/ruff check .
+	nice -n 19 $(BIN)/ruff format --check .
 
 types: .venv/.installed
 	nice -n 19 $(BIN)/mypy
@@ -50,12 +51,9 @@ build/.compiled: .venv/.installed $(wildcard src/thinwire/algorithms/kernels/num
 	nice -n 19 $(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 
+# What is measured alone comes first: see conftest.py.
 tests: .venv/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not alone' --ignore tests/triton_ready
-
-# Only files that have one: to import the others takes longer than some of these tests.
-alone: .venv/.installed
-	$(BIN)/python -m pytest -m alone $$(grep -rl --include='*.py' 'mark\.alone' tests)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/triton_ready
 
 # In processes of their own: where another test has imported Triton, its interpreter stays off.
 triton: .venv/.installed

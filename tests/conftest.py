@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
 import shlex
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +22,11 @@ from stand_ins import stand_ins
 # Of tests, beyond what preloaded.py imports.
 PACKAGES = ["accelerate", "lightning.pytorch", "transformers.trainer", "matplotlib.pyplot"]
 
+# By when all measurements have ended, where other workers wait for them.
+MEASUREMENTS_SECONDS = 600
+
 _until_the_end = ExitStack()
+_ended = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -25,6 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
         forked.modules += PACKAGES
         launch = [sys.executable, "-S", *_until_the_end.enter_context(stand_ins())]
         config.option.tx = [f"popen//python={shlex.join(launch)}" for _ in workers]
+        config.stash[_ended] = _until_the_end.enter_context(tempfile.TemporaryDirectory())
     else:
         # Here and not above: the process that only hands out tests does not wait for torch.
         import shared_fixtures  # noqa: PLC0415
@@ -32,13 +44,59 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(shared_fixtures)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell each of xdist's workers the folder that all share."""
+    node.workerinput["ended"] = node.config.stash[_ended]
+
+
 def pytest_unconfigure() -> None:
     """End what the workers were forked by."""
     _until_the_end.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let measurements come first."""
+    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let processes start with what the tests of this run need; CUDA must not start before a fork."""
     functions = [item for item in session.items if isinstance(item, pytest.Function)]
     forked.modules += sorted({each.module.__name__ for each in functions} - {"test_gpu"})
+    measurements = sum(item.get_closest_marker("alone") is not None for item in session.items)
+    if measurements and hasattr(session.config, "workerinput"):
+        ended = Path(session.config.workerinput["ended"])
+        session.config.pluginmanager.register(Measurements(ended, measurements))
     gc.freeze()  # all that is imported: collections need not look at it again and again
+
+
+class Measurements:
+    """Keep a worker of xdist from whatever would disturb a measurement, by itself or by others.
+
+    Args:
+        ended: A folder that all workers share. It holds a file for each measurement that has ended.
+        number: Of measurements.
+    """
+
+    def __init__(self, ended: Path, number: int) -> None:
+        self.ended, self.number = ended, number
+
+    # First: the time of waiting is none of the test's, whose timeouts begin further inside.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[Any]:
+        """Measure one at a time; run other tests when all measurements have ended."""
+        if item.get_closest_marker("alone"):
+            lock = os.open(self.ended, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                return (yield)
+            finally:
+                os.close(tempfile.mkstemp(dir=self.ended)[0])
+                os.close(lock)
+        deadline = time.monotonic() + MEASUREMENTS_SECONDS
+        while len(os.listdir(self.ended)) < self.number:
+            assert time.monotonic() < deadline, f"not all of {self.number} measurements have ended"
+            time.sleep(0.05)
+        item.config.pluginmanager.unregister(self)
+        return (yield)

@@ -164,8 +164,8 @@ SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 @pytest.mark.parametrize(
     ("options", "sender", "megabytes", "mbit"),
     [
-        (["--hosts=2", "--rate=100mbit"], 1, 15, 100),
-        (["--hosts=4", "--rate=100mbit", "--hosts-per-node=2"], 2, 15, 100),
+        (["--hosts=2", "--rate=100mbit"], 1, 10, 100),
+        (["--hosts=4", "--rate=100mbit", "--hosts-per-node=2"], 2, 10, 100),
     ],
     ids=["100 Mbit/s", "between nodes"],
 )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -41,7 +42,7 @@ def probed(layout: Layout, path: Path, budget_seconds: float) -> tuple[Probe, st
 
 @real
 @pytest.mark.alone
-@pytest.mark.parametrize(("rate", "bits", "budget_seconds"), [("100mbit", 100e6, 3), ("1gbit", 1e9, 2)])
+@pytest.mark.parametrize(("rate", "bits", "budget_seconds"), [("100mbit", 100e6, 1.5), ("1gbit", 1e9, 2)])
 def test_the_bandwidth_of_links_of_a_known_rate(
     rate: str, bits: float, budget_seconds: float, tmp_path: Path
 ) -> None:
@@ -63,7 +64,7 @@ def test_hosts_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
     layout, nodes = Layout(hosts=4, hosts_per_node=2, rate="100mbit"), [[0, 1], [2, 3]]
     expected = pytest.approx(100e6 / 8, rel=0.15)
     found, printed = undisturbed(
-        lambda: probed(layout, tmp_path / "probe.json", 5),
+        lambda: probed(layout, tmp_path / "probe.json", 4),
         lambda measured: measured[0].nodes == nodes and measured[0].bytes_per_second == expected,
     )
     assert found.world_size == 4
@@ -182,6 +183,15 @@ def _timed_with_one_late() -> tuple[list[float], list[float]]:
 
     with patch.object(measure, "time", time):
         return [meter.with_one_late(number, start, 0.3) for number in range(3)], slept
+
+
+def test_nothing_larger_than_was_timed_is_sent() -> None:
+    """The largest two took as long as each other: what more bytes would take is not known."""
+    flat = [Timing(4, [0.001]), Timing(1024, [0.002]), Timing(4096, [0.002])]
+    transport = cast(ProcessGroupTransport, SimpleNamespace(size=2))
+    meter = _Meter(transport, torch.device("cpu"), lambda doing: None)
+    assert meter.largest_within(flat, 1.0) == 4096
+    assert meter.largest_within(flat, 1e-6) == 1024
 
 
 def test_between_sizes_it_is_linear() -> None:

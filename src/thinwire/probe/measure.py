@@ -182,14 +182,17 @@ class _Meter:
         return everyone[last][0]
 
     def largest_within(self, timings: list[Timing], seconds: float) -> int:
-        """Return the largest message of which an averaging takes less than so long.
+        """Return the largest message, of those timed, of which an averaging takes less than so long.
 
         Args:
             timings: Of averaging.
             seconds: For one.
         """
         found = Probe(self.transport.size, "", "", timings, [], [])
-        sizes: list[int] = [each for each in MESSAGE_BYTES[1:] if found.average_seconds(each) < seconds]
+        # Nothing larger: where noise hides the bandwidth, whatever the size, it would seem to take no longer.
+        sizes = [
+            each.message_bytes for each in timings[1:] if found.average_seconds(each.message_bytes) < seconds
+        ]
         return max(sizes, default=MESSAGE_BYTES[1])
 
     def pair(self, processes: tuple[int, int], message_bytes: int) -> PairTiming:
