@@ -591,6 +591,14 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ThinwireStrategy(ddp_comm_hook=hooks.allreduce_hook, on_nonfinite="zero"),
         "would have no effect with a ddp_comm_hook",
     ),
+    "an algorithm's setting": (
+        lambda: ThinwireStrategy(matrix_rank=4),
+        "DistributedDataParallel has.*matrix_rank",
+    ),
+    "a mistyped setting of DiLoCo": (
+        lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),  # type: ignore[call-arg]
+        "DiLoCo got an unexpected keyword argument 'every_step'; it takes model, optimizer, every_steps,",
+    ),
     "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
     "no steps": (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),
     "not DDP": (lambda: register_ddp_comm_hook(nn.Linear(2, 2), None, hooks.allreduce_hook), "got Linear"),  # type: ignore[arg-type]

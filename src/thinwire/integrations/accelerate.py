@@ -237,7 +237,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             sync.load_state_dict(saved, strict=self.strict)
 
 
-def _algorithm_of(hook: object, wrapper: object, options: Mapping[str, Any]) -> Algorithm | None:
+def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algorithm | None:
     """Return the algorithm for a handler's three settings, None to leave averaging to DDP."""
     _check_member("comm_hook", hook, (DDPCommunicationHookType.NO, *CASTS, *LOW_RANK))
     _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
@@ -245,9 +245,9 @@ def _algorithm_of(hook: object, wrapper: object, options: Mapping[str, Any]) -> 
         return _state_of(options).algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
         raise ConfigError(
-            "comm_state_option is for comm_hook POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but NO "
-            f"and would have no effect with {hook}, got {options} and {wrapper}; leave them out, or choose "
-            "another hook"
+            "comm_state_option is for comm_hook POWER_SGD and BATCHED_POWER_SGD, comm_wrapper for any but "
+            f"NO; got comm_state_option {options} and comm_wrapper {wrapper.name}, which would have no "
+            f"effect with comm_hook {hook.name}; leave them out, or choose another hook"
         )
     return Cast(CASTS[hook]) if hook in CASTS else None
 

@@ -85,8 +85,9 @@ class ThinwireStrategy(DDPStrategy):
 
     Raises:
         ConfigError: Both an algorithm and a hook, a combination that `register_ddp_comm_hook` refuses, or
-            `post_localSGD_hook` without `model_averaging_period`, or that without the hook; or
-            `on_nonfinite` with what makes a `LocalSGD` or with `auto`, which take one themselves.
+            `post_localSGD_hook` without `model_averaging_period`, or that without the hook; an option that
+            neither `DDPStrategy` nor DDP has; or `on_nonfinite` with what makes a `LocalSGD` or with `auto`,
+            which take one themselves.
 
     Examples:
         >>> import thinwire
@@ -109,6 +110,14 @@ class ThinwireStrategy(DDPStrategy):
             checked_averaging(algorithm)
         # With DDPStrategy's own names, so that what is given by position is found as well.
         given = inspect.signature(DDPStrategy.__init__).bind(self, *positional, **options).arguments
+        # DDP itself would refuse it when the job has started; and an algorithm's setting is easily put here.
+        of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+        unknown = [name for name in given.get("kwargs", {}) if name not in of_ddp]
+        if unknown:
+            raise ConfigError(
+                f"neither DDPStrategy nor DistributedDataParallel has a setting {unknown[0]!r}; an "
+                "algorithm's go into it, such as ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4))"
+            )
         state, hook = given.get("ddp_comm_state"), given.get("ddp_comm_hook")
         checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
@@ -27,7 +28,7 @@ def checked_averaging(given: object) -> Algorithm | Makes:
         given: By the user.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: It is neither, or a partial with a setting that there is not.
     """
     # An algorithm's class can be called, too, and is a mistake.
     makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, LocalSGD))
@@ -36,6 +37,16 @@ def checked_averaging(given: object) -> Algorithm | Makes:
             "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), or what makes a "
             f"thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30), got {given!r}"
         )
+    if isinstance(given, partial):
+        # It is called when the job has started and the model is wrapped: late for a mistyped name.
+        takes = signature(given.func)
+        try:
+            takes.bind_partial(*given.args, **given.keywords)
+        except TypeError as error:
+            raise ConfigError(
+                f"{getattr(given.func, '__name__', given.func)} {error}; it takes "
+                f"{', '.join(takes.parameters)}"
+            ) from error
     return given  # type: ignore[return-value]
 
 
