@@ -20,7 +20,7 @@ from catalog import buckets, random_gradients, true_means
 from pool import Pool
 from thinwire import AllReduce, ConfigError, PowerSGD
 from thinwire.advice.automatic import Auto, Reading
-from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
+from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_notes
 from thinwire.advice.trials import (
     Candidate,
     Candidates,
@@ -119,6 +119,7 @@ def candidates(*lossy: Trial, optimizer: str = "SGD") -> Candidates:
         ("LocalSGD(every_steps=10)", ExpectedLoss("measured", 7.23)),
         0.005,
         optimizer,
+        optimizer_notes(optimizer),
     )
 
 
@@ -359,7 +360,7 @@ def _found(chooser: Auto, told: list[str]) -> dict[str, Any]:
         ],
         "bytes": [each.message_bytes for each in chooser.trials],
         "told": len(told),
-        "text": str(chooser),
+        "text": str(chooser).splitlines(),
     }
 
 
@@ -371,7 +372,10 @@ def test_ddp_processes_choose_alike(pool2: Pool) -> None:
     assert [name for name, *_ in first["measured"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
     assert first["bytes"][1] == first["bytes"][0] / 2
     assert (first["told"], second["told"]) == (1, 0)
-    assert "No loss gap was measured" not in first["text"]
+    assert [line for line in first["text"] if "SGD" in line and "Tried" not in line] == [
+        "No loss gap was measured with Tuned: those of SGD, from which it derives, count.",
+        "Loss gaps of SGD were measured with momentum 0.9; yours has none.",
+    ]
     assert first["off"] == ("AllReduce()", "off: exact averaging", False)
 
 

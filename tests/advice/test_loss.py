@@ -6,6 +6,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import torch
@@ -23,15 +24,16 @@ from thinwire.advice.loss import (
     known_optimizers,
     loss_gaps,
     optimizer_name,
+    optimizer_notes,
     published_gap,
 )
 from thinwire.advice.measure import _notes, _predicted_local
 from thinwire.advice.result import Advice, Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
-from thinwire.advice.words import losses_of, verdict
+from thinwire.advice.words import losses_of, sources, verdict
 from thinwire.channel import Collective
-from thinwire.probe import Probe
+from thinwire.probe import Probe, Timing
 
 ROOT = Path(__file__).parents[2]
 
@@ -131,6 +133,49 @@ def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     scaling_law = published_gap("DiLoCo(every_steps=30)", Training("AdamW", 4, 10**8))
     assert scaling_law is not None
     assert (scaling_law.percent, scaling_law.parameters) == (1.5, 90_000_000)
+
+
+class OwnKind(torch.optim.AdamW):
+    """One's own."""
+
+
+class Lion(torch.optim.Optimizer):
+    """Of no package that this project knows."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        super().__init__(parameters, {})
+
+
+TRAINED = [torch.ones(2, 2)]
+NOT_MEASURED = "No loss gap was measured with {}, only with AdamW and SGD: the largest of them counts."
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "notes"),
+    [
+        ("torch.optim.AdamW", "AdamW", []),
+        (torch.optim.AdamW(TRAINED), "AdamW", []),
+        (torch.optim.SGD(TRAINED, momentum=0.9), "SGD", []),
+        (torch.optim.SGD(TRAINED), "SGD", ["measured with momentum 0.9; yours has none"]),
+        (OwnKind(TRAINED), "AdamW", ["No loss gap was measured with OwnKind: those of AdamW"]),
+        *(
+            (kind(TRAINED), kind.__name__, [NOT_MEASURED.format(kind.__name__)])
+            for kind in (
+                torch.optim.Adam,
+                torch.optim.Adafactor,
+                torch.optim.NAdam,
+                torch.optim.RMSprop,
+                Lion,
+            )
+        ),
+        ("Muon", "Muon", [NOT_MEASURED.format("Muon")]),
+    ],
+)
+def test_what_other_optimizers_are_counted_as_is_told(optimizer: object, name: str, notes: list[str]) -> None:
+    assert optimizer_name(optimizer) == name
+    told = optimizer_notes(optimizer)
+    assert len(told) == len(notes)
+    assert all(note in each for note, each in zip(notes, told, strict=True))
 
 
 # Budget, frontier, ties
@@ -233,6 +278,11 @@ def test_what_is_known_of_a_loss_names_its_sources() -> None:
     assert losses_of(both).count("; ") == 1
     assert "published with AdamW" in losses_of(both)
     assert losses_of(EXACT) == "none: it is exact averaging"
+    assert sources(advice_of(both, TWO, UNKNOWN, budget=0.005)) == [
+        "measured with AdamW, 4 members, 1 M parameters, 2,000 steps (here): "
+        "it +12.0 %, it +0.3 %, it -0.1 %",
+        "published with AdamW, 4 members, 1 M parameters, 2,000 steps (arXiv 1): it +1.5 %",
+    ]
     above = ExpectedLoss("above", low_percent=1.0, gaps=(row("few", "AdamW", 2, 1.0),))
     assert losses_of(replace(TWO, loss=above)).startswith("more than few: +1.0 %")
 
@@ -265,6 +315,15 @@ def test_what_makes_it_less_certain_is_said() -> None:
         replace(adamw, is_recurrent=True), replace(probe, device="cpu"), 1, torch.device("cpu")
     )
     assert "has the gap of transformers" in of_kind
+    here = replace(probe, device="cpu", hosts=[gethostname()] * 8)
+    assert list(_notes(adamw, here, 8, torch.device("cpu"))) == []
+    (of_one_machine,) = _notes(adamw, here, 1, torch.device("cpu"))
+    assert f"All processes of the probe ran on one machine, {gethostname()}; for a training" in of_one_machine
+    (elsewhere,) = _notes(adamw, replace(here, hosts=["a", "b"] * 4), 1, torch.device("cpu"))
+    assert "The probe is of other machines (a, b): their links, and the arithmetic of this one" in elsewhere
+    short = replace(here, timings=[Timing(4, [0.1]), Timing(16384, [0.15])])
+    (of_time,) = _notes(adamw, short, 8, torch.device("cpu"))
+    assert "16,384 bytes, took less than twice as long as one of nothing" in of_time
     (of_buckets,) = _notes(adamw, probe, 8, torch.device("cuda", 3))
     assert "bucket_cap_mb=10_000" in of_buckets
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.advice.loss import Training, optimizer_name
+from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
 from thinwire.advice.trials import (
     Candidate,
     Candidates,
@@ -135,7 +135,8 @@ def auto(
     enabled = true_or_false("enabled", enabled)
     sync = attach(model, AllReduce(), **settings)
     trained = [each for each in model.parameters() if each.requires_grad]
-    candidates = candidates_for(Training.of(model, name, engine_of(sync).transport.size), budget_loss)
+    training = Training.of(model, name, engine_of(sync).transport.size)
+    candidates = candidates_for(training, budget_loss, optimizer_notes(optimizer))
     return Auto(
         sync,
         candidates,

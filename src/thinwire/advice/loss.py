@@ -28,13 +28,16 @@ __all__ = [
     "known_optimizers",
     "loss_gaps",
     "optimizer_name",
-    "optimizer_note",
+    "optimizer_notes",
     "published_gap",
     "signed",
 ]
 
 # Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md).
 NOISE_PERCENT = 0.5
+
+# With which all of the project's trainings with SGD were made.
+SGD_MOMENTUM = 0.9
 
 # It is printed, and put on a page.
 MAX_NAME_LENGTH = 100
@@ -80,15 +83,17 @@ class LossGap:
             if self.low_percent is None or self.high_percent is None
             else f" ({signed(self.low_percent)} to {signed(self.high_percent)})"
         )
+        return f"{signed(self.percent)} %{spread}, {self.training}"
+
+    @property
+    def training(self) -> str:
+        """With what it was measured, or published, and where that is told."""
         steps = "" if self.steps is None else f", {self.steps:,} steps"
         how = "published" if self.is_published else "measured"
         unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
         size = f"{self.parameters / unit:.3g} {letter} parameters"
         model = f"an LSTM of {size}" if self.is_recurrent else size
-        return (
-            f"{signed(self.percent)} %{spread}, {how} with {self.optimizer}, {self.members} members, "
-            f"{model}{steps} ({self.source})"
-        )
+        return f"{how} with {self.optimizer}, {self.members} members, {model}{steps} ({self.source})"
 
 
 @dataclass(frozen=True)
@@ -200,8 +205,7 @@ def optimizer_name(optimizer: object) -> str:
     Raises:
         ConfigError: It is neither an optimizer nor a name.
     """
-    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
-        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    optimizer = _unwrapped(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         # One's own kind of SGD trains as SGD does.
         names = [kind.__name__ for kind in type(optimizer).__mro__]
@@ -211,20 +215,43 @@ def optimizer_name(optimizer: object) -> str:
             f'optimizer must be a torch optimizer, or the name of one such as "AdamW", got {optimizer!r:.200}'
         )
     given = optimizer.strip()
-    return next((each for each in known_optimizers() if each.lower() == given.lower()), given)
+    # As it may be written in code: torch.optim.AdamW.
+    _, _, plain = given.rpartition(".")
+    return next((each for each in known_optimizers() if each.lower() == plain.lower()), given)
 
 
-def optimizer_note(optimizer: str | None) -> str | None:
-    """Return what should be known of gaps with an optimizer, in words; None where it was measured with."""
+def optimizer_notes(optimizer: object) -> tuple[str, ...]:
+    """Return how what the user trains with differs from what gaps were measured with, in words.
+
+    Args:
+        optimizer: As of `optimizer_name`, or None.
+    """
     known = known_optimizers()
-    if optimizer in known:
-        return None
     if optimizer is None:
-        return f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own."
-    return (
-        f"No loss gap was measured with {optimizer}, only with {' and '.join(known)}: the largest of them "
-        "counts."
-    )
+        return (f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own.",)
+    name, given = optimizer_name(optimizer), _unwrapped(optimizer)
+    if name not in known:
+        return (
+            f"No loss gap was measured with {name}, only with {' and '.join(known)}: the largest of them "
+            "counts.",
+        )
+    notes = []
+    if isinstance(given, torch.optim.Optimizer):
+        if type(given).__name__ != name:
+            notes.append(
+                f"No loss gap was measured with {type(given).__name__}: those of {name}, from which it "
+                "derives, count."
+            )
+        if name == "SGD" and not any(group.get("momentum") for group in given.param_groups):
+            notes.append(f"Loss gaps of SGD were measured with momentum {SGD_MOMENTUM}; yours has none.")
+    return tuple(notes)
+
+
+def _unwrapped(optimizer: object) -> object:
+    """Return the optimizer inside of frameworks' wrappers."""
+    while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
 
 
 def expected_loss(

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from socket import gethostname
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from thinwire.advice.loss import (
     Training,
     expected_loss,
     optimizer_name,
-    optimizer_note,
+    optimizer_notes,
     published_gap,
 )
 from thinwire.advice.replicated import BASELINE, EXACT, OVERFLOWING, Replicated, Subject, priced
@@ -106,7 +107,7 @@ def advise(
 
     Raises:
         ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
-            devices or all frozen, or an argument is out of range.
+            devices or all frozen, the probe does not know the link's rate, or an argument is out of range.
         AttachError: There is no process group; or a sharded model is none that `attach` takes.
         GradientError: Gradients are sparse.
     """
@@ -126,6 +127,8 @@ def advise(
     transport = ProcessGroupTransport()
     if probe is None:
         probe = measure_network() if sharded is None else sharded.probed_between_replicas(module, mesh)
+    # Without it every large message would seem to take as long as the largest that was probed.
+    probe.known_rate()
     shards = 1 if sharded is None else sharded.shards_of(module).size
     # Where each machine that was seen has as many processes as a replica, all were probed; else one of each.
     is_of_all = len(probe.nodes) > 1 and all(len(node) == shards for node in probe.nodes)
@@ -169,7 +172,7 @@ def advise(
         budget_loss=budget_loss,
         optimizer=name,
         shards=subject.shards,
-        notes=tuple(_notes(training, probe, transport.size, device, shards)),
+        notes=(*optimizer_notes(optimizer), *_notes(training, probe, transport.size, device, shards)),
     )
 
 
@@ -252,9 +255,7 @@ def _with_losses(found: Sequence[Prediction], bench: _Bench, training: Training)
 def _notes(
     training: Training, probe: Probe, num_processes: int, device: torch.device, shards: int = 1
 ) -> Iterator[str]:
-    """Yield what makes the advice less certain, in words."""
-    if (note := optimizer_note(training.optimizer)) is not None:
-        yield note
+    """Yield what makes the advice less certain, besides the optimizer, in words."""
     if training.is_recurrent:
         yield (
             "The model has an RNN: what was not measured with an LSTM has the gap of transformers, which may "
@@ -279,6 +280,24 @@ def _notes(
         )
     if probe.device != device.type:
         yield f"The probe is of messages on {probe.device}; what is timed here runs on {device.type}."
+    places = list(dict.fromkeys(probe.hosts))
+    if places and gethostname() not in places:
+        yield (
+            f"The probe is of other machines ({', '.join(places[:4])}{', …' if len(places) > 4 else ''}): "
+            f"their links, and the arithmetic of this one, {gethostname()}."
+        )
+    # What is said of the network that this very job has just probed needs no warning.
+    if len(places) == 1 and num_processes != probe.world_size:
+        yield (
+            f"All processes of the probe ran on one machine, {places[0]}; for a training on several, probe "
+            "between those."
+        )
+    if probe.timings and probe.timings[-1].median_seconds < 2 * probe.latency_seconds:
+        yield (
+            f"The largest message of the probe, {probe.timings[-1].message_bytes:,} bytes, took less than "
+            "twice as long as one of nothing: the link's rate is uncertain; probe with a larger "
+            "budget_seconds."
+        )
 
 
 def _agreed(predictions: Sequence[Prediction], transport: Transport) -> list[Prediction]:
@@ -328,7 +347,9 @@ class _Bench:
         # The budget bends where steps are long: fewer would tell nothing.
         num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds) - UNTIMED_ROUNDS)
         for done in range(num_rounds):
-            progress(f"round {done + 1} of {num_rounds}, a step with every algorithm")
+            progress(
+                f"round {done + 1} of {num_rounds}, a step with every algorithm, {round_seconds:.1f} s each"
+            )
             self._round()
         # While they are there: what the fronts keep goes with them.
         self.memory_bytes = {name: each.memory_bytes() for name, each in self.subject.engines.items()}

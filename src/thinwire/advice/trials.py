@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_loss, optimizer_note
+from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_loss
 from thinwire.advice.measure import BASELINE, EXACT, priced
 from thinwire.advice.result import Prediction, choose
 from thinwire.advice.variants import LOCAL_VARIANTS
@@ -65,6 +65,7 @@ class Candidates:
         nearest_local: The same, of averaging models less often.
         budget_loss: As of `auto`.
         optimizer: As of `Training`.
+        notes: How it differs from what losses were measured with, in words.
     """
 
     within: tuple[Candidate, ...]
@@ -72,14 +73,16 @@ class Candidates:
     nearest_local: tuple[str, ExpectedLoss] | None
     budget_loss: float
     optimizer: str | None
+    notes: tuple[str, ...] = ()
 
 
-def candidates_for(training: Training, budget_loss: float) -> Candidates:
+def candidates_for(training: Training, budget_loss: float, notes: tuple[str, ...] = ()) -> Candidates:
     """Return what may be tried within a loss budget.
 
     Args:
         training: That of the user.
         budget_loss: The largest expected gap to exact averaging's loss, as a share of it.
+        notes: As of `Candidates`.
     """
     variants = priced()
     lossy = {
@@ -110,7 +113,7 @@ def candidates_for(training: Training, budget_loss: float) -> Candidates:
             if lossy[code].order <= 100 * budget_loss
         ),
     ]
-    return Candidates(tuple(within), _nearest(lossy), _nearest(local), budget_loss, training.optimizer)
+    return Candidates(tuple(within), _nearest(lossy), _nearest(local), budget_loss, training.optimizer, notes)
 
 
 def _nearest(losses: dict[str, ExpectedLoss]) -> tuple[str, ExpectedLoss] | None:
@@ -245,9 +248,7 @@ def why(chosen: Trial, trials: Sequence[Trial], candidates: Candidates, least_ga
             else f"the nearest is {candidates.nearest[0]}, {candidates.nearest[1].short} %"
         )
         lines.append(f"Nothing rougher than 16 bits is known to lose at most {budget}: {nearest}.")
-    note = optimizer_note(candidates.optimizer)
-    if note is not None:
-        lines.append(note)
+    lines += candidates.notes
     if chosen.waited_seconds > least_gain * chosen.step_seconds and candidates.nearest_local is not None:
         local, loss = candidates.nearest_local
         lines.append(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from thinwire.advice.loss import signed
 from thinwire.advice.result import Advice, Prediction
 
-__all__ = ["LOSS_LEGEND", "losses_of", "verdict"]
+__all__ = ["LOSS_LEGEND", "losses_of", "sources", "verdict"]
 
 LOSS_LEGEND = (
     "loss: the gap to exact averaging's held-out loss to be expected, in percent. p: published by others; ≤: "
@@ -58,6 +59,17 @@ def losses_of(prediction: Prediction) -> str:
     if prediction.published is not None and prediction.published not in loss.gaps:
         sentences.append(str(prediction.published))
     return "; ".join(sentences)
+
+
+def sources(advice: Advice) -> list[str]:
+    """Return a line for each training that losses are known from, with the gaps that it tells."""
+    by_training: dict[str, dict[str, None]] = {}
+    for each in advice.predictions:
+        gaps = dict.fromkeys((*each.loss.gaps, *([] if each.published is None else [each.published])))
+        for gap in gaps:
+            told = by_training.setdefault(gap.training, {})
+            told[f"{gap.name} {signed(gap.percent)} %"] = None
+    return [f"{training}: {', '.join(told)}" for training, told in by_training.items()]
 
 
 def _advised(advice: Advice) -> str:

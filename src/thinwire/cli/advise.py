@@ -20,7 +20,7 @@ from torch import nn
 from thinwire.advice.lines import lines_to_paste
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import Advice
-from thinwire.advice.words import LOSS_LEGEND, verdict
+from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.job import alone, joined_job
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
@@ -80,6 +80,7 @@ def advise(
     # What can be refused at once is, before anything is measured.
     share = _share(budget_loss)
     found = Probe.load(probe)
+    found.known_rate()
     # As `python -m` does: a user's modules lie where the command is called.
     sys.path.insert(0, "")
     build, one_step = _function(model, "--model"), _function(step, "--step")
@@ -167,9 +168,11 @@ def _function(place: str, option: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
-    except Exception as error:
+    # A script that parses its arguments when it is imported ends by SystemExit.
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{option} {place} can't be imported ({type(error).__name__}: {error}); expected MODULE:FUNCTION"
+            f"{option} {place} can't be imported ({type(error).__name__}: {error}); expected MODULE:FUNCTION "
+            "of a file that trains nothing when it is imported"
         ) from error
     if not callable(function):
         raise ConfigError(f"{option} {place} must be a function, got {function!r}")
@@ -188,7 +191,7 @@ def _called(function: Callable[[], Any], place: str) -> Any:
     """
     try:
         return function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # Whatever it raises: the code is the user's, and one line tells where to look.
         raise ConfigError(f"{place} failed: {type(error).__name__}: {error}") from error
 
@@ -236,7 +239,8 @@ def show(advice: Advice, console: Console) -> None:
         )
     console.print(table)
     place = "process" if advice.shards is None else "machine"
-    lines = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, "", *_frontier(advice), *verdict(advice)]
+    lines = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
+    lines += [*_frontier(advice), *verdict(advice)]
     if not advice.nothing_to_win:
         for front, pasted in lines_to_paste(advice).items():
             lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]

@@ -98,9 +98,9 @@ def save_plot(found: Probe, path: Path) -> None:
     axes.set(
         xscale="log", yscale="log", xlabel="bytes per message", ylabel="ms per averaging, median and spread"
     )
-    axes.set_title(
-        f"{found.world_size} processes, {found.backend}: {8e-6 * found.bytes_per_second:,.0f} Mbit/s"
-    )
+    rate = found.bytes_per_second
+    told = "rate not known" if rate is None else f"{8e-6 * rate:,.0f} Mbit/s"
+    axes.set_title(f"{found.world_size} processes, {found.backend}: {told}")
     axes.grid(which="both", alpha=0.25)
     figure.savefig(path)
 
@@ -113,11 +113,20 @@ def show(found: Probe, console: Console) -> None:
         console: Where to.
     """
     console.print(_table(found))
-    megabits = 8 * found.bytes_per_second / 1e6
     console.print(
         f"latency    {1e3 * found.latency_seconds:.3f} ms per averaging of {found.world_size} processes"
     )
-    console.print(f"bandwidth  {megabits:,.0f} Mbit/s each process sends, in the largest messages")
+    if found.rate_from is None:
+        console.print(
+            f"bandwidth  not known: {_size(found.timings[-1].message_bytes)} took no longer for sure than "
+            f"{_size(found.timings[0].message_bytes)} did; a larger --budget-seconds sends larger messages"
+        )
+    else:
+        small, large = (_size(each.message_bytes) for each in found.rate_from)
+        console.print(
+            f"bandwidth  {8e-6 * found.known_rate():,.0f} Mbit/s each process sends, by messages of {small} "
+            f"and {large}"
+        )
     for kind, factor in found.wire_factors.items():
         # Less may be other work of the machine.
         if factor > SHOWN_FACTOR:

@@ -99,7 +99,10 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
     end = time.monotonic() + budget_seconds
 
     def show(doing: str) -> None:
-        status.update(f"{doing}; about {max(0.0, end - time.monotonic()):.0f} s left")
+        left_seconds = end - time.monotonic()
+        # A few steps of a large model take longer than any budget.
+        left = f"about {left_seconds:.0f} s left" if left_seconds > 0 else "longer than was asked for"
+        status.update(f"{doing}; {left}")
 
     with console.status(f"measuring, about {budget_seconds:.0f} s …") as status:
         yield show

@@ -5,12 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
+from socket import gethostname
 from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 
-from thinwire.channel import Collective, ProcessGroupTransport, Work, agree, gather_numbers
+from thinwire.channel import (
+    Collective,
+    ProcessGroupTransport,
+    Work,
+    agree,
+    gather_bytes,
+    gather_numbers,
+)
 from thinwire.errors import ConfigError
 from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of
 
@@ -44,7 +52,7 @@ def probe(
     Args:
         group: The process group, None for the default one.
         budget_seconds: About how long it may take. Larger messages than fit in it are left out; five
-            eighths are for averaging.
+            eighths are for averaging. Where it is too short to tell the link's rate, the result says so.
         device: Where the messages lie. By default the GPU that the group was made for, or else the current
             one, where NCCL carries its tensors; the CPU elsewhere.
         all_pairs: Whether to time all pairs of processes, or only neighbours; by default all of up to 8.
@@ -88,6 +96,7 @@ def probe(
         pairs=pairs,
         nodes=nodes_of(transport.size, pairs),
         wire_factors=wire_factors,
+        hosts=[name.decode() for name in gather_bytes(gethostname().encode(), transport, "a probe")],
     )
 
 
@@ -188,11 +197,8 @@ class _Meter:
             timings: Of averaging.
             seconds: For one.
         """
-        found = Probe(self.transport.size, "", "", timings, [], [])
-        # Nothing larger: where noise hides the bandwidth, whatever the size, it would seem to take no longer.
-        sizes = [
-            each.message_bytes for each in timings[1:] if found.average_seconds(each.message_bytes) < seconds
-        ]
+        # Nothing larger than was timed: where noise hides the rate, it would seem to take no longer.
+        sizes = [each.message_bytes for each in timings[1:] if each.median_seconds < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
     def pair(self, processes: tuple[int, int], message_bytes: int) -> PairTiming:

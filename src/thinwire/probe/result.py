@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -58,10 +57,16 @@ class Timing:
     @property
     def spread_seconds(self) -> float:
         """Between the quartiles; 0 of a single repetition."""
-        if len(self.seconds) < 2:
-            return 0.0
-        low, _, high = quantiles(self.seconds, n=4)
+        low, high = self.quartiles
         return high - low
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """A quarter of the repetitions took less than the first, a quarter more than the second."""
+        if len(self.seconds) < 2:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = quantiles(self.seconds, n=4)
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ class Probe:
         nodes: Process ranks that are near each other; one list if no structure was seen.
         wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
             wire, where measured: at least 1; 2 where two processes send one after the other.
+        hosts: Name of each process's machine, by rank; empty where a file of before does not tell.
     """
 
     world_size: int
@@ -101,6 +107,7 @@ class Probe:
     pairs: list[PairTiming]
     nodes: list[list[int]]
     wire_factors: dict[Collective, float] = field(default_factory=dict)
+    hosts: list[str] = field(default_factory=list)
 
     @property
     def latency_seconds(self) -> float:
@@ -108,16 +115,49 @@ class Probe:
         return self.timings[0].median_seconds
 
     @property
-    def bytes_per_second(self) -> float:
-        """What each process's link carries, from the two largest messages, sent as a ring all-reduce does."""
-        small, large = self.timings[-2:]
+    def rate_from(self) -> tuple[Timing, Timing] | None:
+        """The largest message, behind the largest one that took less for sure; None if none did.
+
+        For sure: their quartiles do not overlap.
+        """
+        large = self.timings[-1]
+        fastest, _ = large.quartiles
+        smaller = (each for each in reversed(self.timings[:-1]) if each.quartiles[1] < fastest)
+        small = next(smaller, None)
+        return None if small is None else (small, large)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What each process's link carries, by `rate_from`, sent as on a ring; None if not known."""
+        if self.rate_from is None:
+            return None
         # The difference of two large messages: what each costs whatever its size falls out.
-        gained = large.median_seconds - small.median_seconds
+        small, large = self.rate_from
         sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
-        return sent / gained if gained > 0 else math.inf
+        return sent / (large.median_seconds - small.median_seconds)
+
+    def known_rate(self) -> float:
+        """Return `bytes_per_second`.
+
+        Raises:
+            ConfigError: It is not known.
+        """
+        rate = self.bytes_per_second
+        if rate is None:
+            raise ConfigError(
+                "the probe could not tell how fast the link is: averaging its largest message, "
+                f"{self.timings[-1].message_bytes:,} bytes, took no longer for sure than "
+                f"{self.timings[0].message_bytes:,} bytes did; probe again with a larger budget_seconds "
+                "(--budget-seconds), while nothing else uses the machines"
+            )
+        return rate
 
     def average_seconds(self, message_bytes: float) -> float:
-        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest."""
+        """Return how long an averaging takes: linear between the measured sizes, and beyond the largest.
+
+        Raises:
+            ConfigError: It is larger than all that were measured, and the link's rate is not known.
+        """
         # Below the smallest there is nothing but latency.
         if message_bytes <= self.timings[0].message_bytes:
             return self.latency_seconds
@@ -127,7 +167,7 @@ class Probe:
                 return small.median_seconds + share * (large.median_seconds - small.median_seconds)
         last = self.timings[-1]
         beyond = ring_share(self.world_size) * (message_bytes - last.message_bytes)
-        return last.median_seconds + beyond / self.bytes_per_second
+        return last.median_seconds + beyond / self.known_rate()
 
     def collective_seconds(self, collective: Collective, handed_bytes: int) -> float:
         """Return how long a collective takes: as an averaging of as many bytes on the wire, times its factor.
@@ -190,8 +230,9 @@ class Probe:
         if any(small.message_bytes >= large.message_bytes for small, large in pairwise(timings)):
             raise ValueError("timings must be of ascending message_bytes")
         nodes = list_of("nodes", field_of(plain, "nodes"))
-        # Files of before have none.
-        factors = plain.get("wire_factors", {}) if isinstance(plain, dict) else {}
+        # Files of before have none of either.
+        later = plain if isinstance(plain, dict) else {}
+        factors, hosts = later.get("wire_factors", {}), later.get("hosts", [])
         return cls(
             world_size=world_size,
             backend=text_of("backend", field_of(plain, "backend")),
@@ -204,6 +245,7 @@ class Probe:
                 for kind in TIMED_COLLECTIVES
                 if factors
             },
+            hosts=[text_of("a host", each) for each in list_of("hosts", hosts, 0, MAX_PROCESSES)],
         )
 
 
