@@ -433,20 +433,24 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
     optimizers, fronts, groups = [], [], []
     for _ in range(2):
         model = nn.Linear(32, 16)
-        optimizers.append(torch.optim.AdamW(model.parameters()))
+        # Two, as Muon and AdamW are used together.
+        optimizers.append([torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])])
         groups.append(InProcessGroup(InProcessLighthouse()))
         settings: Any = {"every_steps": 2, "leave_on_sigterm": False, "send_optimizer": is_sent}
         fronts.append(LocalSGD(model, optimizers[-1], group=groups[-1], **settings))
     with fronts[0], fronts[1]:
         for _ in range(3):
             fronts[0].module(torch.ones(1, 32)).sum().backward()
-            optimizers[0].step()
+            for optimizer in optimizers[0]:
+                optimizer.step()
+        assert fronts[0].steps == 3
         fronts[1]._front.adopt(unpacked(*packed(groups[0].provide())))
-        sent, held = (each.state_dict()["state"] for each in optimizers)
-        assert len(sent) == 2
-        assert held.keys() == (sent.keys() if is_sent else set())
-        assert all(torch.equal(sent[place][key], held[place][key]) for place in held for key in sent[place])
-        assert fronts[0]._front.described()["optimizer"] == ("AdamW" if is_sent else "each its own")
+        for one, other in zip(*optimizers, strict=True):
+            sent, held = (each.state_dict()["state"] for each in (one, other))
+            assert sent[0]
+            assert held.keys() == (sent.keys() if is_sent else set())
+            assert all(torch.equal(sent[0][key], held[0][key]) for place in held for key in sent[place])
+        assert fronts[0]._front.described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
 
 
 def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
@@ -524,6 +528,13 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
             DiLoCo(model, optimizer, group=group, **{setting: 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match='"steps" or "work"'):
         LocalSGD(model, optimizer, every_steps=2, group=group, weigh_by="tokens")  # type: ignore[arg-type]
+    one = torch.optim.SGD([model.weight], lr=0.1)
+    with pytest.raises(ConfigError, match=r"1 of the model's 2 .* such as 'bias', are in none of the optim"):
+        LocalSGD(model, one, every_steps=2, group=group)
+    LocalSGD(model, one, every_steps=2, group=group, send_optimizer=False)
+    for several in ([], [one, one]):
+        with pytest.raises(ConfigError, match="each once, got"):
+            LocalSGD(model, several, every_steps=2, group=group)
     local = LocalSGD(model, optimizer, every_steps=2, group=group)
     with pytest.raises(ConfigError, match="weigh_by"):
         local.count_work(3)

@@ -53,15 +53,15 @@ class Run(InTurns[Steps]):
         torch.manual_seed(member)
         model = nn.Linear(32, 16)
         parameters = list(model.parameters())
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=self.lr)
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(parameters, lr=self.lr)]
         if self.adam:
-            optimizer = torch.optim.AdamW(parameters, lr=self.lr)
+            optimizers = [torch.optim.AdamW([each], lr=self.lr) for each in parameters]
         draws = torch.Generator().manual_seed(100 + member)
         group, algorithm = self.groups[member], self.algorithms.get(member, self.algorithm)
-        steps = self.fronts[member] = Steps(model, optimizer, algorithm, group=group, leave_on_sigterm=False)
+        steps = self.fronts[member] = Steps(model, optimizers, algorithm, group=group, leave_on_sigterm=False)
         end_step, end = self.ends.get(member, (-1, ""))
         with steps:
-            self.note(member, optimizer)
+            self.note(member, optimizers)
             while steps.steps < self.steps:
                 if steps.steps == end_step and end == "leave":
                     steps.leave()
@@ -74,12 +74,12 @@ class Run(InTurns[Steps]):
                 self.put_in.setdefault(steps.steps, {})[member] = flat.double()
                 steps.step(self.works[member])
                 wait_for(Turn())
-                self.note(member, optimizer)
+                self.note(member, optimizers)
         return "left" if steps.is_leaving else "done"
 
-    def note(self, member: int, optimizer: torch.optim.Optimizer) -> None:
-        numbers = [each for group in optimizer.param_groups for each in group["params"]]
-        numbers += [each for state in optimizer.state.values() for each in state.values()]
+    def note(self, member: int, optimizers: list[torch.optim.Optimizer]) -> None:
+        numbers = [each for one in optimizers for group in one.param_groups for each in group["params"]]
+        numbers += [each for one in optimizers for state in one.state.values() for each in state.values()]
         self.held[self.fronts[member].steps, member] = torch.cat(
             [each.detach().flatten() for each in numbers]
         )
@@ -174,6 +174,8 @@ def test_what_does_not_go_is_told() -> None:
         Steps(model, optimizer, PowerSGD(bytes_per_step=100, replan_every_steps=10**6), **options)
     with pytest.raises(ConfigError, match="holds none of the model's"):
         Steps(nn.Linear(4, 4), optimizer, AllReduce(), **options)
+    with pytest.raises(ConfigError, match=r"1 of the model's 2 .* such as 'bias', are in none of the optim"):
+        Steps(model, torch.optim.SGD([model.weight], lr=0.1), AllReduce(), **options)
     steps = Steps(model, optimizer, AllReduce(), **options)
     with pytest.raises(StepError, match="outside the context"):
         steps.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ class DiLoCo(LocalSGD):
 
     Args:
         model: As of `elastic.LocalSGD`.
-        optimizer: Trains the model (AdamW, Muon).
+        optimizer: Trains the model; or several, as of `elastic.LocalSGD`.
         every_steps: Steps from one averaging of a parameter to the next.
         group: Who is there; None for `TorchftGroup()`.
         algorithm: How the changes become their mean over the group.
@@ -49,7 +50,7 @@ class DiLoCo(LocalSGD):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         every_steps: int = 30,
         group: Group | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from thinwire.elastic.member import (
     another_version,
     check_like,
     check_plans_once,
+    checked_optimizers,
     group_of_environment,
     plain_module,
 )
@@ -30,17 +31,17 @@ from thinwire.fronts.local_sgd.loop import after_each_step
 from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, new_outer, warn_of_momentum
 from thinwire.fronts.local_sgd.schedule import Schedule
-from thinwire.fronts.local_sgd.validation import checked_device, checked_optimizer
+from thinwire.fronts.local_sgd.validation import checked_device
 from thinwire.sync import Engine
 from thinwire.sync.checksum import check_undamaged, with_checksum
 
 __all__ = ["LocalSGD"]
 
 EXACT = AllReduce()
-STATE_VERSION = 2
+STATE_VERSION = 3
 KEYS = {
     "version", "lineage", "step", "turns", "last_average", "not_averaged", "sync", "residual_of", "outer",
-    "optimizer", "checksum",
+    "optimizers", "checksum",
 }  # fmt: skip
 
 
@@ -51,8 +52,8 @@ class LocalSGD(Member):
     stands still for too long or leaves is missing at the next averaging, and one in which it was missed is
     repeated by the others, at once and with all they have learnt since the last one. A member that joins, or
     comes back, waits on entry for the next averaging of the others; with it, it takes their model, outer
-    optimizer and counters, and holds the same parameters to the bit; and the state of one member's optimizer
-    inside, as of its last step.
+    optimizer and counters, and holds the same parameters to the bit; and the state of one member's
+    optimizers inside, as of their last steps.
 
     Each member's change weighs as much as it has worked: `weigh_by`. What it has not transmitted (the
     residual) stays when others come or go. A member that leaves on purpose (SIGTERM, or `leave()`) hands it
@@ -64,7 +65,8 @@ class LocalSGD(Member):
 
     Args:
         model: A module; not a DDP model, whose group can't change.
-        optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
+        optimizer: Trains the model; or several that train it together (Muon and AdamW), in the order of their
+            steps: the last one's are counted. Their state is never averaged.
         every_steps: Steps from one averaging of a parameter to the next.
         group: Who is there; None for `TorchftGroup()`.
         algorithm: How the changes become their mean over the group.
@@ -74,8 +76,9 @@ class LocalSGD(Member):
         fragments: Into how many parts the model is divided, averaged in turn.
         outer_device: Where the last averages and the outer optimizer's state are kept.
         weigh_by: What a member's change weighs: "steps" that it made, or "work", as given to `count_work`.
-        send_optimizer: Whether a member that joins gets the state and settings of `optimizer` as one of the
-            others has them; else it starts with its own.
+        send_optimizer: Whether a member that joins gets the state and settings of all of `optimizer` as one
+            of the others has them; then these must hold every trainable parameter. Else it starts with its
+            own.
         leave_on_sigterm: Whether SIGTERM lets this member leave, after its next averaging. Only on the main
             thread.
         delay_steps: 0; of `thinwire.LocalSGD` only, and so is `warmup_steps`: an averaging can be repeated
@@ -85,11 +88,11 @@ class LocalSGD(Member):
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
     88 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
     and a newcomer receives the model, the outer optimizer's state, what the algorithm remembers, and with
-    `send_optimizer` the optimizer's state (of AdamW twice the model's bytes).
+    `send_optimizer` the optimizers' state (of AdamW twice the model's bytes).
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model, or the algorithm
-            chooses anew at run time (a budget of PowerSGD).
+        ConfigError: An argument is wrong, or the optimizer does not train this model, or not all of it though
+            its state is sent; or the algorithm chooses anew at run time (a budget of PowerSGD).
         AttachError: A DDP or a sharded model.
         GradientError: A parameter can't be averaged by the algorithm.
     """
@@ -97,7 +100,7 @@ class LocalSGD(Member):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         every_steps: int,
         group: Group | None = None,
@@ -127,8 +130,11 @@ class LocalSGD(Member):
         true_or_false("leave_on_sigterm", leave_on_sigterm)
 
         averaged = averaged_model.tensors()
-        self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._weigh_by, self._sends_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
+        # Of several whose state each keeps, the one that steps last is enough to count steps.
+        self._optimizers = checked_optimizers(
+            optimizer, averaged, module, must_hold_all=self._sends_optimizer
+        )
         self._make_outer = outer
         parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         group = group_of_environment() if group is None else group
@@ -191,7 +197,8 @@ class LocalSGD(Member):
         warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
             attached.enter_context(self._joined())
-            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
+            counted = self._optimizers[-1]
+            attached.enter_context(after_each_step(counted, self._grad_scaler, self._after_own_step))
             self._attached = attached.pop_all()
         return self
 
@@ -236,6 +243,10 @@ class LocalSGD(Member):
     def _outer_lr_for(self, num_members: int) -> float | None:
         """Return the outer learning rate for so many members; None to leave it alone."""
         return None
+
+    @property
+    def _sent_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        return self._optimizers if self._sends_optimizer else ()
 
     @property
     def _due(self) -> int:
@@ -304,7 +315,9 @@ class _Front:
             "fragments": str(local._schedule.num_fragments),
             "average_buffers": str(local._averaged.buffers),
             "weigh_by": local._weigh_by,
-            "optimizer": type(local._optimizer).__name__ if local._sends_optimizer else "each its own",
+            "optimizer": ", ".join(type(each).__name__ for each in local._optimizers)
+            if local._sends_optimizer
+            else "each its own",
             "outer optimizer": described_outer(local._outer),
         }
 
@@ -325,7 +338,7 @@ class _Front:
                 "sync": local._engine.common_state(),
                 "residual_of": local._residual_of(),
                 "outer": None if outer is None else outer.state_dict(),
-                "optimizer": local._optimizer.state_dict() if local._sends_optimizer else None,
+                "optimizers": [each.state_dict() for each in local._sent_optimizers],
             }
         )
 
@@ -340,12 +353,12 @@ class _Front:
         check_like("last_average", state["last_average"], lasts)
         check_like("not_averaged", state["not_averaged"], others)
         loaded = local._engine.check_state_dict(state["sync"])
-        own = {"outer": local._outer, "optimizer": local._optimizer if local._sends_optimizer else None}
-        for key, optimizer in own.items():
-            if optimizer is None:
-                continue
+        outers = [] if local._outer is None else [local._outer]
+        sent = [state["outer"]] * len(outers) + list(state["optimizers"])
+        # As many of either: the agreement has compared their kinds.
+        for optimizer, its_state in zip(outers + list(local._sent_optimizers), sent, strict=True):
             try:
-                optimizer.load_state_dict(dict(state[key]))
+                optimizer.load_state_dict(dict(its_state))
             except (ValueError, TypeError) as error:
                 raise StateError(
                     f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"

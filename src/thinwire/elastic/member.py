@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -22,7 +22,10 @@ from thinwire.elastic.plain import packed
 from thinwire.elastic.presence import MembershipStats
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
+from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.model import AveragedModel, unwrapped
+from thinwire.fronts.local_sgd.outer import held_by
+from thinwire.fronts.local_sgd.validation import checked_optimizer
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
@@ -33,6 +36,7 @@ __all__ = [
     "another_version",
     "check_like",
     "check_plans_once",
+    "checked_optimizers",
     "group_of_environment",
     "plain_module",
 ]
@@ -208,6 +212,43 @@ def check_plans_once(algorithm: Algorithm) -> None:
             f"{algorithm} makes a new plan now and then, behind the averaging; members that come and go "
             "need one plan: give a matrix rank instead of a budget"
         )
+
+
+def checked_optimizers(
+    given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    averaged: Sequence[Averaged],
+    module: nn.Module,
+    *,
+    must_hold_all: bool,
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that train a module, in the order of their steps.
+
+    Args:
+        given: As the user gave them: one, or several.
+        averaged: What is averaged of the module.
+        module: To which all that they hold must belong.
+        must_hold_all: Whether a trainable parameter that none of them holds is refused.
+
+    Raises:
+        ConfigError: One is no optimizer or is there twice, or does not train this model; or another one seems
+            to train it as well.
+    """
+    listed = list(given) if isinstance(given, list | tuple) else [given]
+    optimizers = tuple(checked_optimizer(each, averaged, module) for each in listed)
+    if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
+        raise ConfigError(f"expected one optimizer or several, each once, got {listed}")
+    held = set[int]().union(*map(held_by, optimizers))
+    # Statistics are buffers, which nobody trains.
+    trained = [each for each in averaged if not each.spec.is_statistic]
+    others = [each.name for each in trained if id(each.tensor) not in held]
+    if must_hold_all and others:
+        raise ConfigError(
+            f"{len(others)} of the model's {len(trained)} trainable parameters, such as {others[0]!r}, are "
+            "in none of the optimizers that were passed, and a member that joins is given the state of these "
+            "only: pass all that train the model, [first, second], in the order of their steps, and freeze "
+            "what none of them trains: requires_grad_(False)"
+        )
+    return optimizers
 
 
 def check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from thinwire.elastic.member import (
     another_version,
     check_like,
     check_plans_once,
+    checked_optimizers,
     group_of_environment,
     plain_module,
 )
@@ -25,16 +26,15 @@ from thinwire.errors import LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.fragment import Buckets
 from thinwire.fronts.local_sgd.model import AveragedModel
-from thinwire.fronts.local_sgd.validation import checked_optimizer
 from thinwire.sync import Engine
 from thinwire.sync.checksum import check_undamaged, with_checksum
 from thinwire.sync.step import Step
 
 __all__ = ["Steps"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 KEYS = {
-    "version", "lineage", "step", "averaged", "not_averaged", "optimizer", "sync", "residual_of",
+    "version", "lineage", "step", "averaged", "not_averaged", "optimizers", "sync", "residual_of",
     "checksum",
 }  # fmt: skip
 
@@ -55,9 +55,9 @@ class Steps(Member):
 
     Args:
         model: A module; not a DDP model, whose group can't change. Buffers are not averaged.
-        optimizer: Trains the model. A schedule of its learning rate should go by `steps`: a member that joins
-            takes over the optimizer's settings, and not the scheduler's count. Without a `GradScaler`, which
-            would let some members skip a step.
+        optimizer: Trains the whole model; or several that do together, which step in this order. A schedule
+            of a learning rate should go by `steps`: a member that joins takes over the optimizers' settings,
+            and not the scheduler's count. Without a `GradScaler`, which would let some members skip a step.
         algorithm: How the gradients become their mean over the group.
         group: Who is there; None for `TorchftGroup()`.
         leave_on_sigterm: Whether SIGTERM lets this member leave, after its next step. Only on the main
@@ -89,7 +89,7 @@ class Steps(Member):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
         *,
         group: Group | None = None,
@@ -100,7 +100,8 @@ class Steps(Member):
         true_or_false("leave_on_sigterm", leave_on_sigterm)
         averaged_model = AveragedModel(module, buffers=False)
         averaged = averaged_model.tensors()
-        self._optimizer = checked_optimizer(optimizer, averaged, module)
+        # All of them step here, for a member that joins does so on entry, before its loop.
+        self._optimizers = checked_optimizers(optimizer, averaged, module, must_hold_all=True)
         self._buckets = Buckets(averaged)
         group = group_of_environment() if group is None else group
         super().__init__(
@@ -228,7 +229,7 @@ class _Front:
             "torch": torch.__version__.partition("+")[0],
             "group": steps._group.kind,
             "kind": type(steps).__name__,
-            "optimizer": type(steps._optimizer).__name__,
+            "optimizer": ", ".join(type(each).__name__ for each in steps._optimizers),
         }
 
     def state(self) -> Mapping[str, Any]:
@@ -241,7 +242,7 @@ class _Front:
                 "step": steps._steps,
                 "averaged": steps._held(),
                 "not_averaged": steps._not_averaged(),
-                "optimizer": steps._optimizer.state_dict(),
+                "optimizers": [each.state_dict() for each in steps._optimizers],
                 "sync": steps._engine.common_state(),
                 "residual_of": steps._residual_of(),
             }
@@ -258,10 +259,14 @@ class _Front:
         check_like("averaged", state["averaged"], held)
         check_like("not_averaged", state["not_averaged"], others)
         loaded = steps._engine.check_state_dict(state["sync"])
-        try:
-            steps._optimizer.load_state_dict(dict(state["optimizer"]))
-        except (ValueError, TypeError) as error:
-            raise StateError(f"the group's state is of another optimizer: {error}") from error
+        # As many of either: the agreement has compared their kinds.
+        for optimizer, its_state in zip(steps._optimizers, state["optimizers"], strict=True):
+            try:
+                optimizer.load_state_dict(dict(its_state))
+            except (ValueError, TypeError) as error:
+                raise StateError(
+                    f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
+                ) from error
         steps._load(loaded, state["residual_of"])
         for name, tensor in (held | others).items():
             tensor.copy_((state["averaged"] | state["not_averaged"])[name])
@@ -294,7 +299,8 @@ class _Front:
                 )
             return
         # Here and not in `step()`: who joins, or learns late that a step was committed, takes it as well.
-        steps._optimizer.step()
+        for optimizer in steps._optimizers:
+            optimizer.step()
         steps._work = 0.0
         steps._steps = step + 1
         steps._steps_here += 1
