@@ -42,6 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import shared_fixtures  # noqa: PLC0415
 
         config.pluginmanager.register(shared_fixtures)
+    if hasattr(config, "workerinput") and hasattr(os, "sched_setaffinity"):
+        # Members in one process are threads that take turns: they hand over sooner on one core. What the
+        # worker's server forks runs on all.
+        cores = sorted(os.sched_getaffinity(0))
+        number = int(config.workerinput["workerid"].removeprefix("gw"))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 @pytest.hookimpl(optionalhook=True)
