@@ -62,8 +62,11 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let measurements come first."""
-    items.sort(key=lambda item: item.get_closest_marker("alone") is None)
+    """Let measurements come first, then what is so long that it has a timeout of its own.
+
+    Long tests at the end would leave the other workers without work.
+    """
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("alone", "timeout")])
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -112,34 +112,26 @@ def test_it_tells_what_was_watched(report: str) -> None:
     assert len(report) < 1_000_000
 
 
-def test_names_are_text_and_not_code(tmp_path: Path) -> None:
-    name = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
-    path = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), name=name, steps=20)
-    assert name in checked(report_page([read_run(path)]))
-
-
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     paths = [watched(tmp_path / f"{n}.jsonl", Cast("fp16"), name="mine", steps=1) for n in range(10)]
     told = checked(report_page([read_run(path) for path in paths]))
     assert all(f"mine ({path})" in told for path in paths)
 
 
-def test_damage_is_told_on_the_page_and_beside_it(
+def test_damage_is_told_on_the_page_and_beside_it_and_that_another_run_was_resumed(
     paths: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = paths[0].read_text()
     paths[0].write_text(text[: len(text) // 2])
-    write_report(paths, tmp_path / "report.html")
+    resumed = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=4)
+    watched(resumed, Cast("fp16"), steps=6)
+    write_report([paths[0], resumed], tmp_path / "report.html")
+    told = checked((tmp_path / "report.html").read_text())
+    assert "Resumed 1 time; steps made twice are shown once." in told
     damage = read_run(paths[0]).damage
     assert damage is not None
-    assert damage in checked((tmp_path / "report.html").read_text())
+    assert damage in told
     assert capsys.readouterr().err == f"thinwire: {paths[0]}: {damage}\n"
-
-
-def test_a_run_that_was_resumed_says_so(tmp_path: Path) -> None:
-    path = watched(tmp_path / "run.jsonl", Cast("fp16"), steps=4)
-    watched(path, Cast("fp16"), steps=6)
-    assert "Resumed 1 time; steps made twice are shown once." in checked(report_page([read_run(path)]))
 
 
 def test_a_run_without_losses_or_norms(tmp_path: Path) -> None:
@@ -151,7 +143,9 @@ def test_a_run_without_losses_or_norms(tmp_path: Path) -> None:
     assert "against" not in told.partition("Bytes")[0]
 
 
-def test_names_that_are_no_text_are_shown_without_it(tmp_path: Path) -> None:
+def test_names_are_text_and_not_code_and_what_is_no_text_is_left_out(tmp_path: Path) -> None:
+    code = "<script>alert(1)</script> $\\frac{a}{b}$ & 'more'"
+    of_code = watched(tmp_path / "run.jsonl", PowerSGD(matrix_rank=2), name=code, steps=20)
     simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
     path = tmp_path / "run\udcff.jsonl"
     with Watch(simulation.syncs[0], path, norms_every_steps=1, name="mine\ud800") as watch:
@@ -160,9 +154,9 @@ def test_names_that_are_no_text_are_shown_without_it(tmp_path: Path) -> None:
             watch.log(**{"loss\udcff": 1.0, "huge": 1e100})
     path.write_text(path.read_text().replace("body.weight", "body\\ud83d"))
     output = tmp_path / "page\udcff.html"
-    write_report([path, path], output)
+    write_report([path, path, of_code], output)
     told = checked(output.read_text(encoding="utf-8"))
-    for words in ("mine? (", "run?.jsonl)", "loss?", "body?", "1e+100"):
+    for words in (code, "mine? (", "run?.jsonl)", "loss?", "body?", "1e+100"):
         assert words in told
 
 
