@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire.advice.lines import lines_to_paste
+from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.local import Averaging, LocalBench, local_benches
 from thinwire.advice.loss import (
     EXACT_LOSS,
@@ -294,14 +294,12 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
     assert all("thinwire.Quantize(bits=2)" in each for each in lines.values())
     local = lines_to_paste(advice_of(*EVERYTHING, budget=0.2))
     assert local.keys() == fronts
-    assert local["DDP"] == LOCAL.code
+    assert local["DDP"] == f"import thinwire\n{LOCAL.code}"
     assert "unwrap_model(model), optimizer.optimizer, every_steps=30):" in local["Accelerate"]
     assert "ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=30))" in local["Lightning"]
     assert "attach(trainer, partial(thinwire.DiLoCo, every_steps=30))" in local["Trainer"]
     around = 'with thinwire.DiLoCo(model, optimizer, every_steps=30, mesh=mesh["replicate"]):'
-    assert local["FSDP2"].splitlines() == ['fully_shard(model, mesh=mesh["shard"])', around]
-    for each in (*lines.values(), *local.values()):
-        compile(each + (" pass" if each.endswith(":") else ""), "a line to paste", "exec")
+    assert local["FSDP2"] == f"import thinwire\n{SHARDING}{around}"
 
 
 def test_what_makes_it_less_certain_is_said() -> None:

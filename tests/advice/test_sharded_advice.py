@@ -20,7 +20,7 @@ import thinwire
 from pool import Pool
 from thinwire import Advice, ConfigError
 from thinwire.advice import local, measure, replicated, sharded
-from thinwire.advice.lines import lines_to_paste
+from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS
 from thinwire.errors import AttachError
@@ -77,8 +77,8 @@ def test_shards_share_a_link_and_send_less_of_whole_matrices(pool4: Pool) -> Non
     assert probed.baseline.step_seconds > 0
     assert notes[0] == notes[1] == notes[2]
     assert first.best.is_lossy
-    assert lines_to_paste(first) == {"FSDP2": first.best.code}
-    assert first.best.code.startswith('fully_shard(model, mesh=mesh["shard"])\n')
+    assert lines_to_paste(first) == {"FSDP2": f"import thinwire\n{first.best.code}"}
+    assert first.best.code.startswith(SHARDING)
     assert 'mesh=mesh["replicate"]' in first.best.code
     compile(first.best.code + (" pass" if first.best.code.endswith(":") else ""), "to paste", "exec")
     assert "2 replicas of 2 shards, 4 processes" in first.notes[-1]

@@ -29,6 +29,7 @@ from launcher import (
     run_processes,
     run_python,
 )
+from pasted import handles, lines_for, run
 from pool import Pool
 from stand_ins import stand_ins
 from thinwire.algorithms import Algorithm
@@ -339,6 +340,27 @@ def _averaged_models() -> tuple[list[bool], int, float]:
                 same.append(agreed(model))
         stats = local.stats()
         return same, stats.steps, stats.compression_ratio
+
+
+def test_the_lines_of_advice_run_as_they_are(pool2: Pool) -> None:
+    for world_size, ratios in pool2.run(_pasted, lines_for("Accelerate")):
+        assert world_size == 2
+        assert len(ratios) == 2
+        assert min(ratios) > 5
+
+
+def _pasted(lines: list[str]) -> tuple[int, list[float]]:
+    with several_processes(), handles() as made:
+        accelerator = Accelerator(cpu=True)
+        for text in lines:
+            model = new_model()
+            names: dict[str, Any] = {"accelerator": accelerator, "model": model}
+            names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+            names["loop"] = lambda names=names: train(
+                accelerator, names["model"], names["optimizer"], range(4)
+            )
+            run(text, names)
+        return accelerator.num_processes, [each.stats().compression_ratio for each in made]
 
 
 def test_the_run_chooses_its_algorithm(pool2: Pool) -> None:

@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader
 
 import thinwire
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_processes, run_python
+from pasted import lines_for, run
 from pool import Pool
 from thinwire import PowerSGD, hooks
 from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy, register_ddp_comm_hook
@@ -89,20 +90,22 @@ def fit(
     **options: Any,
 ) -> tuple[Trainer, Regression]:
     with lightning_environment():
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            plugins=[TorchElasticEnvironment(), *plugins],
-            strategy=strategy,
-            max_epochs=epochs,
-            default_root_dir=folder,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"logger": False, "enable_checkpointing": False, **options},
-        )
+        trainer = new_trainer(folder, strategy=strategy, plugins=plugins, max_epochs=epochs, **options)
         module = model()
         trainer.fit(module, data or batches(), validation, ckpt_path=resume)
     return trainer, module
+
+
+def new_trainer(folder: Path, *, plugins: Sequence[Any] = (), **options: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        plugins=[TorchElasticEnvironment(), *plugins],
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"logger": False, "enable_checkpointing": False, **options},
+    )
 
 
 def parameters_of(model: nn.Module) -> list[Tensor]:
@@ -408,6 +411,26 @@ def test_models_are_averaged_now_and_then(pool2: Pool, tmp_path: Path) -> None:
         assert_same(straight, results[0][2][0])
         assert_same(resumed, results[0][3][0])
         assert message.startswith("expected a module with one optimizer, whose steps are counted, got 2")
+
+
+def test_the_lines_of_advice_run_as_they_are(pool2: Pool, tmp_path: Path) -> None:
+    for world_size, ratios in pool2.run(_pasted, lines_for("Lightning"), tmp_path):
+        assert world_size == 2
+        assert len(ratios) == 2
+        assert min(ratios) > 5
+
+
+def _pasted(lines: list[str], folder: Path) -> tuple[int, list[float]]:
+    ratios = []
+    for text in lines:
+        names: dict[str, Any] = {}
+        # As in the user's script, besides what a test needs.
+        names["Trainer"] = partial(new_trainer, folder, max_steps=4)
+        names["loop"] = lambda names=names: names["trainer"].fit(Regression(), batches())
+        with lightning_environment():
+            run(text, names)
+        ratios.append(names["trainer"].strategy.sync.stats().compression_ratio)
+    return dist.get_world_size(), ratios
 
 
 class Looking(Regression):

@@ -26,6 +26,7 @@ from transformers import (
 import thinwire
 from accelerated import error_of, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
+from pasted import lines_for, run
 from pool import Pool
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
 from training import agreed, flat
@@ -228,6 +229,24 @@ def _averaged_models(folder: str) -> tuple[Any, ...]:
         torch.equal(look.weights[2], loaded[0]),
         second,
     )
+
+
+def test_the_lines_of_advice_run_as_they_are(pool2: Pool, tmp_path: Path) -> None:
+    for world_size, ratios in pool2.run(_pasted, lines_for("Trainer"), str(tmp_path)):
+        assert world_size == 2
+        assert len(ratios) == 2
+        assert min(ratios) > 5
+
+
+def _pasted(lines: list[str], folder: str) -> tuple[int, list[float]]:
+    ratios = []
+    for text in lines:
+        with several_processes():
+            trainer = new_trainer(folder, max_steps=4, save_strategy="no")
+            names: dict[str, Any] = {"trainer": trainer, "loop": trainer.train}
+            run(text, names)
+            ratios.append(names["thinwire_callback"].sync.stats().compression_ratio)
+    return dist.get_world_size(), ratios
 
 
 def test_training_again_goes_on_with_the_same_memory(pool2: Pool, tmp_path: Path) -> None:

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 from thinwire.advice.result import Advice, Prediction
 
-__all__ = ["lines_to_paste"]
+__all__ = ["SHARDING", "lines_to_paste"]
+
+# It replaces the parameters: an optimizer that was made before would train what is no longer there.
+SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, of the shards\n'
 
 
 def lines_to_paste(advice: Advice) -> dict[str, str]:
-    """Return lines by front.
+    """Return lines by front, in the names that its users give: model, optimizer, mesh, accelerator, trainer.
 
     Args:
         advice: What was advised.
     """
+    best = advice.best
     # What is priced of a sharded model is of FSDP2 alone.
     if advice.shards is not None:
-        return {"FSDP2": advice.best.code}
-    return _local(advice.best) if advice.best.averages_less_often else _of_gradients(advice.best)
+        lines = {"FSDP2": best.code}
+    else:
+        lines = _local(best) if best.averages_less_often else _of_gradients(best)
+    # Native HSDP needs none.
+    return {
+        front: f"import thinwire\n{text}" if "thinwire." in text else text for front, text in lines.items()
+    }
 
 
 def _of_gradients(prediction: Prediction) -> dict[str, str]:
     algorithm = f"thinwire.{prediction.name}"
     return {
         "DDP": prediction.code,
-        "FSDP2": (
-            'fully_shard(model, mesh=mesh["shard"])\n'
-            f'thinwire.attach(model, {algorithm}, mesh=mesh["replicate"])'
-        ),
+        "FSDP2": (f'{SHARDING}thinwire.attach(model, {algorithm}, mesh=mesh["replicate"])'),
         "Accelerate": (
             f"model, optimizer = accelerator.prepare(model, optimizer)\nthinwire.attach(model, {algorithm})"
         ),
@@ -42,9 +48,7 @@ def _local(prediction: Prediction) -> dict[str, str]:
     frameworks = _of_frameworks(f"partial({front}, {settings})")
     return {
         "DDP": around,
-        "FSDP2": (
-            f'fully_shard(model, mesh=mesh["shard"])\n{around.removesuffix("):")}, mesh=mesh["replicate"]):'
-        ),
+        "FSDP2": (f'{SHARDING}{around.removesuffix("):")}, mesh=mesh["replicate"]):'),
         # Accelerate wraps optimizers, and steps are counted on what is inside; its DDP model would go on
         # averaging gradients.
         "Accelerate": (

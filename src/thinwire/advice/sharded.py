@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.advice.lines import SHARDING
 from thinwire.advice.replicated import BASELINE, priced
 from thinwire.advice.result import Prediction
 from thinwire.algorithms.registry import Variant
@@ -99,10 +100,10 @@ class Sharded:
                 "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
                 "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
             )
-        sharding, replicas = 'fully_shard(model, mesh=mesh["shard"])\n', 'mesh=mesh["replicate"]'
+        replicas = 'mesh=mesh["replicate"]'
         if prediction.averages_less_often:
-            return f"{sharding}{prediction.code.removesuffix('):')}, {replicas}):"
-        return f"{sharding}thinwire.attach(model, {prediction.code}, {replicas})"
+            return f"{SHARDING}{prediction.code.removesuffix('):')}, {replicas}):"
+        return f"{SHARDING}thinwire.attach(model, {prediction.code}, {replicas})"
 
 
 def shards_of(model: nn.Module) -> Transport:

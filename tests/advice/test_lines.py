@@ -1,0 +1,55 @@
+"""The lines to paste run as they are; those of frameworks in the frameworks' own tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from pasted import handles, lines_for, run
+from pool import Pool
+
+
+def test_lines_for_ddp_and_fsdp2_run_as_they_are(pool2: Pool) -> None:
+    lines = lines_for("DDP") + lines_for("FSDP2")
+    for world_size, ratios in pool2.run(_pasted, lines):
+        assert world_size == 2
+        assert len(ratios) == 4
+        assert min(ratios) > 5
+
+
+def _pasted(lines: list[str]) -> tuple[int, list[float]]:
+    names: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")),
+        "fully_shard": fully_shard,
+        "SGD": torch.optim.SGD,
+    }
+
+    def loop() -> None:
+        model = names["ddp_model" if "attach(ddp_model" in text else "model"]
+        for _ in range(4):
+            torch.autograd.backward(model(torch.ones(2, 64)).square().mean())
+            names["optimizer"].step()
+            names["optimizer"].zero_grad()
+
+    names["loop"] = loop
+    with handles() as made:
+        for text in lines:
+            torch.manual_seed(1)
+            names["model"] = nn.Linear(64, 64)
+            names["ddp_model"] = DistributedDataParallel(names["model"])
+            names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+            # Of a model that the lines shard it can be made in between only, as they say.
+            run(
+                text.replace(
+                    "# make the optimizer here, of the shards",
+                    "optimizer = SGD(model.parameters(), lr=0.1)",
+                ),
+                names,
+            )
+        return dist.get_world_size(), [each.stats().compression_ratio for each in made]
