@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import buckets, random_gradients, true_means
 from pool import Pool
-from thinwire import AllReduce, ConfigError, PowerSGD
+from thinwire import AllReduce, ConfigError, PowerSGD, Watch, read_run
 from thinwire.advice.automatic import Auto, Reading
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_notes
 from thinwire.advice.trials import (
@@ -176,11 +177,16 @@ TRIED = ["AllReduce()", 'Cast("bf16")', "PowerSGD(matrix_rank=4)"]
 ALL_TRIALS = 3 * 4
 
 
-def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost() -> None:
-    """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits."""
+def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(tmp_path: Path) -> None:
+    """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits.
+
+    From the same measurements it makes the same choices. A run that resumes sends what the one before has
+    left.
+    """
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
     rate, told = SLOW, list[str]()
     choosers = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: rate, told.append))
+    watch = Watch(simulated.syncs[0], tmp_path / "run.jsonl")
     used: list[Algorithm] = []
     results = [torch.zeros(sum(spec.numel for spec in bucket), dtype=torch.float64) for bucket in buckets()]
     truth = [torch.zeros_like(each) for each in results]
@@ -196,6 +202,20 @@ def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost() 
     chosen = ["PowerSGD(matrix_rank=4)", "AllReduce()", "PowerSGD(matrix_rank=4)"]
     assert [str(used[step]) for step in (ALL_TRIALS, 28, 49)] == chosen
     assert simulated.syncs[0].stats().compression_ratio > 1.5
+    watch.close()
+    changes = [step for step in range(1, 50) if used[step] != used[step - 1]]
+    plans = read_run(tmp_path / "run.jsonl").plans
+    assert [(each["step"], each["algorithm"]) for each in plans[1:]] == [
+        (step + 1, str(used[step])) for step in changes
+    ]
+    again, told_again = Simulation(AllReduce(), buckets(), num_workers=2), list[str]()
+    run_members(2, lambda rank: chooser_of(again, rank, lambda: rate, told_again.append))
+    for step, algorithm in enumerate(used[:30]):  # two choices
+        rate = FAST if 14 <= step < 32 else SLOW
+        step_with(again, step)
+        assert again.syncs[1].algorithm == algorithm
+    assert len(told_again) == 3
+    assert told_again == told[:3]
     # Each told once, by the first member.
     assert len(told) == 5
     assert told[0].startswith(f"thinwire.auto: from step {ALL_TRIALS} on, PowerSGD(matrix_rank=4): a step")
@@ -210,6 +230,17 @@ def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost() 
     # But for what 16 bits have rounded.
     assert max(float(each.abs().max()) for each in missing) < 0.1
     assert any(error.abs().max() > 0.5 for error in state.values())
+    # A run that resumes begins with exact averaging.
+    resumed = Simulation(AllReduce(), buckets(), num_workers=2)
+    for sync in resumed.syncs:
+        sync.load_state_dict(simulated.state_dicts()[0])
+    run_members(2, lambda rank: chooser_of(resumed, rank, lambda: SLOW, str))
+    nothing = [[torch.zeros(sum(spec.numel for spec in each)) for each in buckets()] for _ in range(2)]
+    resumed.step(nothing)
+    assert resumed.syncs[0].steps == 51
+    for bucket, sent in zip(buckets(), nothing[1], strict=True):
+        left = torch.cat([flat_error(state, spec.name, spec.numel) for spec in bucket])
+        torch.testing.assert_close(sent.double(), left)
 
 
 def flat_error(state: dict[str, torch.Tensor], name: str, numel: int) -> torch.Tensor:
@@ -287,6 +318,7 @@ def test_stopped_or_after_a_single_choice_it_stays_with_what_it_has(
     step_with(simulated, steps)
     assert [str(each.algorithm) for each in simulated.syncs] == [name, name]
     assert not choosers[0].is_choosing
+    assert not any(engine.observers for engine in simulated.engines)
 
 
 def test_other_arguments_on_another_member_are_refused() -> None:
