@@ -319,27 +319,42 @@ def _zeros() -> tuple[int, bool]:
         return handler.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
 
 
-def test_models_are_averaged_now_and_then(pool2: Pool) -> None:
-    """By DiLoCo around the loop, as docs/migrating.md has it: batches are accumulated, steps are counted."""
-    for same, steps, ratio in pool2.run(_averaged_models):
+def test_models_are_averaged_now_and_then(pool2: Pool, tmp_path: Path) -> None:
+    """By DiLoCo around the loop, as docs/migrating.md has it, and resumed as docs/accelerate.md has it.
+
+    Batches are accumulated, steps are counted.
+    """
+    for same, steps, ratio, straight, resumed in pool2.run(_averaged_models, str(tmp_path)):
         assert same == [True, False, False, True, True, False, False, True]
         assert steps == 4
         assert ratio > 5
+        assert all(map(torch.equal, straight, resumed))
 
 
-def _averaged_models() -> tuple[list[bool], int, float]:
-    with several_processes():
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-        assert accelerator.num_processes == 2
-        model, optimizer = prepared(accelerator)
-        same = []
-        with thinwire.DiLoCo(accelerator.unwrap_model(model), optimizer.optimizer, every_steps=2) as local:
-            for batch in range(8):
-                with accelerator.accumulate(model), cast(Any, model).no_sync():
-                    train(accelerator, model, optimizer, range(batch, batch + 1))
-                same.append(agreed(model))
-        stats = local.stats()
-        return same, stats.steps, stats.compression_ratio
+def _averaged_models(folder: str) -> tuple[list[bool], int, float, list[Tensor], list[Tensor]]:
+    same: list[bool] = []
+    ends = []
+    for first in (0, 4):
+        with several_processes():
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            assert accelerator.num_processes == 2
+            model, optimizer = prepared(accelerator)
+            local = thinwire.DiLoCo(accelerator.unwrap_model(model), optimizer.optimizer, every_steps=2)
+            accelerator.register_for_checkpointing(local)
+            if first > 0:
+                accelerator.load_state(folder)
+            with local:
+                for batch in range(first, 8):
+                    with accelerator.accumulate(model), cast(Any, model).no_sync():
+                        end = train(accelerator, model, optimizer, range(batch, batch + 1))
+                    if first == 0:
+                        same.append(agreed(model))
+                    if batch == 3 and first == 0:
+                        accelerator.save_state(folder)
+                        accelerator.wait_for_everyone()
+            ends.append(end)
+            stats = local.stats()
+    return same, stats.steps, stats.compression_ratio, ends[0], ends[1]
 
 
 def test_the_lines_of_advice_run_as_they_are(pool2: Pool) -> None:
