@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from dataclasses import replace
 from io import StringIO
 from itertools import product
@@ -28,7 +29,7 @@ from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS
 from thinwire.algorithms.registry import Variant
 from thinwire.channel import agree, gather_numbers
-from thinwire.cli.advise import show
+from thinwire.cli.advise import _called, _function, show
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
 
@@ -371,6 +372,20 @@ def broken():
 def number():
     return 7
 """
+
+
+def test_a_script_that_ends_when_it_is_imported_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has parsed the arguments of `thinwire advise` as its own, for one."""
+    (tmp_path / "script_of_a_user.py").write_text("raise SystemExit(3)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"can't be imported \(SystemExit: 3\); expected MODULE:FUNCTION of a"
+    ):
+        _function("script_of_a_user:build", "--model")
+    with pytest.raises(ConfigError, match="mine:build failed: SystemExit: 4"):
+        _called(lambda: sys.exit(4), "mine:build")
 
 
 @pytest.fixture
