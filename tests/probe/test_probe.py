@@ -69,7 +69,7 @@ def test_hosts_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
     layout, nodes = Layout(hosts=4, hosts_per_node=2, rate="100mbit"), [[0, 1], [2, 3]]
     expected = pytest.approx(100e6 / 8, rel=0.15)
     found, printed = undisturbed(
-        lambda: probed(layout, tmp_path / "probe.json", 4),
+        lambda: probed(layout, tmp_path / "probe.json", 5),
         lambda measured: measured[0].nodes == nodes and measured[0].bytes_per_second == expected,
     )
     assert found.world_size == 4
