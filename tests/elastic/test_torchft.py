@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -161,7 +163,9 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
 
         def no_answer(timeout: timedelta) -> None:
             asked.append(timeout)
-            if len(asked) < 3:
+            if len(asked) == 1:
+                raise torchft_group._LighthouseGoneError
+            if len(asked) < 4:
                 raise TimeoutError("no answer")
 
         with (
@@ -170,9 +174,9 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         ):
             group.meet()
         # Of a lighthouse that has died meanwhile none comes, and torchft does not say so.
-        assert [each / asked[0] for each in asked[:2]] == [1, 2]
+        assert [each / asked[0] for each in asked[:3]] == [1, 1, 2]
         assert asked[0] == timedelta(seconds=7.5)
-        assert asked[2] <= timedelta(seconds=20)
+        assert asked[3] <= timedelta(seconds=20)
         group.is_leaving = lambda: True
         with (
             patch.object(group._manager, "start_quorum", side_effect=RuntimeError("no answer")),
@@ -183,6 +187,34 @@ def test_torchfts_count_follows_what_the_members_have_decided(job: Job) -> None:
         group.leave()
 
 
+def test_who_waits_for_a_lighthouse_that_ends_learns_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchft_group, "LOOK_SECONDS", 0.01)
+    server = socket.create_server(("127.0.0.1", 0))
+    line = torchft_group._Line(f"http://127.0.0.1:{server.getsockname()[1]}")
+    asked, ended = threading.Event(), threading.Event()
+
+    def unanswered(**_: Any) -> None:
+        asked.set()
+        ended.wait(PATIENCE_SECONDS)
+
+    def end() -> None:
+        connection, _ = server.accept()
+        asked.wait(PATIENCE_SECONDS)
+        server.close()
+        connection.close()
+
+    client = torchft_group._Client(Mock(_quorum=unanswered), Mock(), Mock(), line)
+    threading.Thread(target=end).start()
+    with pytest.raises(torchft_group._LighthouseGoneError, match="ended before it answered"):
+        client._quorum(step=0)
+    asked.clear()
+    with pytest.raises(torchft_group._LighthouseGoneError, match="nobody listens"):
+        client._quorum(step=0)
+    assert not asked.is_set()  # such a question would be lost, and nobody would hear of it
+    ended.set()
+    line.close()
+
+
 def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_place() -> None:
     """A lighthouse that comes back begins to count again, and stores still hold what the dead have said."""
     group = torchft_group._Configured(Mock())
@@ -190,7 +222,7 @@ def test_a_quorum_of_others_under_the_same_number_is_joined_anew_and_in_another_
     quorums = [
         Mock(quorum_id=7, replica_ids=members, max_step=4) for members in (["a", "b"], ["a", "b"], ["b", "c"])
     ]
-    client = torchft_group._Client(Mock(_quorum=Mock(side_effect=quorums)), manager, group)
+    client = torchft_group._Client(Mock(_quorum=Mock(side_effect=quorums)), manager, group, Mock())
     known: list[bool] = []
     for _ in quorums:
         known.append(client._quorum(step=4).quorum_id == manager._quorum_id)

@@ -9,12 +9,14 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -35,6 +37,8 @@ HOSTNAME = "THINWIRE_HOSTNAME"
 MEMBER = "THINWIRE_MEMBER"  # for scripts: `thinwire run` numbers its members
 ASK_AGAIN_AFTER = 1.5  # timeouts of a message: with both defaults, longer than the lighthouse's grace
 PAUSE_SECONDS = 1.0
+LOOK_SECONDS = 0.2  # how often one who waits for the lighthouse's answer looks whether it is still there
+REACH_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
 OLDEST = (0, 2)  # of torchft: its major and minor version
@@ -127,7 +131,8 @@ class TorchftGroup(Group):
                 f"there is no lighthouse at {lighthouse}: {error}. Start torchft_lighthouse there, or see "
                 "whether this machine reaches it"
             ) from error
-        self._manager._client = _Client(self._manager._client, self._manager, self._group)
+        self._line = _Line(lighthouse)
+        self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
 
     def meet(self) -> None:
         """As `Group.meet`."""
@@ -163,16 +168,17 @@ class TorchftGroup(Group):
 
     def _ask(self, give_up_at: float) -> None:
         """Ask the lighthouse who takes part, until it answers; torchft's manager joins them."""
-        # Of a lighthouse that dies while it is asked, torchft's manager never tells: no answer comes. So what
-        # takes long is asked for again. But each question starts the lighthouse's grace for stragglers anew:
-        # the time doubles, and becomes longer than that, however long that is.
+        # Of a lighthouse that dies while it is asked torchft's manager never tells: no answer comes. Where
+        # the line breaks, it is asked again at once. It does not where the machine or the network is gone: so
+        # what takes long is asked for again, too. But each question starts the lighthouse's grace for
+        # stragglers anew: the time doubles, and becomes longer than that, however long that is.
         patience = ASK_AGAIN_AFTER * self._timeout
         while True:
             try:
                 left = timedelta(seconds=max(0.1, give_up_at - time.monotonic()))
                 self._manager.start_quorum(timeout=min(patience, left))
                 return
-            except (RuntimeError, TimeoutError) as error:
+            except (RuntimeError, TimeoutError, _LighthouseGoneError) as error:
                 # It would raise the same error at the next call, too, before it asks.
                 self._manager._quorum_future = None
                 if time.monotonic() >= give_up_at:
@@ -189,7 +195,7 @@ class TorchftGroup(Group):
                     "the lighthouse %s has not answered: %s; asking again", self._lighthouse, error
                 )
                 time.sleep(PAUSE_SECONDS)
-                patience *= 2
+                patience *= 1 if isinstance(error, _LighthouseGoneError) else 2
 
     def conclude(self, committed: bool) -> None:
         """As `Group.conclude`."""
@@ -218,28 +224,97 @@ class TorchftGroup(Group):
         # Python object could abort the process.
         self._manager.shutdown(wait=False)
         self._group.abort()
+        self._line.close()
+
+
+class _LighthouseGoneError(Exception):
+    """The lighthouse's process has ended; a question that it had not answered is lost."""
+
+
+class _Line:
+    """A connection to the lighthouse that carries nothing, and breaks when its process ends."""
+
+    def __init__(self, lighthouse: str) -> None:
+        parts = urlsplit(lighthouse)
+        default = 443 if parts.scheme == "https" else 80
+        self._address = parts.hostname or "", default if parts.port is None else parts.port
+        self._socket: socket.socket | None = None
+
+    def open(self) -> None:
+        """Connect, if it is not connected.
+
+        Raises:
+            _LighthouseGoneError: Nobody listens there.
+        """
+        if self._socket is not None and not self.is_broken():
+            return
+        self.close()
+        try:
+            self._socket = socket.create_connection(self._address, REACH_SECONDS)
+        except ConnectionRefusedError as error:
+            raise _LighthouseGoneError("nobody listens at its address") from error
+        except OSError:
+            return  # nothing is known: its machine or the network is gone, or only slow
+        self._socket.setblocking(False)
+
+    def is_broken(self) -> bool:
+        """Return whether it was connected and is no more."""
+        if self._socket is None:
+            return False
+        try:
+            return not self._socket.recv(4096)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
 
 class _Client:
     """What asks the lighthouse for torchft's manager; notes who is in a quorum, beside its number.
+
+    It raises `_LighthouseGoneError` where the lighthouse ends meanwhile.
 
     A lighthouse that comes back numbers its quorums from 1 again. By the number alone the manager would take
     a quorum of others for the one that it is in, and find in the store, under that number, the addresses of
     processes that have ended.
     """
 
-    def __init__(self, inner: Any, manager: Any, group: _Configured) -> None:
-        self._inner, self._manager, self._group = inner, manager, group
+    def __init__(self, inner: Any, manager: Any, group: _Configured, line: _Line) -> None:
+        self._inner, self._manager, self._group, self._line = inner, manager, group, line
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def _quorum(self, *arguments: Any, **options: Any) -> Any:
-        quorum = self._inner._quorum(*arguments, **options)
+        # Before the question: one that dies behind it is seen.
+        self._line.open()
+        answer: Future[Any] = Future()
+        ask = partial(self._inner._quorum, *arguments, **options)
+        # Nothing can break that call off. Left alone, it ends with the answer to the next question, which
+        # torchft's manager gives to all who wait, or at its timeout. (The manager's own retries, which it
+        # makes with quorum_retries, outlast the call: they would join a quorum for a member that trains.)
+        threading.Thread(target=_put, args=(ask, answer), name="thinwire_quorum", daemon=True).start()
+        while not wait([answer], LOOK_SECONDS).done:
+            if self._line.is_broken():
+                raise _LighthouseGoneError("it has ended before it answered")
+        quorum = answer.result()
         if quorum.replica_ids != self._group.members:
             self._manager._quorum_id = -1  # so that it configures the group anew
         self._group.members, self._group.max_step = quorum.replica_ids, quorum.max_step
         return quorum
+
+
+def _put(call: Callable[[], Any], result: Future[Any]) -> None:
+    try:
+        result.set_result(call())
+    except Exception as error:
+        result.set_exception(error)
 
 
 class _Configured:
