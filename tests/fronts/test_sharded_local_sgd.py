@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ from fronts.test_sharded import (
 )
 from pool import Pool
 from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, attach
-from thinwire.channel import InProcessTransport, run_members
+from thinwire.channel import InProcessTransport, Metered, ProcessGroupTransport, run_members
+from thinwire.fronts.local_sgd import sharded_replica
 from training import error_of
 
 pytestmark = runs_on_cpus
@@ -137,23 +139,34 @@ def _as_whole() -> dict[str, Any]:
 
 def test_few_bits_and_factors_of_shards(pool4: Pool) -> None:
     for found in pool4.run(_compressed):
-        for alike, ratio, owed in found:
+        for alike, ratio, owed, sent_inside in found:
             assert alike
+            assert 0 < sent_inside < 100  # bytes, in two averagings of 20 kB of shards: no weights
             assert ratio > 8
             assert owed > 0
 
 
-def _compressed() -> list[tuple[bool, float, float]]:
+def _compressed() -> list[tuple[bool, float, float, int]]:
     found = []
     for algorithm in (Quantize(bits=4, error_feedback=True), PowerSGD(matrix_rank=2)):
         model: Any = sharded(language(seed=dist.get_rank() // 2, width=64), mesh_of()["shard"])
         optimizer = adamw(model)
         group = mesh_of()["replicate"].get_group()
-        with DiLoCo(model, optimizer, every_steps=4, process_group=group, algorithm=algorithm) as local:
+        inside = list[Metered]()
+
+        def metered(*given: Any, seen: list[Metered] = inside) -> Metered:
+            seen.append(Metered(ProcessGroupTransport(*given)))
+            return seen[-1]
+
+        with patch.object(sharded_replica, "ProcessGroupTransport", metered):
+            local = DiLoCo(model, optimizer, every_steps=4, process_group=group, algorithm=algorithm)
+        with local:
+            before = inside[0].traffic.message_bytes
             for step in range(8):
                 step_of(model, optimizer, step)
+            sent_inside = inside[0].traffic.message_bytes - before
             owed = max(error.norm().item() for _, error in local.sync.state_dict()["error"])
-        found.append((agreed(model), local.stats().compression_ratio, owed))
+        found.append((agreed(model), local.stats().compression_ratio, owed, sent_inside))
     return found
 
 

@@ -116,10 +116,14 @@ def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list
     described = {"shard": f"{shards.rank} of {shards.size}"}
     cut = {piece.name: piece.dim for piece in pieces}
     trained = {piece.name for piece in pieces if piece.parameter.requires_grad}
+    # What one fully_shard holds is a bucket: replicas with unlike ones would send unlike messages. Backwards,
+    # so that the first name of each stays.
+    first_of = {piece.bucket: piece.name for piece in reversed(pieces)}
+    held_with = {piece.name: f", held with {first_of[piece.bucket]}" for piece in pieces}
     for name, tensor in tensors.items():
         local = local_of(tensor)
         described[name] = (
             f"of shape {tuple(tensor.shape)} ({tuple(local.shape)} here, cut along {cut.get(name)}), "
-            f"{local.dtype}{', trained' if name in trained else ''}"
+            f"{local.dtype}{', trained' if name in trained else ''}{held_with.get(name, '')}"
         )
     return described
