@@ -224,6 +224,10 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "Quantize(bits=2)": ours(thinwire.Quantize(bits=2)),
     "Quantize(bits=4), small buckets": ours(thinwire.Quantize(bits=4), bucket_cap_mb=SMALL_BUCKET_MB),
     "Quantize(bits=2), small buckets": ours(thinwire.Quantize(bits=2), bucket_cap_mb=SMALL_BUCKET_MB),
+    "Quantize(bits=4), buckets of 2 MB": ours(thinwire.Quantize(bits=4), bucket_cap_mb=2),
+    "Quantize(bits=2), buckets of 2 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=2),
+    "Quantize(bits=4), buckets of 8 MB": ours(thinwire.Quantize(bits=4), bucket_cap_mb=8),
+    "Quantize(bits=2), buckets of 8 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=8),
     "LocalSGD every 5, TopK": local(few_entries),
     "DiLoCo, exact": diloco(thinwire.AllReduce()),
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
@@ -365,8 +369,8 @@ def compare(
         f"A GPT of {num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a host and step, SGD with "
         f"momentum, Gloo, `gradient_as_bucket_view`, one thread a process. {arguments.rounds} rounds of "
         f"{arguments.steps} steps each; a turn of local SGD and DiLoCo is {EVERY_STEPS} steps, with one "
-        f"averaging of each fragment. Small buckets are of {SMALL_BUCKET_MB} MB, the others of DDP's 25. MB "
-        "are those of host 0's interface. The hosts share one machine's processors."
+        f"averaging of each fragment. Buckets are of DDP's 25 MB, small ones of {SMALL_BUCKET_MB}, unless "
+        "their size is named. MB are those of host 0's interface. The hosts share one machine's processors."
     )
     for hosts in arguments.hosts:
         by_rate, sections = {}, [explanation]

@@ -471,7 +471,7 @@ def _sub_groups() -> tuple[int, float, Tensor]:
 
 
 def test_a_group_this_process_is_not_in_is_refused(pool2: Pool) -> None:
-    assert pool2.run(_foreign_group)[1] == "this process is not a member of the process group"
+    assert pool2.run(_foreign_group)[1] == "this process is not a member of process_group"
 
 
 def _foreign_group() -> str:

@@ -297,7 +297,7 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
             "torch.distributed is not initialised; call torch.distributed.init_process_group() first"
         )
     if not is_member:
-        raise AttachError(f"this process is not a member of the {name}; create and use it on members only")
+        raise AttachError(f"this process is not a member of {name}; create and use it on members only")
     return cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
 
 

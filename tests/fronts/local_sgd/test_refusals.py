@@ -241,7 +241,10 @@ def _aggregated_inside() -> None:
 
 
 PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
-    "group": (lambda: make(process_group=3), "AttachError: expected a torch.distributed process group"),
+    "group": (
+        lambda: make(process_group=3),
+        "AttachError: process_group must be a torch.distributed process group or None, got 3",
+    ),
     "subgroup without this process": (_in_a_foreign_subgroup, "AttachError: this process is not a member"),
     "subgroup outside the group": (_outside_the_group, "of the subgroup are not in the process group"),
     "another group than DDP's": (
