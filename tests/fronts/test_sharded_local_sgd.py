@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fronts.test_sharded import (
@@ -170,16 +173,16 @@ def _compressed() -> list[tuple[bool, float, float, int]]:
     return found
 
 
-def test_a_state_is_of_the_whole_model(pool4: Pool) -> None:
+def test_a_state_is_of_the_whole_model(pool4: Pool, tmp_path: Path) -> None:
     """It goes on to the bit on as many shards; it is the same on others, and without any."""
-    for straight, resumed, moved, owed, of_others in pool4.run(_resumed):
+    for straight, resumed, moved, owed, of_others in pool4.run(_resumed, tmp_path):
         assert straight == resumed == 0.0
         assert moved == 0.0
         assert owed > 0
         assert "fragments=2" in of_others
 
 
-def _resumed() -> tuple[float, float, float, float, str]:
+def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
     mesh = mesh_of()
     few_bits = Quantize(bits=4, error_feedback=True)
     settings: dict[str, Any] = {"every_steps": 3, "fragments": 2, "delay_steps": 1, "algorithm": few_bits}
@@ -191,13 +194,14 @@ def _resumed() -> tuple[float, float, float, float, str]:
         torch.save(local.state_dict(), file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
+        dcp_save({"local": local.distributed_state()}, checkpoint_id=folder)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         momenta = copy.deepcopy(optimizer.state_dict())  # else both would step the same tensors
         again, its = shards(seed=6)
         again.load_state_dict(weights)
         its.load_state_dict(momenta)
         other = DiLoCo(again, its, mesh=mesh, **settings)
-        other.load_state_dict(saved)
+        dcp_load({"local": other.distributed_state()}, checkpoint_id=folder)
         with other:
             loaded = other.state_dict()
             for step in range(5, 8):

@@ -37,7 +37,13 @@ from thinwire.fronts.local_sgd.outer import (
     warn_of_momentum,
 )
 from thinwire.fronts.local_sgd.schedule import Members, Schedule, checked_mix
-from thinwire.fronts.local_sgd.state import LoadedState, checked_state, go_on_from, packed_state
+from thinwire.fronts.local_sgd.state import (
+    DistributedState,
+    LoadedState,
+    checked_state,
+    go_on_from,
+    packed_state,
+)
 from thinwire.fronts.local_sgd.validation import (
     check_on_nonfinite,
     checked_device,
@@ -567,3 +573,25 @@ class LocalSGD(Joinable):
         # A copy: it is used on entry, and the caller's own may have changed by then.
         self._loaded = copy.deepcopy(loaded)
         self._averagings.step = loaded.step
+
+    def distributed_state(self) -> DistributedState:
+        """Return what `torch.distributed.checkpoint` is to save and load, beside model and optimizer.
+
+        `state_dict` and `load_state_dict` in one: save within the context, load before entering it. All
+        processes must save. Their models differ between averagings, so what that module saves of a model that
+        is not sharded is one process's: call `average()` before.
+
+        Cost: as of `state_dict`, and its bytes, on each process.
+
+        Examples:
+            >>> import thinwire, torch
+            >>> model = torch.nn.Linear(64, 32)  # in a process group
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> local = thinwire.LocalSGD(model, optimizer, every_steps=10)
+            >>> with local:
+            ...     state = {"model": model.state_dict(), "local": local.distributed_state()}
+            ...     # torch.distributed.checkpoint.save(state, checkpoint_id=folder)
+        """
+        return DistributedState(
+            lambda: self.state_dict() if self._averagings.fragments else None, self.load_state_dict
+        )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ from thinwire.sync import GradientSync
 from thinwire.sync.checksum import check_undamaged, with_checksum
 from thinwire.sync.state import DTYPES
 
-__all__ = ["LoadedState", "checked_state", "go_on_from", "packed_state"]
+__all__ = ["DistributedState", "LoadedState", "checked_state", "go_on_from", "packed_state"]
 
 STATE_VERSION = 3
 KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
@@ -193,3 +194,32 @@ def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ..
         # It would be in every process's model with the first averaging.
         if not tensor.isfinite().all():
             raise StateError(f"the state's {name} is not finite: it is damaged; load an earlier one")
+
+
+class DistributedState:
+    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file.
+
+    Args:
+        save: Returns the state; None where there is nothing to save yet.
+        load: Takes one.
+    """
+
+    # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
+    # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.
+
+    def __init__(
+        self, save: Callable[[], Mapping[str, Any] | None], load: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._save, self._load = save, load
+
+    def state_dict(self) -> dict[str, bytes]:
+        """Return the state's bytes; none of them where there is nothing to save yet. Collective."""
+        state = self._save()
+        file = io.BytesIO()
+        if state is not None:
+            torch.save(state, file)
+        return {"state": file.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, bytes]) -> None:
+        """Load what `state_dict` has returned."""
+        self._load(torch.load(io.BytesIO(state["state"]), weights_only=True))
