@@ -131,16 +131,16 @@ class LocalTraining:
         front: Callable[..., LocalSGD],
     ) -> None:
         self._gradients = stacked.gradients
-        self._own: list[list[Optimizer]] = [[] for _ in stacked.models]
+        self.by_member: list[list[Optimizer]] = [[] for _ in stacked.models]
         self._inside = [ExitStack() for _ in stacked.models]
         fronts: list[list[LocalSGD]] = [[] for _ in stacked.models]
         for lane, rate in enumerate(rates):
             groups = InProcessTransport.group(setting.members)
             for rank, (models, group) in enumerate(zip(stacked.models, groups, strict=True)):
                 optimizers = new_optimizers(models[lane : lane + 1], setting.inner, [rate])
-                self._own[rank] += optimizers
+                self.by_member[rank] += optimizers
                 fronts[rank].append(front(models[lane], optimizers[-1], process_group=group))
-        self.optimizers = [each for optimizers in self._own for each in optimizers]
+        self.optimizers = [each for optimizers in self.by_member for each in optimizers]
         self._front = fronts[0][0]
 
         def enter(rank: int) -> None:
@@ -152,10 +152,10 @@ class LocalTraining:
     def step(self) -> None:
         """Step every member's models by themselves; the fronts average them when it is time."""
         clip(self._gradients)
-        run_members(len(self._own), self._step)
+        run_members(len(self.by_member), self._step)
 
     def _step(self, rank: int) -> None:
-        for optimizer in self._own[rank]:
+        for optimizer in self.by_member[rank]:
             optimizer.step()
 
     def finish(self) -> float:
@@ -164,7 +164,60 @@ class LocalTraining:
         return self._front.stats().compression_ratio
 
 
-Method = Callable[[StackedGPT, Setting, Sequence[float]], Averaging | LocalTraining]
+class WarmedUp:
+    """Gradients averaged at every step in a warm-up, then local training: `LocalSGD`'s `warmup_algorithm`."""
+
+    def __init__(
+        self,
+        stacked: StackedGPT,
+        setting: Setting,
+        rates: Sequence[float],
+        warmup: Algorithm,
+        share: float,
+        local: Callable[[StackedGPT, Setting, Sequence[float]], LocalTraining],
+    ) -> None:
+        self._arguments = stacked, setting, rates
+        self._make_local = local
+        self._local: LocalTraining | None = None
+        self._warmup_steps, self._steps = round(share * setting.steps), 0
+        self._warmup = Averaging(*self._arguments, algorithm=warmup)
+        self.optimizers = self._warmup.optimizers
+
+    def step(self) -> None:
+        self._steps += 1
+        if self._local is not None:
+            self._local.step()
+            return
+        self._warmup.step()
+        if self._steps == self._warmup_steps:
+            self._local = self._make_local(*self._arguments)
+            # All members have made the same steps so far, and remember the same of them.
+            for member in self._local.by_member:
+                for own, common in zip(_states(member), _states(self._warmup.optimizers), strict=True):
+                    own.update({name: value.clone() for name, value in common.items()})
+            self.optimizers = self._local.optimizers
+
+    def finish(self) -> float:
+        """Average what is left; return how many times fewer bytes than in fp32 were sent."""
+        assert self._local is not None
+        warmup = self._warmup_steps / self._warmup.finish()
+        # What LocalSGD adds where the warm-up ends: its last step's gradients, and the parameters, in fp32.
+        exact = 2.0
+        later = (self._steps - self._warmup_steps) / self._local.finish()
+        return self._steps / (warmup + exact + later)
+
+
+def _states(optimizers: Sequence[Optimizer]) -> list[dict[str, Tensor]]:
+    """Return what is remembered of each parameter, in the order of lanes."""
+    return [
+        optimizer.state[parameter]
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]
+
+
+Method = Callable[[StackedGPT, Setting, Sequence[float]], Averaging | LocalTraining | WarmedUp]
 
 
 def averaging(algorithm: Algorithm) -> Method:
@@ -176,7 +229,7 @@ def local(
     algorithm: Algorithm | None = None,
     outer: tuple[float, float] | None = None,
     **options: Any,
-) -> Method:
+) -> Callable[[StackedGPT, Setting, Sequence[float]], LocalTraining]:
     """LocalSGD; `outer` is rate and momentum of a Nesterov optimizer."""
     make_outer = None
     if outer is not None:
@@ -187,7 +240,12 @@ def local(
     return partial(LocalTraining, front=front)
 
 
-def diloco(every_steps: int, **options: Any) -> Method:
+def warmed_up(share: float, warmup: Algorithm, then: Callable[..., LocalTraining]) -> Method:
+    """`then`, after a share of the steps in which gradients are averaged by `warmup`."""
+    return partial(WarmedUp, warmup=warmup, share=share, local=then)
+
+
+def diloco(every_steps: int, **options: Any) -> Callable[..., LocalTraining]:
     """DiLoCo as it comes, but for `options`."""
     front: Callable[..., LocalSGD] = partial(DiLoCo, every_steps=every_steps, **options)
     return partial(LocalTraining, front=front)
@@ -217,6 +275,18 @@ METHODS: dict[str, Method] = {
     },
     **{f"LocalSGD every {steps}, TopK": local(steps, TopK()) for steps in (1, 2, 5, 15)},
     **{f"LocalSGD every 5, TopK 1/{share}": local(5, TopK(density=1 / share)) for share in (2, 4, 16)},
+    **{
+        f"2 bits for {share:.0%} of the steps, then LocalSGD every 5, TopK": warmed_up(
+            share, Quantize(bits=2), local(5, TopK())
+        )
+        for share in (0.05, 0.1, 0.2, 0.45)
+    },
+    **{
+        f"2 bits for {share:.0%} of the steps, then DiLoCo every 30, outer 1, momentum 0.5": warmed_up(
+            share, Quantize(bits=2), diloco(30, outer_lr=1.0, outer_momentum=0.5)
+        )
+        for share in (0.1, 0.45)
+    },
     "LocalSGD every 5, TopK, outer 0.5": local(5, TopK(), outer=(0.5, 0.0)),
     "LocalSGD every 2, 2 bits": local(2, Quantize(bits=2)),
     "LocalSGD every 6, 2 bits": local(6, Quantize(bits=2)),

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from members import Member, run
 from pool import Pool
-from thinwire.algorithms import AllReduce, PowerSGD, Quantize
+from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
+from thinwire.errors import StateError
 from thinwire.fronts.local_sgd import LocalSGD
 from training import agreed, flat, gathered, halves, new_model, new_optimizer, pairs, train
 
@@ -110,6 +111,92 @@ def _one_counter() -> tuple[bool, list[int], bool, int, bool]:
     gradients = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
     everyone = gathered(gradients)
     return warm, sent, averaged, 4 * flat(model).numel(), torch.equal(everyone[0], everyone[1])
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [Quantize(bits=2, error_feedback=True), PowerSGD(matrix_rank=1), TopK(merge="members", error_decay=1.0)],
+    ids=["few bits", "low rank", "few entries"],
+)
+def test_what_the_warm_up_has_not_transmitted_goes_with_its_last_step(
+    pool2: Pool, algorithm: Algorithm
+) -> None:
+    for world_size, gap, moved, before_last, sent, exact_bytes in pool2.run(_compressed_warmup, algorithm):
+        assert world_size == 2
+        # Gradients that do not depend on the parameters, so residuals and means add up to what exact gives.
+        assert gap < 1e-5 * moved < 0.1 * before_last
+        first, *_, last, at_end = sent
+        assert first < exact_bytes / 3
+        assert (last, at_end) == (2 * exact_bytes, 0)  # gradients, then the parameters
+
+
+def _compressed_warmup(algorithm: Algorithm) -> tuple[int, float, float, float, list[int], int]:
+    def model() -> DistributedDataParallel:
+        torch.manual_seed(3)
+        return DistributedDataParallel(nn.Linear(256, 64))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 256, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+        outputs = model(inputs)
+        torch.autograd.backward((outputs * outputs.detach().new_tensor(range(64)).cos()).sum())
+        optimizer.step()
+
+    ours, exact = model(), model()
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, exact))
+    start, sent, gaps = flat(exact), [], []
+    with LocalSGD(
+        ours, optimizer, every_steps=10, warmup_steps=5, warmup_algorithm=algorithm, algorithm=TopK()
+    ) as local:
+        for number in range(6):
+            before = local.stats().message_bytes
+            step(ours, optimizer, number)
+            sent.append(local.stats().message_bytes - before)
+            if number < 5:
+                step(exact, plain, number)
+                gaps.append((flat(ours) - flat(exact)).norm().item())
+    moved = (flat(exact) - start).norm().item()
+    return dist.get_world_size(), gaps[-1], moved, gaps[-2], sent, 4 * flat(exact).numel()
+
+
+def test_a_warm_up_is_resumed_to_the_bit(pool2: Pool) -> None:
+    for is_equal, kept, refusal in pool2.run(_resumed_warmup):
+        assert is_equal
+        assert kept
+        assert refusal.startswith("the state was saved in a warm-up with an algorithm of its own")
+
+
+def _resumed_warmup() -> tuple[bool, bool, str]:
+    warmup = Quantize(bits=2, rounding="stochastic", error_feedback=True)
+    settings: dict[str, Any] = {"every_steps": 2, "algorithm": Quantize(bits=4)}
+
+    def ends(first: int) -> tuple[Tensor, dict[str, Any]]:
+        model = DistributedDataParallel(new_model())
+        optimizer = new_optimizer(model)
+        local = LocalSGD(model, optimizer, warmup_steps=6, warmup_algorithm=warmup, **settings)
+        with local:
+            train(model, optimizer, range(first))
+            saved = {
+                "local": local.state_dict(),
+                "model": copy.deepcopy(model.state_dict()),
+                "optimizer": copy.deepcopy(optimizer.state_dict()),
+            }
+            train(model, optimizer, range(first, 9))
+        return flat(model), saved
+
+    through, saved = ends(3)
+    model = DistributedDataParallel(new_model(seed=1))
+    optimizer = new_optimizer(model)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    local = LocalSGD(model, optimizer, warmup_steps=6, warmup_algorithm=warmup, **settings)
+    local.load_state_dict(saved["local"])
+    with local:
+        train(model, optimizer, range(3, 9))
+    without = LocalSGD(model, optimizer, warmup_steps=6, **settings)
+    with pytest.raises(StateError) as refused:
+        without.load_state_dict(saved["local"])
+    return torch.equal(through, flat(model)), "warmup" in saved["local"], str(refused.value)
 
 
 def test_a_ddp_model_can_be_used_again(pool2: Pool) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from members import Member, run
 from pool import Pool
-from thinwire.algorithms import PowerSGD
+from thinwire.algorithms import AllReduce, PowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.errors import StateError, StepError
 from thinwire.fronts.attach import attach
@@ -108,6 +108,14 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
     "warm-up": (
         lambda member: member.local(warmup_steps=-1),
         "ConfigError: warmup_steps must be a whole number of at least 0",
+    ),
+    "no warm-up": (
+        lambda member: member.local(warmup_algorithm=AllReduce()),
+        "ConfigError: warmup_algorithm=AllReduce() is for the warm-up, and warmup_steps is 0",
+    ),
+    "no gradients in the warm-up": (
+        lambda member: member.local(warmup_steps=2, warmup_algorithm=AllReduce()),
+        "ConfigError: warmup_algorithm=AllReduce() averages the gradients of a DDP model",
     ),
     "buffers": (
         lambda member: member.local(average_buffers=2),

@@ -135,6 +135,7 @@ class DiLoCo(LocalSGD):
         delay_steps: As of `LocalSGD`: steps from sending a change to applying what became of it.
         mix: As of `LocalSGD`: the share of its own that a model keeps then.
         warmup_steps: Steps at the start that are plain data-parallel training.
+        warmup_algorithm: As of `LocalSGD`: how a DDP model's gradients become their mean in them.
         subgroup: This process's fast subgroup. A subgroup counts as one member.
         average_buffers: Whether to average floating buffers that the model saves, without outer optimizer.
         process_group: As of `LocalSGD`.
@@ -178,6 +179,7 @@ class DiLoCo(LocalSGD):
         delay_steps: int = 0,
         mix: float | None = None,
         warmup_steps: int = 0,
+        warmup_algorithm: Algorithm | None = None,
         subgroup: dist.ProcessGroup | Transport | None = None,
         average_buffers: bool = True,
         process_group: dist.ProcessGroup | Transport | None = None,
@@ -191,6 +193,7 @@ class DiLoCo(LocalSGD):
             optimizer,
             every_steps=every_steps,
             warmup_steps=warmup_steps,
+            warmup_algorithm=warmup_algorithm,
             subgroup=subgroup,
             average_buffers=average_buffers,
             algorithm=algorithm,

@@ -46,6 +46,7 @@ from thinwire.fronts.local_sgd.state import (
 )
 from thinwire.fronts.local_sgd.validation import (
     check_on_nonfinite,
+    check_warmup,
     checked_device,
     checked_optimizer,
     checked_transports,
@@ -82,9 +83,9 @@ class LocalSGD(Joinable):
     | DDP model | none | gradients, group | nothing | parameters, group |
     | DDP model | given | gradients, group | gradients, subgroup | parameters, group |
 
-    The warm-up, and what happens in subgroups, is plain data-parallel training: exact, without `outer`. At
-    the end of a DDP model's warm-up the parameters are averaged once, exactly. `algorithm` and `outer` are
-    for the averagings over the group every `every_steps` steps after it.
+    The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
+    but for `warmup_algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
+    `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
 
     On entry all processes take the model of the group's first process, buffers included, as DDP does; not
     if a state was loaded. On a clean exit the steps since the last averaging are averaged, so that all
@@ -102,6 +103,8 @@ class LocalSGD(Joinable):
         optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
         warmup_steps: Steps at the start that are plain data-parallel training.
+        warmup_algorithm: How a DDP model's gradients become their mean in the warm-up; None for exactly. What
+            it has not transmitted goes, uncompressed, with the warm-up's last step.
         subgroup: This process's fast subgroup, such as the processes of its machine.
         average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics),
             sent as they are, whatever the algorithm.
@@ -166,6 +169,7 @@ class LocalSGD(Joinable):
         *,
         every_steps: int,
         warmup_steps: int = 0,
+        warmup_algorithm: Algorithm | None = None,
         subgroup: dist.ProcessGroup | Transport | None = None,
         average_buffers: bool = True,
         algorithm: Algorithm = EXACT,
@@ -206,6 +210,12 @@ class LocalSGD(Joinable):
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
         if part is not None:
             self._exact["subgroup"] = Engine(EXACT, part, specs, settings)
+        check_warmup(warmup_algorithm, self._schedule)
+        # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
+        # averages when the warm-up ends.
+        self._warmup = self._exact["group"]
+        if warmup_algorithm is not None:
+            self._warmup = Engine(warmup_algorithm, group, specs, settings, **counts)
         self.sync = replica.sync_of(self._engine)
         self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
         self._loaded: LoadedState | None = None  # until entry
@@ -302,9 +312,10 @@ class LocalSGD(Joinable):
         with ExitStack() as attached:
             attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
             if self._model.ddp is not None:
+                engines = {**self._exact, "group": self._warmup}
                 attached.enter_context(
                     driven_gradients(
-                        self._model.ddp, self._exact, lambda: schedule.gradients_in(self._averagings.step)
+                        self._model.ddp, engines, lambda: schedule.gradients_in(self._averagings.step)
                     )
                 )
             else:
@@ -316,6 +327,7 @@ class LocalSGD(Joinable):
         self._averagings.flights = flights
         self._model.enter(averaged)
         self._loaded, self._is_inside = None, True
+        self._end_warmup()
         return self
 
     def _check_as_made(self, averaged: Sequence[Averaged]) -> None:
@@ -344,6 +356,7 @@ class LocalSGD(Joinable):
         described = {
             "every_steps": schedule.every_steps,
             "warmup_steps": schedule.warmup_steps,
+            "warmup_algorithm": self._warmup.algorithm,
             "fragments": schedule.num_fragments,
             "delay_steps": schedule.delay_steps,
             "mix": self._averagings.mix,
@@ -435,12 +448,18 @@ class LocalSGD(Joinable):
         self._averagings.fragments.check_own("a step")
         self._steps_here += 1
         self._averagings.step += 1
+        self._end_warmup()
         if self._schedule.after(self._averagings.step) is not None or self._averagings.flights:
             with self._averaging("a step"):
                 self._averagings.go_on()
         # A copy: an observer may leave while it is called.
         for observer in tuple(self.observers):
             observer(True)
+
+    def _end_warmup(self) -> None:
+        """Let the last step of the warm-up send what its algorithm has kept: nobody would add to it later."""
+        if self._warmup.algorithm != EXACT and self._averagings.step >= self._schedule.warmup_steps - 1:
+            self._warmup.use(EXACT)
 
     @contextmanager
     def _averaging(self, call: str) -> Iterator[None]:
@@ -542,7 +561,9 @@ class LocalSGD(Joinable):
         if any(not flight.has_landed for flight in now.flights):
             with self._averaging("state_dict()"):
                 now.finish_all()
-        return packed_state(now, self.sync, self._model.replica)
+        # Once it is over, nothing of it is needed.
+        warmup = self._warmup if self._warmup.algorithm != EXACT else None
+        return packed_state(now, self.sync, warmup, self._model.replica)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state saved by `state_dict`; before entering, with the same state on every process.
@@ -563,9 +584,16 @@ class LocalSGD(Joinable):
             {each.name: replica.shape_of(each.name, each.value) for each in part}
             for part in fragments_of(self._model.tensors(), num_fragments)
         ]
-        loaded = checked_state(state, shapes, has_outer=self._make_outer is not None)
+        loaded = checked_state(
+            state,
+            shapes,
+            has_outer=self._make_outer is not None,
+            has_warmup=self._warmup is not self._exact["group"],
+        )
         # First what may refuse: then nothing else has changed.
         self.sync.load_state_dict(loaded.sync)
+        if loaded.warmup is not None:
+            self._warmup.load_state_dict(loaded.warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],

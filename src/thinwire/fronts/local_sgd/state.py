@@ -16,7 +16,7 @@ from thinwire.fronts.local_sgd.flight import Flight
 from thinwire.fronts.local_sgd.fragment import Fragments
 from thinwire.fronts.local_sgd.outer import load_outer, saved_outer
 from thinwire.fronts.local_sgd.replica import Replica
-from thinwire.sync import GradientSync
+from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_undamaged, with_checksum
 from thinwire.sync.state import DTYPES
 
@@ -25,6 +25,7 @@ __all__ = ["DistributedState", "LoadedState", "checked_state", "go_on_from", "pa
 STATE_VERSION = 3
 KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
 LATER_KEYS = {"sent_after", "in_flight"}  # that a state of version 2 lacks
+WARMUP_KEY = "warmup"  # where an algorithm of the warm-up still remembers something
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
 
@@ -39,6 +40,7 @@ class LoadedState(NamedTuple):
         last_average: By name.
         sync: The state of the engine, not checked.
         outer: That of the outer optimizer, not checked; None if there was none.
+        warmup: That of the engine of the warm-up, not checked; None if it had none of its own, or was over.
         checksum: Of all of it, for processes to compare what they loaded.
     """
 
@@ -48,15 +50,19 @@ class LoadedState(NamedTuple):
     last_average: Tensors
     sync: Mapping[str, Any]
     outer: Mapping[str, Any] | None
+    warmup: Mapping[str, Any] | None
     checksum: str
 
 
-def packed_state(averagings: Averagings, sync: GradientSync, replica: Replica) -> dict[str, Any]:
+def packed_state(
+    averagings: Averagings, sync: GradientSync, warmup: Engine | None, replica: Replica
+) -> dict[str, Any]:
     """Return the state, as copies on the CPU. Collective.
 
     Args:
         averagings: In which all that was in flight has landed.
         sync: Whose state is a part of it.
+        warmup: Averages gradients in the warm-up; None if it remembers nothing.
         replica: What this process holds of the model.
 
     Raises:
@@ -80,6 +86,8 @@ def packed_state(averagings: Averagings, sync: GradientSync, replica: Replica) -
         "sync": sync.state_dict(),
         "outer": None if outer is None else saved_outer(outer, fragments.last_names, replica),
     }
+    if warmup is not None:
+        state[WARMUP_KEY] = warmup.state_dict()
     return with_checksum(state)
 
 
@@ -113,7 +121,11 @@ def go_on_from(
 
 
 def checked_state(
-    state: object, shapes: Sequence[Mapping[str, tuple[int, ...]]], *, has_outer: bool
+    state: object,
+    shapes: Sequence[Mapping[str, tuple[int, ...]]],
+    *,
+    has_outer: bool,
+    has_warmup: bool = False,
 ) -> LoadedState:
     """Return a state once all of it has been checked, but for what the engine and the outer optimizer check.
 
@@ -121,6 +133,7 @@ def checked_state(
         state: As the user gave it.
         shapes: Of what it must be of, by fragment and name.
         has_outer: Whether there is an outer optimizer to take its state.
+        has_warmup: Whether there is an algorithm of the warm-up to take its state.
 
     Raises:
         StateError: It is none of LocalSGD's, of another version, damaged, or of another model; or something
@@ -134,18 +147,23 @@ def checked_state(
             f"the state is of version {version!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
-    if state.keys() != (KEYS if version == 2 else KEYS | LATER_KEYS):
+    if state.keys() - {WARMUP_KEY} != (KEYS if version == 2 else KEYS | LATER_KEYS):
         raise StateError("expected a state made by LocalSGD.state_dict()")
     # Before anything is believed of it.
     checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
     pending_steps = whole_number("pending_steps", state["pending_steps"], minimum=0, error=StateError)
-    state = {**state, "step": step, "checksum": checksum}
+    state = {WARMUP_KEY: None, **state, "step": step, "checksum": checksum}
     # Version 2 is of before fragments: there was one, and nothing in flight.
     if version == 2:
         state |= {"sent_after": (step - pending_steps,), "in_flight": ()}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
+    if state[WARMUP_KEY] is not None and not has_warmup:
+        raise StateError(
+            "the state was saved in a warm-up with an algorithm of its own; pass warmup_algorithm= and "
+            "warmup_steps= as when it was saved"
+        )
     everywhere = {name: shape for of_one in shapes for name, shape in of_one.items()}
     _check_tensors("last_average", state["last_average"], everywhere)
     _check_flights(state, shapes)

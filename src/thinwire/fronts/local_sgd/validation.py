@@ -18,7 +18,13 @@ from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
-__all__ = ["check_on_nonfinite", "checked_device", "checked_optimizer", "checked_transports"]
+__all__ = [
+    "check_on_nonfinite",
+    "check_warmup",
+    "checked_device",
+    "checked_optimizer",
+    "checked_transports",
+]
 
 
 def checked_transports(
@@ -91,6 +97,30 @@ def check_on_nonfinite(on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None
         raise ConfigError(
             'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
             'raise; use "zero"'
+        )
+
+
+def check_warmup(warmup_algorithm: object, schedule: Schedule) -> None:
+    """Refuse an algorithm of the warm-up where none averages gradients.
+
+    Args:
+        warmup_algorithm: As the user gave it.
+        schedule: What is averaged over whom.
+
+    Raises:
+        ConfigError: There is no warm-up, or it does not average gradients.
+    """
+    if warmup_algorithm is None:
+        return
+    given = f"warmup_algorithm={warmup_algorithm}"
+    if not schedule.warmup_steps:
+        raise ConfigError(
+            f"{given} is for the warm-up, and warmup_steps is 0; say how many steps it has, or leave it out"
+        )
+    if not schedule.has_ddp:
+        raise ConfigError(
+            f"{given} averages the gradients of a DDP model in the warm-up; of this model, a plain module, "
+            "the parameters are averaged; wrap it in DistributedDataParallel, or leave it out"
         )
 
 
