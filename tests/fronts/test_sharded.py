@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -703,6 +704,9 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "unlike parts": "held with embed.weight",
             "sharded later": "call fully_shard on all parts, then attach",
             "later": "the model trains embed.weight, which it did not have",
+            "DDP's module sharded": "(the whole model) since it was attached, so neither DDP nor Thinwire",
+            "DDP sharded": "(the whole model) since it was attached",
+            "a block of DDP's sharded": "(blocks.0) since it was attached",
             "no group": "embed.weight is sharded, so processes hold different shards; pass process_group=",
             "unlike option": "process 0 has whole_matrices auto",
             "unlike algorithm": "process 0 has algorithm PowerSGD(matrix_rank=1",
@@ -774,6 +778,9 @@ def _refused() -> dict[str, str]:
         "unlike parts": error_of(lambda: attach(parts_otherwise, POWER, mesh=mesh)),
         "sharded later": error_of(lambda: later(tokens_of(0))),
         "later": error_of(lambda: assigned(tokens_of(0))),
+        "DDP's module sharded": _refused_when_sharded(lambda ddp: ddp.module),
+        "DDP sharded": _refused_when_sharded(lambda ddp: ddp),
+        "a block of DDP's sharded": _refused_when_sharded(lambda ddp: ddp.module.blocks[0]),
         "no group": error_of(lambda: thinwire.check_replicas(plain)),
         "unlike option": error_of(
             lambda: attach(plain, POWER, mesh=mesh, whole_matrices=False if dist.get_rank() // 2 else "auto")
@@ -783,3 +790,13 @@ def _refused() -> dict[str, str]:
         ),
         "option": error_of(lambda: attach(plain, POWER, mesh=mesh, whole_matrices=cast(Any, "yes"))),
     }
+
+
+def _refused_when_sharded(part_of: Callable[[Any], nn.Module]) -> str:
+    """Return what a DDP model says to its second pass, when a part of it was sharded behind the first one."""
+    ddp = DistributedDataParallel(wide())
+    sync = attach(ddp, POWER)
+    backward(ddp, 0)
+    assert sync.stats().compression_ratio > 1.2
+    fully_shard(part_of(ddp), mesh=mesh_of()["shard"])
+    return error_of(lambda: backward(ddp, 1))

@@ -4,15 +4,16 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
+from torch._compile import _disable_dynamo as disable_dynamo
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.errors import AttachError, GradientError
+from thinwire.errors import AttachError, GradientError, StepError
 
 __all__ = [
     "DetachedFront",
@@ -41,7 +42,7 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
     """Register a communication hook.
 
-    If it is Thinwire's, copies of the model refuse to be trained without one.
+    If it is Thinwire's, copies of the model refuse to be trained without one, and the model if it is sharded.
 
     Args:
         model: The DDP model.
@@ -70,6 +71,7 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
         ) from error
     if hook_of(model)[1]:
         refuse_training_of_copies(model)
+        model.register_forward_pre_hook(_StillWhole(model))
 
 
 def check_options(model: DistributedDataParallel) -> None:
@@ -140,6 +142,37 @@ def refuse_training_of_copies(model: DistributedDataParallel) -> None:
         return copied
 
     model.__dict__["__deepcopy__"] = deepcopied
+
+
+class _StillWhole:
+    """Sees, before a pass of a DDP model, that `fully_shard` has taken no part of it since it was attached.
+
+    DDP has hooks on the parameters that it was built with, so it would average nothing without a word.
+
+    Args:
+        model: The DDP model.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        # Not the model itself, which holds this. fully_shard gives each module that it takes another class:
+        # looking for that is 50 times as fast as asking all classes for their bases, and each step does it.
+        self._type = type(model)
+        self._types = [(module, type(module)) for module in model.module.modules()]
+
+    @disable_dynamo
+    def __call__(self, model: DistributedDataParallel, _: object) -> None:
+        if type(model) is self._type and all(type(module) is kind for module, kind in self._types):
+            return
+        # A parametrization gives another class as well.
+        sharded = [name for name, module in model.named_modules() if SHARDED[0] in _kinds(module)]
+        if sharded:
+            where = plain_name(sharded[0].removeprefix("module").removeprefix(".")) or "the whole model"
+            raise StepError(
+                f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so neither "
+                "DDP nor Thinwire sees their gradients, and nobody averages them; call fully_shard on the "
+                "plain module, without DDP, then thinwire.attach(module, algorithm, "
+                'mesh=mesh["replicate"]), and make the optimizer last'
+            )
 
 
 def _hooked_by_refusal(copied: DistributedDataParallel, _: object) -> None:
@@ -269,4 +302,8 @@ def is_sharded(model: object) -> bool:
 def _has_part(model: object, kinds: Sequence[str]) -> bool:
     # By name along the classes: FSDP2 makes a class of its own for each kind of module.
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    return any(kind.__name__ in kinds for module in modules for kind in type(module).__mro__)
+    return any(kind in kinds for module in modules for kind in _kinds(module))
+
+
+def _kinds(module: torch.nn.Module) -> Iterator[str]:
+    return (kind.__name__ for kind in type(module).__mro__)

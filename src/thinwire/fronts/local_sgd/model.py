@@ -63,8 +63,9 @@ class AveragedModel:
                 raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
             if hasattr(parameter, "to_local") and not self.replica.is_sharded:
                 raise GradientError(
-                    f"{name} is sharded over processes, expected whole parameters or those of fully_shard; "
-                    "LocalSGD averages no others"
+                    f"{name} is sharded over processes, expected whole parameters, or those of a model "
+                    "that fully_shard held when it was given to LocalSGD: call fully_shard before; LocalSGD "
+                    "averages no others"
                 )
             found.append(Averaged(plain_name(name), parameter, is_buffer=False))
         if not found:
