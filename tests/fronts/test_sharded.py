@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from pool import Pool
@@ -689,6 +690,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "meta": "embed.weight is on the meta device",
             "meta buffer": "seen is on the meta device",
             "part": "a part of a larger sharded model",
+            "checkpointed whole": "is inside of a reentrant activation checkpoint, so gradients would not",
             "step inside": "0.weight was set to None before it was averaged",
             "advise": "a sharded model does not tell where its other replicas are: pass a probe",
             "twice": "sync.use",
@@ -763,6 +765,7 @@ def _refused() -> dict[str, str]:
         "meta": error_of(lambda: attach(empty, POWER, mesh=mesh)),
         "meta buffer": error_of(lambda: attach(without_values, POWER, mesh=mesh)),
         "part": error_of(lambda: whole(tokens_of(0))),
+        "checkpointed whole": error_of(_checkpointed_whole),
         "step inside": error_of(lambda: backward(steps_inside, 0)),
         "advise": error_of(lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
         "FSDP1": error_of(lambda: attach(old, POWER, mesh=mesh)),
@@ -800,3 +803,11 @@ def _refused_when_sharded(part_of: Callable[[Any], nn.Module]) -> str:
     assert sync.stats().compression_ratio > 1.2
     fully_shard(part_of(ddp), mesh=mesh_of()["shard"])
     return error_of(lambda: backward(ddp, 1))
+
+
+def _checkpointed_whole() -> None:
+    """Fail in the first backward pass."""
+    model, _ = attached(POWER)
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+    loss = checkpoint(lambda scale: model(tokens_of(0)) * scale, scale, use_reentrant=True)
+    torch.autograd.backward(loss)

@@ -89,7 +89,8 @@ def advise(
         probe: Of the network; None to probe the default process group now, which is collective. Of a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
         mesh: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
-        budget_seconds: About how long the measuring may take.
+        budget_seconds: About how long the measuring may take. Seven steps with each algorithm are made in any
+            case, of which two are not timed: of a large model, and of a sharded one, they take longer.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:

@@ -46,7 +46,10 @@ def advise(
         str,
         typer.Option(metavar="MODULE:FUNCTION", help="Runs forward and backward on the model it is given."),
     ],
-    budget_seconds: Annotated[float, typer.Option(help="About how long it may take.")] = 30.0,
+    budget_seconds: Annotated[
+        float,
+        typer.Option(help="About how long it may take; seven steps with each algorithm in any case."),
+    ] = 30.0,
     budget_loss: Annotated[
         str, typer.Option(metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any.")
     ] = "1%",

@@ -166,6 +166,13 @@ class ShardedFront:
         """
         # In a backward pass: an activation checkpoint computes the whole model anew.
         if torch._C._current_graph_task_id() != -1:
+            # A reentrant one makes a pass inside of the pass, and of the outer one's end no gradient tells.
+            inside = type(torch._C._current_autograd_node()).__name__
+            if inside == "CheckpointFunctionBackward" and not self._sharded.waits_for_more:
+                raise StepError(
+                    "the whole model is inside of a reentrant activation checkpoint, so gradients would not "
+                    "be averaged over the replicas; use use_reentrant=False, and restart all processes"
+                )
             return
         if self._is_due:
             raise StepError(
