@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -694,6 +695,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "step inside": "0.weight was set to None before it was averaged",
             "advise": "a sharded model does not tell where its other replicas are: pass a probe",
             "twice": "sync.use",
+            "tensor parallel": "(tensor parallelism), which does not go with Thinwire yet",
             "FSDP1": "shard it with fully_shard",
             "unlike": "process 0 has embed.weight of shape (11, 8)",
             "DDP": "for sharded models",
@@ -742,6 +744,7 @@ def _refused() -> dict[str, str]:
     taken = steps_inside.blocks[0][0].weight
     taken.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    in_columns = parallelize_module(nn.Linear(8, 8), mesh["shard"], ColwiseParallel())
     unnamed = init_device_mesh("cpu", (2, 2))
     of_other_names = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machines", "devices"))
     # It joins the first shard of one replica and the second one of the other.
@@ -769,6 +772,7 @@ def _refused() -> dict[str, str]:
         "step inside": error_of(lambda: backward(steps_inside, 0)),
         "advise": error_of(lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
         "FSDP1": error_of(lambda: attach(old, POWER, mesh=mesh)),
+        "tensor parallel": error_of(lambda: attach(in_columns, POWER, mesh=mesh)),
         "twice": error_of(lambda: attach(twice, POWER, mesh=mesh)),
         "unlike": error_of(lambda: attach(unlike, POWER, mesh=mesh)),
         "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, mesh=mesh)),

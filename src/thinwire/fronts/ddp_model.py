@@ -286,6 +286,12 @@ def wrong_model(given: object) -> str:
             "processes; start one process per device (torchrun --nproc-per-node …) and wrap the module "
             "inside: torch.nn.parallel.DistributedDataParallel(model.module)"
         )
+    if isinstance(given, torch.nn.Module) and any(hasattr(each, "to_local") for each in given.parameters()):
+        return (
+            f"{expected}, whose parameters lie on several processes (tensor parallelism), which does not go "
+            "with Thinwire yet; shard the plain module with fully_shard, and attach(model, algorithm, "
+            'mesh=mesh["replicate"])'
+        )
     return f"{expected}; wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
 
 
