@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from thinwire import ConfigError
+from launcher import started_python
+from thinwire import ConfigError, lifeline
 from thinwire.elastic_job import ElasticJob
 from thinwire.end_signals import EndSignals
 
@@ -35,6 +36,11 @@ os.replace(folder / f"part-{number}", folder / f"told-{number}-{starts}")
 def job(rest: str, folder: Path, members: int = 2, **options: Any) -> ElasticJob:
     command = [sys.executable, "-S", "-c", PARTING + rest, str(folder)]
     return ElasticJob(command, members, **{"min_members": 2, "end_within_seconds": 10.0, **options})
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def wait_for_end(running: ElasticJob) -> None:
@@ -71,6 +77,47 @@ while number == "0" and not (folder / "told-1-1").exists():
     assert_all_have_ended(tmp_path)
     with socket.socket() as free:
         free.bind(("127.0.0.1", port))  # nobody listens there any more
+
+
+@pytest.mark.parametrize(("how", "exit_code"), [("done", 0), ("SIGTERM", 143), ("SIGKILL", -9)])
+def test_however_the_command_ends_no_process_and_no_port_is_left(
+    tmp_path: Path, how: str, exit_code: int
+) -> None:
+    script = tmp_path / "member.py"
+    # As `TorchftGroup` does: it follows its launcher, and listens.
+    script.write_text(f"""
+import runpy, socket
+runpy.run_path({lifeline.__file__!r})["follow_launcher"]()
+listener = socket.create_server(("127.0.0.1", 0))
+{PARTING}
+(folder / f"port-{{number}}").symlink_to(str(listener.getsockname()[1]))
+while not (folder / "done").exists():
+    time.sleep(0.01)
+""")
+    ports = [tmp_path / f"port-{number}" for number in range(2)]
+    with started_python(
+        "thinwire", "run", "--min", "2", "--port", str(free_port()), str(script), str(tmp_path)
+    ) as command:
+        deadline = time.monotonic() + WITHIN_SECONDS
+        while not all(map(os.path.islink, ports)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        of_each = told(tmp_path)
+        assert len(of_each) == 2
+        if how == "done":
+            (tmp_path / "done").touch()
+        else:
+            os.kill(command.pid, signal.Signals[how])
+        assert command.wait(WITHIN_SECONDS) == exit_code
+        if how == "SIGKILL":  # nobody asks them to end: they see that it is gone
+            while any(Path(f"/proc/{process_id}").exists() for process_id, *_ in of_each.values()):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    assert_all_have_ended(tmp_path)
+    lighthouse = of_each["0-0"][1].rpartition(":")[2]
+    for port in (lighthouse, *map(os.readlink, ports)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", int(port)))  # nobody listens there any more
 
 
 def test_too_few_that_are_left_are_asked_to_leave(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock, patch
 
 import pytest
@@ -416,15 +416,43 @@ def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:
     run.check_equal()
 
 
-def test_a_member_with_another_min_members_is_refused_by_name() -> None:
+@pytest.mark.parametrize(
+    ("setting", "values", "told"),
+    [
+        ("min_members", (1, 2), "has min_members=2, and those that it has met have min_members=1"),
+        (
+            "kind",
+            ("torchft 0.2.0", "torchft 0.3.0"),
+            "has group torchft 0.2.0, process 1 has group torchft 0.3.0",
+        ),
+    ],
+)
+def test_a_member_with_another_group_is_refused_by_name(
+    setting: str, values: tuple[object, object], told: str
+) -> None:
     class Unlike(Run):
         def train(self, member: int) -> str:
-            self.groups[member].min_members = 1 + (member == 2)
+            setattr(self.groups[member], setting, values[member == 2])
             return super().train(member)
 
     run = Unlike([0, 0, 3])
     assert run.results == ["done", "done", "AgreementError"]
-    assert "has min_members=2, and those that it has met have min_members=1" in str(run.errors[2])
+    assert told in str(run.errors[2])
+    run.check_equal()
+
+
+# After an averaging, and between two.
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_member_that_changes_its_model_says_so_at_its_next_step_and_the_others_go_on(step: int) -> None:
+    class Freezing(Run):
+        def end(self, how: str, local: LocalSGD, group: InProcessGroup, model: nn.Module) -> None:
+            cast(nn.Linear, model).bias.requires_grad_(False)
+
+    run = Freezing([0, 0, 0], ends={1: (step, "freeze")})
+    assert run.results == ["done", "StepError", "done"]
+    assert "others than on entry: ['bias']; leave the context before you freeze" in str(run.errors[1])
+    assert run.fronts[1].steps == step
+    assert run.fronts[0].membership().members == 2
     run.check_equal()
 
 
