@@ -251,6 +251,17 @@ def diloco(every_steps: int, **options: Any) -> Callable[..., LocalTraining]:
     return partial(LocalTraining, front=front)
 
 
+# How a front that averages models may stream, by the words that a method's name has for it.
+STREAMING: dict[str, dict[str, Any]] = {
+    "2 fragments": {"fragments": 2},
+    "1 step late": {"delay_steps": 1},
+    "1 step late, mix 0": {"delay_steps": 1, "mix": 0.0},
+    "5 steps late": {"delay_steps": 5},
+    "5 steps late, mix 0": {"delay_steps": 5, "mix": 0.0},
+    "2 fragments, 1 step late": {"fragments": 2, "delay_steps": 1},
+    "2 fragments, 1 step late, mix 0": {"fragments": 2, "delay_steps": 1, "mix": 0.0},
+    "2 fragments, 5 steps late": {"fragments": 2, "delay_steps": 5},
+}
 METHODS: dict[str, Method] = {
     EXACT: averaging(AllReduce()),
     "bf16": averaging(Cast("bf16")),
@@ -294,6 +305,17 @@ METHODS: dict[str, Method] = {
     "LocalSGD every 30, 4 bits, 2 fragments, 5 steps late": local(
         30, Quantize(bits=4), fragments=2, delay_steps=5
     ),
+    **{
+        f"LocalSGD every 5, TopK, {words}": local(5, TopK(), **options)
+        for words, options in STREAMING.items()
+        if options.get("delay_steps", 0) < 5
+    },
+    **{
+        f"DiLoCo every 30, outer 1, momentum 0.5, {words}": diloco(
+            30, outer_lr=1.0, outer_momentum=0.5, **options
+        )
+        for words, options in STREAMING.items()
+    },
 }
 
 
