@@ -118,7 +118,7 @@ def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None
     assert advice.compress
     told = told_of(advice)
     assert "Compress: a step with rank 4 takes 52% of one with 16 bits. Compare losses, too." in told
-    assert "rank 1, rank 4. rank 4 has the smallest loss gap of those that win enough, within a tenth" in told
+    assert "rank 1; rank 4. rank 4 has the smallest loss gap of those that win enough, within a tenth" in told
     assert "use(rank 4)" in told
     apart = advised(one, predicted("rank 4", 52, 54, 2))
     assert apart.best is one
@@ -384,6 +384,9 @@ def test_a_script_that_ends_when_it_is_imported_is_told(
         ConfigError, match=r"can't be imported \(SystemExit: 3\); expected MODULE:FUNCTION of a"
     ):
         _function("script_of_a_user:build", "--model")
+    for mistyped in ("./mine.py:build", "mine.py:build", "mine", "mine:"):
+        with pytest.raises(ConfigError, match=r"--model must be MODULE:FUNCTION, .* got '\S*mine"):
+            _function(mistyped, "--model")
     with pytest.raises(ConfigError, match="mine:build failed: SystemExit: 4"):
         _called(lambda: sys.exit(4), "mine:build")
 

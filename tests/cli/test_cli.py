@@ -17,6 +17,8 @@ import typer
 from launcher import run_python
 from thinwire import PowerSGD, Watch
 from thinwire.cli.app import Settings, build_app, main
+from thinwire.cli.output import check_output
+from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 from thinwire.version import __version__
@@ -107,6 +109,42 @@ def test_an_error_is_one_line_and_a_traceback_if_asked_for(tmp_path: Path) -> No
     assert debugged.returncode != 0
     assert "Traceback (most recent call last)" in debugged.stderr
     assert "ConfigError" in debugged.stderr
+
+
+def test_a_file_that_can_not_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    check_output("--save", None)
+    check_output("--save", tmp_path / "new.json")
+    check_output("--save", Path("bare.json"))
+    with pytest.raises(ConfigError, match="--save must be a file, got the folder"):
+        check_output("--save", tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no folder .*missing; make it first"):
+        check_output("--save", tmp_path / "missing" / "new.json")
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (["probe"], "--save"),
+        (["probe"], "--plot"),
+        (["advise", "--probe=nothing", "--model=mine:build", "--step=mine:step"], "--html"),
+    ],
+)
+def test_commands_refuse_such_a_file_at_once(
+    command: list[str],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "missing" / "found.png"
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["thinwire", *command, f"{option}={path}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        f"thinwire: {option} {path} can't be written: there is no folder"
+    )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

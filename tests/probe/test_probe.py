@@ -265,6 +265,11 @@ def _other_budget() -> str:
     return str(caught.value)
 
 
+def test_a_probe_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.json can't be read: No such file .*; expected a file that"):
+        Probe.load(tmp_path / "none.json")
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"version": 1}'])
 def test_what_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "probe.json").write_text(text)

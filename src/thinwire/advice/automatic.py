@@ -212,7 +212,7 @@ class Auto:
             "least_gain": str(least_gain),
             "budget_loss": str(candidates.budget_loss),
             "optimizer": str(candidates.optimizer),
-            "candidates": ", ".join(each.name for each in self._candidates.within),
+            "candidates": "; ".join(each.name for each in self._candidates.within),
         }
         for group in self._groups:
             agree(group, described, "auto()")

@@ -29,7 +29,8 @@ def verdict(advice: Advice) -> list[str]:
     lines = [_advised(advice)]
     if len(advice.tied) > 1:
         is_all = len(advice.tied) == len(advice.predictions)
-        names = "all of them" if is_all else ", ".join(each.name for each in advice.tied)
+        # A name has commas of its own: DiLoCo(every_steps=30, fragments=2).
+        names = "all of them" if is_all else "; ".join(each.name for each in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
         tie = f"Not distinguishable from the fastest: {names}."
         if advice.best in advice.tied:
@@ -69,7 +70,7 @@ def sources(advice: Advice) -> list[str]:
         for gap in gaps:
             told = by_training.setdefault(gap.training, {})
             told[f"{gap.name} {signed(gap.percent)} %"] = None
-    return [f"{training}: {', '.join(told)}" for training, told in by_training.items()]
+    return [f"{training}: {'; '.join(told)}" for training, told in by_training.items()]
 
 
 def _advised(advice: Advice) -> str:

@@ -22,6 +22,7 @@ from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import Advice
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.job import alone, joined_job
+from thinwire.cli.output import check_output
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2
@@ -82,6 +83,7 @@ def advise(
     """
     # What can be refused at once is, before anything is measured.
     share = _share(budget_loss)
+    check_output("--html", html)
     found = Probe.load(probe)
     found.known_rate()
     # As `python -m` does: a user's modules lie where the command is called.
@@ -166,9 +168,14 @@ def _function(place: str, option: str) -> Callable[..., Any]:
         option: That named it.
 
     Raises:
-        ConfigError: It can't be imported, or is none.
+        ConfigError: It is not written so, can't be imported, or is no function.
     """
     module, _, name = place.partition(":")
+    if not name or "/" in module or module.endswith(".py"):
+        raise ConfigError(
+            f"{option} must be MODULE:FUNCTION, such as train:build for build() of train.py in this folder; "
+            f"got {place!r}"
+        )
     try:
         function = getattr(importlib.import_module(module), name)
     # A script that parses its arguments when it is imported ends by SystemExit.
@@ -255,7 +262,7 @@ def _frontier(advice: Advice) -> list[str]:
     """Return a line for each way that loses less than all faster ones, with those as good as it."""
     lines = []
     for each in advice.frontier:
-        ties = ", ".join(other.name for other in advice.ties_of(each))
+        ties = "; ".join(other.name for other in advice.ties_of(each))
         tie = f", not distinguishable from {ties}" if ties else ""
         lines.append(f"  {1e3 * each.step_seconds:9.1f} ms  {each.loss.short:>6} %  {each.name}{tie}")
     return ["Time against loss: whatever loses less than all that is faster", *lines, ""] if lines else []

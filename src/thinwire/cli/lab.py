@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.cli.output import check_output
 from thinwire.errors import ConfigError
 from thinwire.lab.job import Output, run_on_hosts
 from thinwire.lab.layout import Layout
@@ -54,8 +55,9 @@ def lab(
     layout = Layout(hosts=hosts, rate=rate, hosts_per_node=hosts_per_node)
     if not grace_seconds >= 0:
         raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
-    # Before anything is made: a missing tool should not be found half-way.
+    # Before anything is made: a missing tool, or folder, should not be found half-way.
     check_machine()
+    check_output("--report", report)
     # Bytes: what the hosts print need not be text.
     output = Output(sys.stdout.buffer)
     with Network(layout) as network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.cli.job import Processes, joined_job
+from thinwire.cli.output import check_output
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.local_job import run_here
@@ -58,6 +60,10 @@ def probe(
     # Before measuring: matplotlib would refuse it half a minute later.
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:
         raise ConfigError(f"--plot must end in one of {', '.join(PLOT_SUFFIXES)}, got {plot}")
+    # Where it is written: the other machines of a job need no such folder.
+    if os.environ.get("RANK", "0") == "0":
+        check_output("--plot", plot)
+        check_output("--save", save)
     # As in `thinwire check`: where it starts processes it does not return.
     run_here(processes)
     with joined_job("probe", backend) as device:

@@ -198,7 +198,7 @@ class Probe:
         """Read what `save` wrote.
 
         Raises:
-            ConfigError: It is not such a file, or of another version.
+            ConfigError: It can't be read, is not such a file, or is of another version.
         """
         try:
             # Bounded: the path may be any file's, of any length.
@@ -208,7 +208,12 @@ class Probe:
                 raise ValueError(f"it is longer than {MAX_FILE_BYTES:,} bytes")
             # Checked value by value: a field that is not a number would end in a traceback much later.
             return cls.from_json(read.decode())
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise ConfigError(
+                f"{path} can't be read: {error.strerror}; expected a file that `thinwire probe --save` has "
+                "written"
+            ) from error
+        except ValueError as error:
             raise ConfigError(
                 f"{path} is not what `thinwire probe --save` writes ({error}); measure again"
             ) from error
