@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 
 from launcher import run_python
 from thinwire import PowerSGD, Watch
 from thinwire.cli.app import Settings, build_app, main
 from thinwire.cli.output import check_output
+from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -145,6 +148,13 @@ def test_commands_refuse_such_a_file_at_once(
     assert capsys.readouterr().err.startswith(
         f"thinwire: {option} {path} can't be written: there is no folder"
     )
+
+
+def test_an_interrupted_measurement_says_that_it_begins_anew() -> None:
+    output = StringIO()
+    with pytest.raises(KeyboardInterrupt), shown_measuring(Console(file=output), 5.0):
+        raise KeyboardInterrupt
+    assert output.getvalue() == "thinwire: stopped by SIGINT; nothing is kept, the same command begins anew\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

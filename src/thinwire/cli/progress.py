@@ -87,7 +87,7 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
 
 @contextmanager
 def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured, and how long it takes yet; on a terminal only.
+    """Show what is being measured, and the time left, on a terminal only; say that Ctrl-C keeps nothing.
 
     Args:
         console: Where it goes.
@@ -104,5 +104,13 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
         left = f"about {left_seconds:.0f} s left" if left_seconds > 0 else "longer than was asked for"
         status.update(f"{doing}; {left}")
 
-    with console.status(f"measuring, about {budget_seconds:.0f} s …") as status:
-        yield show
+    try:
+        with console.status(f"measuring, about {budget_seconds:.0f} s …") as status:
+            yield show
+    except KeyboardInterrupt:
+        console.print(
+            "thinwire: stopped by SIGINT; nothing is kept, the same command begins anew",
+            soft_wrap=True,
+            highlight=False,
+        )
+        raise
