@@ -199,6 +199,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0])
     parser.add_argument("--only", default="")
     parser.add_argument("--peer", action="store_true", help="torchft's DiLoCo in the place of Thinwire's")
+    parser.add_argument(
+        "--spare-lighthouse", action="store_true", help="in the soaks: torchft's members wait 120 s for one"
+    )
     parser.add_argument("--patience-seconds", type=float, default=600.0, help="of a busy computer")
     parser.add_argument("--file", type=Path, default=ROOT / "build" / "elastic-soaks.jsonl")
     given = parser.parse_args()
@@ -210,7 +213,13 @@ def main() -> None:
             if given.only in (fault.__doc__ or "") and not (given.peer and is_ours_alone):
                 run_one(fault, moment, members, peer=given.peer)
     for seed in given.seeds if given.averagings else []:
-        struck = soaked(given.file, averagings=given.averagings, seed=seed, peer=given.peer)
+        struck = soaked(
+            given.file,
+            averagings=given.averagings,
+            seed=seed,
+            peer=given.peer,
+            spare_lighthouse=given.spare_lighthouse,
+        )
         # At equal tokens: of as many members as there are at the beginning.
         calm = Training(averagings=round(struck["samples"] / (USUAL * EVERY * BATCH)), seed=seed).loss
         print(

@@ -103,6 +103,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--averagings", type=int, default=400)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument(
+        "--equal-samples", action="store_true", help="undisturbed with as many as each struck run, too"
+    )
     given = parser.parse_args()
     torch.set_num_threads(1)
     for seed in given.seeds:
@@ -122,6 +125,13 @@ def main() -> None:
                 f"{100 * (run.loss / calm.loss - 1):+.2f} %",
                 flush=True,
             )
+            if given.equal_samples and "struck" in changed:
+                same = Training(averagings=round(run.samples / (USUAL * EVERY * BATCH)), seed=seed)
+                print(
+                    f"seed {seed}, undisturbed: {same.loss:.5f} after {same.samples} samples; {name} beside "
+                    f"it {100 * (run.loss / same.loss - 1):+.2f} %",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

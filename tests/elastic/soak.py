@@ -29,10 +29,13 @@ KINDS = [
 
 
 class Soak:
-    """A run of learners, and what they have told of it."""
+    """A run of learners, and what they have told of it. `spare_lighthouse`: it never dies."""
 
-    def __init__(self, *, averagings: int, seed: int, peer: bool, network: Network) -> None:
+    def __init__(
+        self, *, averagings: int, seed: int, peer: bool, network: Network, spare_lighthouse: bool = False
+    ) -> None:
         self.averagings, self.draw, self.network = averagings, random.Random(seed), network
+        self.kinds = [kind for kind in KINDS if kind != "dark" or not spare_lighthouse]
         self.strikes: Counter[str] = Counter()
         self.alive: list[int] = []
         self.num_started = 0
@@ -102,7 +105,7 @@ class Soak:
 
     def strike(self) -> None:
         """Let a fault strike, and last as long as it does; the others go on meanwhile."""
-        kind = self.draw.choice(KINDS)
+        kind = self.draw.choice(self.kinds)
         lethal = kind in ("killed", "left", "killed in the all-to-all", "all but one killed")
         if len(self.alive) <= LEAST or (lethal and len(self.alive) < USUAL and self.draw.random() < 0.5):
             kind = "joined"
@@ -179,6 +182,8 @@ class Soak:
             "in_two_parts": sum(len(lineages) > 1 for lineages in by_step.values()),
             "members": sum(map(len, kept)) / len(kept),
             "samples": sum(map(len, kept)) * EVERY * BATCH,
+            # By the counters of the interfaces: with headers, acknowledgements and what newcomers were sent.
+            "sent_bytes": sum(map(self.network.sent_bytes, range(1, self.network.layout.hosts))),
             "loss": done[0]["loss"],
             "done": len(done),
             "raised": [f"{line['error']}: {line['message'][:120]}" for line in self.job.told(event="raised")],
@@ -189,12 +194,15 @@ class Soak:
         }
 
 
-def soaked(path: Path, *, averagings: int, seed: int, peer: bool) -> dict[str, Any]:
+def soaked(
+    path: Path, *, averagings: int, seed: int, peer: bool, spare_lighthouse: bool = False
+) -> dict[str, Any]:
     """Return the figures of a run; those of one that the file has already are read there."""
     key: dict[str, Any] = {"averagings": averagings, "seed": seed, "peer": peer}
+    key |= {"spare_lighthouse": True} if spare_lighthouse else {}
     if path.exists():
         for line in map(json.loads, path.read_text().splitlines()):
-            if key.items() <= line.items():
+            if key.items() <= line.items() and line.get("spare_lighthouse", False) == spare_lighthouse:
                 return dict(line)
     with Network(Layout(MOST + 2)) as network:
         result = key | Soak(**key, network=network).figures
