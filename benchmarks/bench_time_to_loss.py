@@ -51,6 +51,7 @@ SEED = 0
 EXACT = "AllReduce()"
 SIXTEEN_BIT = 'Cast("bf16")'
 SMALL_BUCKET_MB = 4
+CONSTANT, COSINE = "constant", "cosine"
 KEPT = Kept("time-to-loss")
 DILOCO_EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM = 30, 0.7, 0.9
 
@@ -202,7 +203,7 @@ class Work:
         self.setting = setting
         self.text = load_text()
 
-    def curve(self, name: str, target: float, most_steps: int) -> Curve:
+    def curve(self, name: str, target: float, most_steps: int, schedule: str) -> Curve:
         """Train until a loss is reached, or for as many steps."""
         torch.manual_seed(SEED)
         model = TASKS[self.setting.task]()
@@ -212,7 +213,10 @@ class Work:
         with ALGORITHMS[name].averaging(model, optimizer) as called:
             while curve.steps[-1] < most_steps and curve.losses[-1] > target:
                 for step in range(curve.steps[-1], curve.steps[-1] + EVALUATE_EVERY_STEPS):
-                    optimizer.param_groups[0]["lr"] = peak * min(1.0, (step + 1) / WARMUP_STEPS)
+                    share = min(1.0, (step + 1) / WARMUP_STEPS)
+                    if schedule == COSINE:
+                        share *= (1 + math.cos(math.pi * step / most_steps)) / 2
+                    optimizer.param_groups[0]["lr"] = peak * share
                     train(called, optimizer, self._batch(step))
                 curve.steps.append(step + 1)
                 curve.losses.append(self._loss(model))
@@ -276,7 +280,9 @@ def work(arguments: argparse.Namespace) -> None:
     on_host = Work(Setting(arguments.tasks[0], arguments.optimizers[0]))
     names = arguments.algorithms
     if arguments.part == "curve":
-        found: object = asdict(on_host.curve(names[0], arguments.target, arguments.most_steps))
+        found: object = asdict(
+            on_host.curve(names[0], arguments.target, arguments.most_steps, arguments.schedule)
+        )
     else:
         found = on_host.step_ms(names, arguments.rounds, arguments.steps, arguments.setting)
     if dist.get_rank() == 0:
@@ -301,9 +307,13 @@ class Lab:
         curve = self._curves().get((str(setting), name))
         if curve is None:
             part = ["--part=curve", f"--target={target}", f"--most-steps={self._steps(name)}"]
+            schedule = self.arguments.schedule
             curve = self._run(setting, UNSHAPED, [name], part)
             with self.arguments.curves.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"setting": str(setting), "seed": SEED, "curve": curve}) + "\n")
+                file.write(
+                    json.dumps({"setting": str(setting), "seed": SEED, "schedule": schedule, "curve": curve})
+                    + "\n"
+                )
         return Curve(**curve)
 
     def times(self, setting: Setting, rate: str) -> dict[str, dict[str, Any]]:
@@ -316,7 +326,8 @@ class Lab:
     def _curves(self) -> dict[tuple[str, str], dict[str, Any]]:
         keep: Path = self.arguments.curves
         lines = keep.read_text(encoding="utf-8").splitlines() if keep.exists() else []
-        rows = [row for row in map(json.loads, lines) if row["seed"] == SEED]
+        key = SEED, self.arguments.schedule
+        rows = [row for row in map(json.loads, lines) if (row["seed"], row.get("schedule", CONSTANT)) == key]
         return {(row["setting"], row["curve"]["algorithm"]): row["curve"] for row in rows}
 
     def _steps(self, name: str) -> int:
@@ -338,7 +349,8 @@ class Lab:
         with TemporaryDirectory() as folder:
             out = Path(folder, "found.json")
             script = [__file__, f"--work={out}", f"--tasks={setting.task}"]
-            script += [f"--optimizers={setting.optimizer}", *part, "--algorithms", *names]
+            script += [f"--optimizers={setting.optimizer}", f"--schedule={self.arguments.schedule}"]
+            script += [*part, "--algorithms", *names]
             now = f"{setting}, {names[0] if len(names) == 1 else rate}"
             run_in_lab(
                 NUM_HOSTS,
@@ -384,6 +396,12 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
     parser.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
+    parser.add_argument(
+        "--schedule",
+        choices=(CONSTANT, COSINE),
+        default=CONSTANT,
+        help="of the learning rate: a cosine falls to nothing at the last step that is allowed",
+    )
     parser.add_argument("--target-steps", type=int, default=300, help="of exact")
     parser.add_argument("--most-steps", type=int, default=600, help="of all others")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each when steps are timed")
@@ -413,10 +431,12 @@ def main() -> None:
 
 def compare(names: Sequence[str], lab: Lab, arguments: argparse.Namespace) -> None:
     sizes = [f"{task}: {num_parameters(TASKS[task]()) / 1e6:.1f} M parameters" for task in arguments.tasks]
+    then = "falls along a cosine to nothing at the last step that is allowed"
+    then = then if arguments.schedule == COSINE else "is constant then"
     sections = [
         f"{NUM_HOSTS} hosts, {BATCH_SIZE} windows of {CONTEXT_LENGTH} bytes each per step, of the standard "
-        f"library of this Python. {', '.join(sizes)}. The learning rate is constant after {WARMUP_STEPS} "
-        "steps, that for exact averaging, the same for all. Exact trains for "
+        f"library of this Python. {', '.join(sizes)}. The learning rate is exact averaging's best, the same "
+        f"for all; it rises for {WARMUP_STEPS} steps, and {then}. Exact trains for "
         f"{arguments.target_steps} steps; how long it takes the others to reach its loss, within "
         f"{arguments.most_steps} steps (loss every {EVALUATE_EVERY_STEPS} steps, linear between). One seed. "
         f"Buckets of {SMALL_BUCKET_MB} MB. DiLoCo, ours and torchft's, averages every {DILOCO_EVERY_STEPS} "

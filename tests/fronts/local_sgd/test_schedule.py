@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.fronts.local_sgd.schedule import Schedule
+from members import Member, run
+from thinwire.algorithms import Algorithm, Quantize, TopK
+from thinwire.fronts.local_sgd.schedule import Schedule, checked_mix
 
 ROWS = [
     # has_ddp, has_subgroup, gradients of the eight steps, parameters after each of them
@@ -67,3 +69,18 @@ def test_fragments_take_turns_after_the_warm_up(every_steps: int, fragments: int
 def test_rounds_are_spread_over_the_delay(delay_steps: int, num_rounds: int, sent: list[int]) -> None:
     schedule = Schedule(9, 0, has_ddp=False, has_subgroup=False, delay_steps=delay_steps)
     assert [schedule.rounds_sent(age, num_rounds) for age in range(delay_steps + 1)] == sent
+
+
+def test_what_a_model_keeps_of_its_own_if_nothing_is_said() -> None:
+    """Nothing where a residual would send it a second time."""
+    with_few = [checked_mix(None, delay_steps, sends_few_entries=True) for delay_steps in (0, 5)]
+    with_all = [checked_mix(None, delay_steps) for delay_steps in (0, 5)]
+    assert (with_few, with_all) == ([0.0, 0.0], [0.0, 0.5])
+    assert checked_mix(0.5, 5, sends_few_entries=True) == 0.5
+    for algorithm, mix in ((TopK(), "0"), (Quantize(), "0.5")):
+        shown = run(2, _shown, algorithm)
+        assert shown == [f"LocalSGD(every_steps=3, delay_steps=1, mix={mix}), {algorithm}"] * 2
+
+
+def _shown(member: Member, algorithm: Algorithm) -> str:
+    return str(member.local(every_steps=3, delay_steps=1, algorithm=algorithm))

@@ -127,7 +127,8 @@ class LocalSGD(Joinable):
             with several rounds waits for each after its share of the delay.
         mix: With a delay, α of Streaming DiLoCo: the share that each process's model keeps, when an average
             arrives, of what it holds by then; the rest is of the average. 0 drops what it has learnt on its
-            way; None is 0.5. (torchft calls it `fragment_update_alpha`.)
+            way; None is 0.5, and 0 with an algorithm that sends few entries (`TopK`), whose residual holds
+            most of that already. (torchft calls it `fragment_update_alpha`.)
         outer_device: Where the last averages, and with them the outer optimizer's state, are kept; "cpu" to
             spare an accelerator's memory. None for where the model is.
         mesh: Of an FSDP2 model, instead of `process_group`: the dimension of its replicas,
@@ -188,7 +189,9 @@ class LocalSGD(Joinable):
         module, ddp = unwrapped(model)
         has_ddp, has_subgroup = ddp is not None, subgroup is not None
         self._schedule = Schedule(every_steps, warmup_steps, has_ddp, has_subgroup, fragments, delay_steps)
-        mix_share = checked_mix(mix, self._schedule.delay_steps)
+        # Not checked yet: what is no algorithm the engine refuses.
+        is_sparse = getattr(algorithm, "sends_few_entries", False)
+        mix_share = checked_mix(mix, self._schedule.delay_steps, sends_few_entries=is_sparse)
         replica = replica_of(module, process_group, mesh, has_subgroup=has_subgroup)
         buffers = true_or_false("average_buffers", average_buffers)
         self._model = AveragedModel(module, replica, ddp, buffers=buffers)

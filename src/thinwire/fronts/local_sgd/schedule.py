@@ -104,18 +104,21 @@ class Schedule:
         return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))
 
 
-def checked_mix(mix: object, delay_steps: int) -> float:
+def checked_mix(mix: object, delay_steps: int, *, sends_few_entries: bool = False) -> float:
     """Return the share that a model keeps of its own when a delayed average arrives.
 
     Args:
         mix: As the user gave it.
         delay_steps: As of the schedule.
+        sends_few_entries: Whether the changes' algorithm leaves most of a change in its residual.
 
     Raises:
         ConfigError: It is no share, or given without a delay.
     """
     if mix is None:
-        return DEFAULT_MIX if delay_steps else 0.0
+        # What a model keeps of a change is part of its next one. Where the residual holds most of that change
+        # already, it would be sent twice.
+        return DEFAULT_MIX if delay_steps and not sends_few_entries else 0.0
     share = float(number("mix", mix, minimum=0))
     if not delay_steps or share >= 1:
         raise ConfigError(
