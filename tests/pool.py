@@ -47,14 +47,14 @@ class Pool:
         for process in self._processes:
             process.start()
         self.alive = True
-        self._collect(STARTUP_SECONDS)
+        self._answered(STARTUP_SECONDS)
 
     def run(self, body: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
         """Run `body(*args)` on every process; what each returned, by process rank."""
         task = pickle.dumps((body, args))
         for tasks in self._tasks:
             tasks.put(task)
-        return self._collect(timeout_seconds)
+        return self._answered(timeout_seconds)
 
     def close(self) -> None:
         """End all processes."""
@@ -65,6 +65,14 @@ class Pool:
             process.join()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _answered(self, timeout_seconds: float) -> list[Any]:
+        try:
+            return self._collect(timeout_seconds)
+        except BaseException:
+            # A test's own timeout strikes here as well: answers that come later would be the next test's.
+            self.close()
+            raise
+
     def _collect(self, timeout_seconds: float) -> list[Any]:
         deadline = time.monotonic() + timeout_seconds
         results: list[Any] = []
@@ -74,11 +82,9 @@ class Pool:
             if answers._reader not in ready:
                 how = "ended" if ready else f"hung for {timeout_seconds} s"
                 stacks = self._stacks()
-                self.close()
                 raise WorkerFailed(f"process {process_rank} {how}\n{stacks}")
             ok, value = pickle.loads(answers.get())
             if not ok:
-                self.close()
                 raise WorkerFailed(f"process {process_rank} of {self.world_size} failed\n{value}")
             results.append(value)
         return results

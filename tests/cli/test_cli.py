@@ -154,7 +154,10 @@ def test_an_interrupted_measurement_says_that_it_begins_anew() -> None:
     output = StringIO()
     with pytest.raises(KeyboardInterrupt), shown_measuring(Console(file=output), 5.0):
         raise KeyboardInterrupt
-    assert output.getvalue() == "thinwire: stopped by SIGINT; nothing is kept, the same command begins anew\n"
+    assert output.getvalue() == (
+        "thinwire: measuring, about 5 s …\n"
+        "thinwire: stopped by SIGINT; nothing is kept, the same command begins anew\n"
+    )
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

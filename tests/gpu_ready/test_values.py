@@ -12,6 +12,9 @@ from catalog import buckets, random_gradients
 from thinwire import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms import Algorithm, Memory, accelerators
 from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.kernels.matrices import MatrixGroup, fill_alike, fill_memory
+from thinwire.algorithms.lowrank import powersgd_plan
+from thinwire.algorithms.lowrank.powersgd_plan import _laid_alike
 from thinwire.algorithms.lowrank.slots import BASIS
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -117,3 +120,29 @@ def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(*means)
     first.syncs[0].use(PowerSGD(matrix_rank=2, seed=1))
     assert not first.engines[0].memory[BASIS]
+
+
+def test_residuals_lie_as_their_matrices_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch then chooses for a bucket; but never over what another backend writes."""
+    flat, kept = torch.randn(1_000), torch.randn(200)
+    # Biases between them.
+    places = {"a": 0, "b": 210, "c": 420, "d": 640}
+    matrices = {name: flat[start : start + 200].view(20, 10) for name, start in places.items()}
+
+    def groups(*labels: str) -> list[MatrixGroup]:
+        return [MatrixGroup([name], [matrices[name]], [None], rank) for rank, name in enumerate(labels, 1)]
+
+    together = _laid_alike(groups("a", "b", "c", "d"), {"c": kept}, torch.float32)
+    alike = fill_alike(list(matrices.values()), list(together.values()))
+    assert alike is not None
+    assert [len(each) for each in alike] == [840, 840]
+    assert torch.equal(together["c"], kept)
+    assert not together["b"].any()
+    again = _laid_alike(groups("b", "a", "d", "c"), together, torch.float32)
+    assert all(again[name] is room for name, room in together.items())
+
+    monkeypatch.setattr(powersgd_plan, "kernels_for", lambda like, matrix_rank: matrix_rank)
+    apart = _laid_alike(groups("a", "b", "c", "d"), together, torch.float32)
+    assert len({room.untyped_storage().data_ptr() for room in apart.values()}) == 4
+    assert all(torch.equal(room, together[name]) for name, room in apart.items())
+    assert all(fill_memory([room]) for room in apart.values())

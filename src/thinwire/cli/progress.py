@@ -87,7 +87,7 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
 
 @contextmanager
 def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured, and the time left, on a terminal only; say that Ctrl-C keeps nothing.
+    """Show what is being measured, and the time left; in a pipe, that it is. Say that Ctrl-C keeps nothing.
 
     Args:
         console: Where it goes.
@@ -104,8 +104,11 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
         left = f"about {left_seconds:.0f} s left" if left_seconds > 0 else "longer than was asked for"
         status.update(f"{doing}; {left}")
 
+    begin = f"measuring, about {budget_seconds:.0f} s …"
+    if not console.is_terminal:
+        console.print(f"thinwire: {begin}", soft_wrap=True, highlight=False)
     try:
-        with console.status(f"measuring, about {budget_seconds:.0f} s …") as status:
+        with console.status(begin) as status:
             yield show
     except KeyboardInterrupt:
         console.print(

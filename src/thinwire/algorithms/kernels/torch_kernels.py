@@ -27,6 +27,7 @@ from thinwire.algorithms.kernels.matrices import (
     Write,
     add_errors,
     add_scaled,
+    fill_alike,
     joined,
     parted,
     replaced,
@@ -267,15 +268,25 @@ def _keep_unless_healthy(
     written: Sequence[tuple[MatrixGroup, Sequence[torch.Tensor]]], is_healthy: torch.Tensor
 ) -> None:
     """Write the matrices of each group to the tensors beside it where `is_healthy`; else those stay."""
-    for group, of_group in written:
-        # A choice, and no product with 0 or 1: what is not finite would stay so. Torch can't choose between
-        # many tensors at once, so it takes a launch for each batch.
-        rests, rooms = stacked(group.matrices), stacked(of_group)
-        if rests is not None and rooms is not None:
-            torch.where(is_healthy, rests, rooms, out=rooms)
+    # A choice, and no product with 0 or 1: what is not finite would stay so. Torch can't choose between many
+    # tensors at once, so it takes a launch for each piece of memory: a bucket, or a batch, or a matrix.
+    by_memory: dict[object, list[tuple[MatrixGroup, Sequence[torch.Tensor]]]] = defaultdict(list)
+    for group, rooms in written:
+        memory = [each.untyped_storage()._cdata for each in (group.matrices[0], rooms[0])]
+        by_memory[tuple(memory)].append((group, rooms))
+    for beside in by_memory.values():
+        rests = [matrix for group, _ in beside for matrix in group.matrices]
+        whole = fill_alike(rests, [room for _, rooms in beside for room in rooms])
+        if whole is not None:
+            torch.where(is_healthy, *whole, out=whole[1])
             continue
-        for rest, room in zip(group.matrices, of_group, strict=True):
-            torch.where(is_healthy, rest, room, out=room)
+        for group, rooms in beside:
+            batch, room = stacked(group.matrices), stacked(rooms)
+            if batch is not None and room is not None:
+                torch.where(is_healthy, batch, room, out=room)
+                continue
+            for rest, room in zip(group.matrices, rooms, strict=True):
+                torch.where(is_healthy, rest, room, out=room)
 
 
 def _one_or_nan(is_healthy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.kernels.dispatch import kernels_for
@@ -18,6 +20,9 @@ from thinwire.algorithms.kernels.matrices import (
     MatrixGroup,
     Terms,
     Write,
+    fill_alike,
+    fill_memory,
+    in_one_piece,
     round_all_into,
     widened,
 )
@@ -99,7 +104,7 @@ class PowerSGDPlan(LowRankPlan):
             found = yield from rounds(self.config, self.wire, self.bases, groups, sent.parts, memory, bucket)
         labels = [group.labels for group in groups]
         remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
-        errors = self._errors(bucket, memory)
+        errors = self._errors(bucket, memory, groups)
         # What is dropped only the host can take back: then the engine copies memory, and puts it back.
         drops = any(names[index] in memory[slot] for index in self.uncompressed for slot in (ERROR, SENT))
         is_healthy = yield Commit(AllFinite(tuple(found.received)), writes_where=not drops)
@@ -194,18 +199,60 @@ class PowerSGDPlan(LowRankPlan):
             )
         return groups
 
-    def _errors(self, bucket: Bucket, memory: Memory) -> dict[str, torch.Tensor]:
-        """Return where to write residuals, by name: the tensors of memory, or new ones in a batch."""
+    def _errors(
+        self, bucket: Bucket, memory: Memory, groups: Sequence[MatrixGroup]
+    ) -> dict[str, torch.Tensor]:
+        """Return where to write residuals, by name: the tensors of memory, or new ones."""
+        if not self.config.error_feedback or not groups:
+            return {}
+        dtype = bucket.specs[0].memory_dtype
+        if accelerators.pays_per_launch(bucket.flat.device):
+            return _laid_alike(groups, memory[ERROR], dtype)
         errors: dict[str, torch.Tensor] = {}
-        for shape_group in self.shape_groups if self.config.error_feedback else ():
-            labels = [bucket.specs[index].name for index in shape_group.indices]
+        for group in groups:
             # In place where all have one: it was added to the matrices already.
-            kept = [memory[ERROR][label] for label in labels if label in memory[ERROR]]
-            like = bucket.gradients[shape_group.indices[0]]
-            if len(kept) < len(labels):
-                kept = list(like.new_zeros(len(labels), like.numel(), dtype=bucket.specs[0].memory_dtype))
-            errors.update(zip(labels, kept, strict=True))
+            kept = [memory[ERROR][label] for label in group.labels if label in memory[ERROR]]
+            like = group.matrices[0]
+            if len(kept) < len(group.labels):
+                kept = list(like.new_zeros(len(group.labels), like.numel(), dtype=dtype))
+            errors.update(zip(group.labels, kept, strict=True))
         return errors
+
+
+def _laid_alike(
+    groups: Sequence[MatrixGroup], kept: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Return by name where to write residuals: so that they lie to each other as their matrices do.
+
+    Then those of a bucket are written by one launch, even if only where the step is healthy. They are the
+    tensors of memory, if those lie so; else new ones, that hold what was kept.
+    """
+    backends = {id(kernels_for(group.matrices[0], group.matrix_rank)) for group in groups}
+    # What one backend writes as a whole must have no residual between that another one writes.
+    parts = [groups] if len(backends) == 1 else [[group] for group in groups]
+    errors: dict[str, torch.Tensor] = {}
+    for part in parts:
+        labels = [label for group in part for label in group.labels]
+        matrices = [matrix for group in part for matrix in group.matrices]
+        whole = in_one_piece(matrices) if len(backends) == 1 else None
+        rooms = [kept[label] for label in labels if label in kept]
+        is_laid = len(rooms) == len(labels) and (
+            fill_memory(rooms) if whole is None else fill_alike(matrices, rooms) is not None
+        )
+        if not is_laid:
+            starts = [0, *accumulate(matrix.numel() for matrix in matrices)]
+            if whole is not None:
+                starts = [int(matrix.storage_offset() - whole.storage_offset()) for matrix in matrices]
+            length = starts[-1] if whole is None else whole.numel()
+            zeros = matrices[0].new_zeros(length, dtype=dtype)
+            rooms = [
+                zeros[start : start + matrix.numel()] for start, matrix in zip(starts, matrices, strict=False)
+            ]
+            known = [index for index, label in enumerate(labels) if label in kept]
+            if known:
+                torch._foreach_copy_([rooms[i] for i in known], [kept[labels[i]] for i in known])
+        errors.update(zip(labels, rooms, strict=True))
+    return errors
 
 
 def _before(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
