@@ -143,14 +143,16 @@ class Job:
         self.darken()
 
 
-def _lighthouse(bind: str, least: int) -> Any:
+def _lighthouse(bind: str, least: int, grace_ms: int = 2_000) -> Any:
     return import_module("torchft.coordination").LighthouseServer(
-        bind=bind, min_replicas=least, join_timeout_ms=2000, heartbeat_timeout_ms=3000
+        bind=bind, min_replicas=least, join_timeout_ms=grace_ms, heartbeat_timeout_ms=3000
     )
 
 
 def _lit(bind: str, least: int) -> None:
-    server = _lighthouse(bind, least)
+    # Longer than a message's timeout, by which a survivor may learn that another one has died: who comes
+    # after the grace starts from the others, and has lost its steps.
+    server = _lighthouse(bind, least, grace_ms=6_000)
     threading.Event().wait()
     server.shutdown()
 
