@@ -23,6 +23,7 @@ from thinwire.fronts.ddp_model import (
     completed_future,
     ddp_model_of,
     dense_buffer,
+    names_of,
     new_future,
     plain_name,
     register,
@@ -98,11 +99,7 @@ def front_of(
         GradientError: A parameter's gradient can't be averaged by the algorithm.
     """
     check_options(model)
-    # Of a parameter that modules share, the first of its names that DDP does not ignore.
-    names: dict[torch.nn.Parameter, str] = {}
-    for name, parameter in model.module.named_parameters(remove_duplicate=False):
-        if name not in model.parameters_to_ignore:
-            names.setdefault(parameter, plain_name(name))
+    names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     settings = Settings(
         loss_scale,

@@ -4,7 +4,7 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "hook_of",
     "is_fsdp2",
     "is_sharded",
+    "names_of",
     "new_future",
     "plain_name",
     "refuse_training_of_copies",
@@ -208,6 +209,21 @@ def plain_name(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[torch.nn.Parameter, str]:
+    """Return the parameters of a module in its order, each with its name.
+
+    Args:
+        module: Not wrapped.
+        ignored: Names that a DDP model around it leaves out.
+    """
+    # Of a parameter that modules share, the first of its names that DDP does not ignore: DDP sends it.
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name not in ignored:
+            names.setdefault(parameter, plain_name(name))
+    return names
 
 
 def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:

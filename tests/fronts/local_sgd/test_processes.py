@@ -222,6 +222,32 @@ def _again() -> tuple[list[bool], list[bool], bool]:
     return seen[:2], seen[2:], agreed(copied)
 
 
+def test_a_tied_parameter_that_ddp_ignores_under_its_first_name_is_averaged(pool2: Pool) -> None:
+    """DDP sends it all the same, and between averagings it is trained: it must not drift apart."""
+    for world_size, planned, moved, equal in pool2.run(_tied):
+        assert world_size == 2
+        assert {name for name in planned if "weight" in name} == {"2.weight"}
+        assert moved > 1e-3
+        assert equal == [True, False, False, True]
+
+
+def _tied() -> tuple[int, list[str], float, list[bool]]:
+    torch.manual_seed(7)
+    first, second = nn.Linear(24, 24), nn.Linear(24, 24)
+    second.weight = first.weight
+    module = nn.Sequential(first, nn.Tanh(), second)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])  # type: ignore[no-untyped-call]
+    model = DistributedDataParallel(module)
+    optimizer, start = new_optimizer(model), flat(model)
+    equal = []
+    with LocalSGD(model, optimizer, every_steps=3, warmup_steps=1) as local:
+        for step in range(4):
+            train(model, optimizer, range(step, step + 1))
+            equal.append(agreed(model))
+    planned = [name for route in local.sync.plan.routes for name in route.names]
+    return dist.get_world_size(), planned, (flat(model) - start).norm().item(), equal
+
+
 def test_a_process_group_of_some(pool4: Pool) -> None:
     results = pool4.run(_of_some)
     assert [size for size, *_ in results] == [2] * 4

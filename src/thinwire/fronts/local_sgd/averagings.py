@@ -188,6 +188,7 @@ class Averagings:
     def _land(self, flight: Flight, asked: Consensus | None) -> None:
         """Wait until a flight's changes are their means, and move its fragment by them."""
         self._finish(flight, asked)
+        # Only then: what has raised above is still to be abandoned.
         self.flights.remove(flight)
         for fragment, means in flight.changes.items():
             # Without a step since it was sent there is nothing of one's own to keep.

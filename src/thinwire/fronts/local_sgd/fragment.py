@@ -154,6 +154,11 @@ class Fragments(tuple[Fragment, ...]):
     are_shown = False
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is; of one on several devices, its first averaged tensor."""
+        return next(iter(self[0])).tensor.device
+
+    @property
     def lasts(self) -> list[tuple[Averaged, torch.Tensor]]:
         """Each averaged tensor with its last average."""
         return [pair for fragment in self for pair in fragment.lasts]

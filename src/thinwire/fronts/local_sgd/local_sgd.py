@@ -312,19 +312,7 @@ class LocalSGD(Joinable):
         else:
             flights = go_on_from(loaded, fragments, outer, replica)
         warn_of_momentum(outer, self._engine.algorithm, stacklevel=2)
-        with ExitStack() as attached:
-            attached.enter_context(after_each_step(self._optimizer, self._grad_scaler, self._after_own_step))
-            if self._model.ddp is not None:
-                engines = {**self._exact, "group": self._warmup}
-                attached.enter_context(
-                    driven_gradients(
-                        self._model.ddp, engines, lambda: schedule.gradients_in(self._averagings.step)
-                    )
-                )
-            else:
-                attached.enter_context(averaging_model(self, self.module, group))
-            # Kept only when all are attached: where one refuses, those before it are taken off.
-            self._attached = attached.pop_all()
+        self._attached.enter_context(self._in_loop())
         # Only now: until here another attempt to enter is allowed.
         self._averagings.fragments, self._averagings.outer = fragments, outer
         self._averagings.flights = flights
@@ -332,6 +320,21 @@ class LocalSGD(Joinable):
         self._loaded, self._is_inside = None, True
         self._end_warmup()
         return self
+
+    @contextmanager
+    def _in_loop(self) -> Iterator[None]:
+        """Count the steps of the user's optimizer, and direct a DDP model's gradients, while this is open."""
+        # One inside the other: where a later one refuses, those before it are taken off.
+        with after_each_step(self._optimizer, self._grad_scaler, self._after_own_step):
+            if self._model.ddp is None:
+                with averaging_model(self, self.module, self._engine.transport):
+                    yield
+            else:
+                engines = {**self._exact, "group": self._warmup}
+                with driven_gradients(
+                    self._model.ddp, engines, lambda: self._schedule.gradients_in(self._averagings.step)
+                ):
+                    yield
 
     def _check_as_made(self, averaged: Sequence[Averaged]) -> None:
         """Refuse, on all processes alike, a model that trains other parameters than when this was made."""
@@ -472,7 +475,7 @@ class LocalSGD(Joinable):
             warn_of_momentum(self.outer, self._engine.algorithm, stacklevel=4)
         try:
             # The step may stand under autocast, which would round the arithmetic on changes.
-            with full_precision(self.join_device):
+            with full_precision(self._averagings.fragments.device):
                 yield
         except BaseException:
             self._averagings.abandon()
@@ -526,7 +529,7 @@ class LocalSGD(Joinable):
             StepError: The LocalSGD context is not entered, or the model has other parameters than on entry.
         """
         self._check_inside("join_device")
-        return self._averagings.fragments.lasts[0][0].tensor.device
+        return self._averagings.fragments.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:

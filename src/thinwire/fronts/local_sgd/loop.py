@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.algorithms import AllReduce
 from thinwire.errors import AttachError, StateError
 from thinwire.fronts.ddp import BucketFront
-from thinwire.fronts.ddp_model import DetachedFront, check_options, completed_future, dense_buffer, plain_name
+from thinwire.fronts.ddp_model import DetachedFront, check_options, completed_future, dense_buffer, names_of
 from thinwire.fronts.local_sgd.schedule import Members
 from thinwire.sync import Engine
 
@@ -68,9 +68,7 @@ def after_each_step(
 class _GradientSwitch:
     """The hook's state. DDP takes one hook and never lets go of it, so what it does can be switched."""
 
-    def __init__(self) -> None:
-        # None to leave the gradients of this pass alone.
-        self.front_now: Callable[[], BucketFront | None]
+    front_now: Callable[[], BucketFront | None]  # None to leave the gradients of this pass alone
 
     def __deepcopy__(self, memo: dict[int, object]) -> DetachedFront:
         return DetachedFront()
@@ -99,11 +97,7 @@ def driven_gradients(
         engines: Average over the group and within the subgroup.
         current: Returns over whom now; asked at every bucket.
     """
-    names = {
-        parameter: plain_name(name)
-        for name, parameter in model.module.named_parameters()
-        if name not in model.parameters_to_ignore
-    }
+    names = names_of(model.module, model.parameters_to_ignore)
     fronts = {members: BucketFront(engine, names, model) for members, engine in engines.items()}
 
     # A model that was in such a context before has it still.

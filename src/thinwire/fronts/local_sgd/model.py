@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel import Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
-from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, plain_name
+from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.replica import Replica
 
@@ -53,11 +53,11 @@ class AveragedModel:
         """
         # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
         self.replica.show_shards()
-        ignored = frozenset(() if self.ddp is None else self.ddp.parameters_to_ignore)
+        ignored: Collection[str] = () if self.ddp is None else self.ddp.parameters_to_ignore
         found = []
         # In the model's order, which is the same on every process and decides what travels where.
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad or name in ignored:
+        for parameter, name in names_of(self.module, ignored).items():
+            if not parameter.requires_grad:
                 continue
             if nn.parameter.is_lazy(parameter):
                 raise ConfigError(f"{name} has no shape yet; run one forward pass before averaging the model")
@@ -67,7 +67,7 @@ class AveragedModel:
                     "that fully_shard held when it was given to LocalSGD: call fully_shard before; LocalSGD "
                     "averages no others"
                 )
-            found.append(Averaged(plain_name(name), parameter, is_buffer=False))
+            found.append(Averaged(name, parameter, is_buffer=False))
         if not found:
             kind = type(self.module).__name__
             raise ConfigError(f"{kind} has no trainable parameter: there is nothing to average")

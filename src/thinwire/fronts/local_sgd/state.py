@@ -73,6 +73,7 @@ def packed_state(
     fragments, outer = averagings.fragments, averagings.outer
     lasts = dict(chain.from_iterable(each.named(each.last).items() for each in fragments))
     in_flight = [item for flight in averagings.flights for item in flight.changes.items()]
+    # Several of these values are collective: in one order on all processes, of the shards of a replica too.
     state = {
         "version": STATE_VERSION,
         "step": averagings.step,
@@ -105,6 +106,7 @@ def go_on_from(
     Raises:
         StateError: The state is of another outer optimizer.
     """
+    # First, for it may refuse: then no fragment has changed.
     if outer is not None and loaded.outer is not None:
         load_outer(outer, fragments.last_names, replica, loaded.outer)
     sent_after = loaded.sent_after
