@@ -280,7 +280,7 @@ def test_what_is_known_of_a_loss_names_its_sources() -> None:
     assert losses_of(EXACT) == "none: it is exact averaging"
     assert sources(advice_of(both, TWO, UNKNOWN, budget=0.005)) == [
         "measured with AdamW, 4 members, 1 M parameters, 2,000 steps (here): "
-        "it +12.0 %, it +0.3 %, it -0.1 %",
+        "it +12.0 %; it +0.3 %; it -0.1 %",
         "published with AdamW, 4 members, 1 M parameters, 2,000 steps (arXiv 1): it +1.5 %",
     ]
     above = ExpectedLoss("above", low_percent=1.0, gaps=(row("few", "AdamW", 2, 1.0),))

@@ -225,7 +225,8 @@ def test_facts_15_one_counter(pool2: Pool) -> None:
     for apart in pool2.run(_one_counter):
         assert apart == [False, False, True, False, True, False, True, False]
     names = inspect.signature(LocalSGD).parameters
-    assert [name for name in names if "warm" in name or "start" in name] == ["warmup_steps"]
+    of_warmup = [name for name in names if "warm" in name or "start" in name]
+    assert of_warmup == ["warmup_steps", "warmup_algorithm"]  # a number, and how gradients travel
 
 
 def _one_counter() -> list[bool]:
