@@ -228,6 +228,7 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "Quantize(bits=2), buckets of 2 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=2),
     "Quantize(bits=4), buckets of 8 MB": ours(thinwire.Quantize(bits=4), bucket_cap_mb=8),
     "Quantize(bits=2), buckets of 8 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=8),
+    "Quantize(bits=2), buckets of 16 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=16),
     "LocalSGD every 5, TopK": local(few_entries),
     "DiLoCo, exact": diloco(thinwire.AllReduce()),
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
