@@ -79,11 +79,12 @@ def auto(
     is expected to lose no more than the budget, which loses least first. All of them train the model, and
     are timed from end to end. Where exact averaging or 16 bits wait for messages at most `least_gain` of a
     step, nothing rougher is tried. Then the run goes on with the best by the rule of `thinwire.advise`, on
-    all processes alike. Its link is looked at every `every_steps`: if a step takes, or waits, a fifth of a
-    step more or less than in the trial, all are tried again; while messages are rougher than 16 bits, a look
-    makes a few steps with these as well, for small messages hardly tell a fast link from a slow one. What an
-    algorithm has not sent yet, the next one sends: nothing is lost by switching. What averages models now
-    and then (`LocalSGD`) is named where it would help, and never switched to.
+    all processes alike. Its link is looked at every `every_steps`: if a step takes, or waits, for sure a
+    fifth of a step more or less than in the trial, all are tried again. While messages are rougher than 16
+    bits, a look makes a few steps with these, and compares those, for small messages hardly tell a fast link
+    from a slow one; all are tried again as well where the rougher ones no longer win. What an algorithm has
+    not sent yet, the next one sends: nothing is lost by switching. What averages models now and then
+    (`LocalSGD`) is named where it would help, and never switched to.
 
     To be called on every process, in place of `attach`. Leave `sync.use` alone meanwhile. A state that is
     saved is that of the algorithm in use; a run that resumes chooses anew.
@@ -106,7 +107,7 @@ def auto(
         What chooses: `sync` is the handle, and printing it tells the choice.
 
     Cost: (2 + `probe_steps`) steps with each candidate, of which slow ones take their time, and as many with
-    16 bits at a look; a message of 32 bytes from each process after each trial and each look.
+    16 bits at a look; a message of 48 bytes from each process after each trial and each look.
 
     Raises:
         ConfigError: An argument is out of range. Nothing was changed.
@@ -280,15 +281,19 @@ class Auto:
         careful = [each for each in self.trials if not each.candidate.is_lossy][-1]
         while True:
             now = yield from self._tried(chosen.candidate, every_steps)
-            if has_changed(chosen, now):
+            if not chosen.candidate.is_lossy:
+                if has_changed(chosen, now):
+                    return chosen, now
+                continue
+            # Small messages hardly wait, whatever the link, and what their arithmetic takes is no news of it:
+            # large ones tell.
+            self.sync.use(careful.candidate.algorithm)
+            careful_now = yield from self._tried(careful.candidate, self._probe_steps)
+            if has_changed(careful, careful_now):
+                return careful, careful_now
+            if best_of([careful_now, now], self._least_gain) is not now:
                 return chosen, now
-            # Small messages hardly wait, whatever the link: that it has become a fast one, large ones tell.
-            if chosen.candidate.is_lossy:
-                self.sync.use(careful.candidate.algorithm)
-                now = yield from self._tried(careful.candidate, self._probe_steps)
-                if has_changed(careful, now):
-                    return careful, now
-                self.sync.use(chosen.candidate.algorithm)
+            self.sync.use(chosen.candidate.algorithm)
 
     def _tried(self, candidate: Candidate, num_steps: int) -> Generator[None, Reading, Trial]:
         """Make steps with the algorithm in use; return what all processes have measured."""
@@ -299,20 +304,18 @@ class Auto:
         for _ in range(num_steps):
             readings.append((yield))
         sent = (self._engine.traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
-        waited, *_ = quartiles_of([each.waited_seconds for each in readings])
         # The slowest sets the pace. Who waits least waits for the network alone, the others for it as well:
         # its is the largest of the negative ones.
-        numbers = [*quartiles_of([each.seconds for each in readings]), -waited]
+        numbers = [
+            *quartiles_of([each.seconds for each in readings]),
+            *(-each for each in quartiles_of([each.waited_seconds for each in readings])),
+        ]
         for group in self._groups:
             numbers = worst_of(gather_numbers(numbers, group, PURPOSE))
-        step_seconds, low_seconds, high_seconds, negative = numbers
+        step_seconds, low_seconds, high_seconds, *negative = numbers
+        waited, low_waited, high_waited = (-each if self._sees_waiting else math.nan for each in negative)
         return Trial(
-            candidate,
-            step_seconds,
-            low_seconds,
-            high_seconds,
-            -negative if self._sees_waiting else math.nan,
-            sent,
+            candidate, step_seconds, low_seconds, high_seconds, waited, low_waited, high_waited, sent
         )
 
     def _after_step(self, committed: bool) -> None:

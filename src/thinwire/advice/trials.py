@@ -132,6 +132,8 @@ class Trial:
         high_seconds: A quarter of the steps were slower.
         waited_seconds: What the network took of a step: how long the process waited for messages that
             waited least, because the others waited for it. NaN where the host can't see it.
+        low_waited_seconds: A quarter of the steps waited less.
+        high_waited_seconds: A quarter of the steps waited more.
         message_bytes: What a process sent per step, counted as of an all-reduce.
     """
 
@@ -140,6 +142,8 @@ class Trial:
     low_seconds: float
     high_seconds: float
     waited_seconds: float
+    low_waited_seconds: float
+    high_waited_seconds: float
     message_bytes: float
 
     @property
@@ -194,15 +198,21 @@ def best_of(trials: Sequence[Trial], least_gain: float) -> Trial:
 def has_changed(before: Trial, now: Trial) -> bool:
     """Return whether steps take another time, or wait for another, than when the algorithm was chosen.
 
+    For sure: where the quartiles of then and now overlap, it may be what else the machine does.
+
     Args:
         before: When it was chosen.
         now: Since.
     """
     # Where the host can't see waiting, it is NaN, which is never above: then the steps' time decides alone.
     bound = CHANGE * before.step_seconds
-    return (
-        abs(now.step_seconds - before.step_seconds) > bound
-        or abs(now.waited_seconds - before.waited_seconds) > bound
+    took = now.low_seconds > before.high_seconds or now.high_seconds < before.low_seconds
+    waited = (
+        now.low_waited_seconds > before.high_waited_seconds
+        or now.high_waited_seconds < before.low_waited_seconds
+    )
+    return (took and abs(now.step_seconds - before.step_seconds) > bound) or (
+        waited and abs(now.waited_seconds - before.waited_seconds) > bound
     )
 
 
