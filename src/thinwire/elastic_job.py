@@ -169,11 +169,6 @@ class ElasticJob:
         """Kill a member, if it still runs."""
         self._members[number].process.kill()  # which looks first whether it has ended
 
-    def add(self) -> int:
-        """Start one more member, and return its number."""
-        self._members.append(_Member(len(self._members), self._started(len(self._members))))
-        return self._members[-1].number
-
     def end(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
         """Ask all members that still run to leave, and kill those that take too long.
 

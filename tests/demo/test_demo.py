@@ -423,7 +423,9 @@ def test_the_elastic_demo_kills_and_adds_a_member(tmp_path: Path, monkeypatch: p
     told = "\n".join(said)
     assert "member 1 is killed (SIGKILL)" in told
     assert "without it" in told
-    assert "member 2 is started" in told
+    assert "member 2, which was waiting, joins" in told
+    assert "it has taken the others' model" in told
+    assert said[-1].startswith("in the end 2 members")
     assert "hold one model, the same to the bit" in said[-1]
     assert tmp_path / "member-0.jsonl" in paths
     run = read_run(tmp_path / "member-0.jsonl")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 
-from thinwire.demo.elastic_member import EVERY_STEPS
+from thinwire.demo.elastic_member import EVERY_STEPS, may_join
 from thinwire.demo.launch import JobError, JobInterruptedError
 from thinwire.demo.options import DemoOptions
 from thinwire.elastic_job import ElasticJob
@@ -24,7 +24,7 @@ LINES = 10
 
 
 def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
-    """Train with DiLoCo; kill a member after a quarter of the steps, and start another when it was missed.
+    """Train with DiLoCo; kill a member after a quarter of the steps, and let another join when it was missed.
 
     Args:
         options: The settings of the run, but for its algorithms. What an earlier run has left is removed.
@@ -40,6 +40,7 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
     options.output.mkdir(parents=True, exist_ok=True)
     for path in options.output.glob("member-*.jsonl"):
         path.unlink()  # a watch goes on in a file that is there, as after a resume
+    may_join(options).unlink(missing_ok=True)
     log_path = options.output / "members.log"
     scene = _Scene(options, say)
     file = Growing(options.output / "member-0.jsonl")
@@ -48,9 +49,9 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
         # Before the job: a signal while its members start must end them, too.
         EndSignals() as end_signals,
         log_path.open("wb") as log,
-        # Nobody is started again, and those who are left go on: the scene says who joins, and when.
+        # Nobody is started again, and those who are left go on: the scene says when the last one joins.
         ElasticJob(
-            command, options.processes, min_members=options.processes - 1, max_restarts=0, out=log
+            command, options.processes + 1, min_members=options.processes - 1, max_restarts=0, out=log
         ) as job,
     ):
         while job.look() and end_signals.received is None:
@@ -66,9 +67,9 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
         raise JobError(f"too few members came to the end; see {log_path}")
     for record in file.new_records():  # the last lines came after the last look
         scene.play(record, None)
-    numbers = [number for number in range(options.processes + scene.has_added) if number != scene.killed]
+    numbers = [number for number in range(options.processes + 1) if number != scene.killed]
     paths = [options.output / f"member-{number}.jsonl" for number in numbers]
-    # None of one that was started too late to take part.
+    # None of one that came too late to take part.
     held = [point.value for path in paths if path.exists() for point in read_run(path).points("checksum")]
     if len(set(held)) != 1:
         raise JobError(
@@ -83,12 +84,11 @@ class _Scene:
 
     Attributes:
         killed: The number of the member that was killed; None before.
-        has_added: Whether one was started in its place.
     """
 
     def __init__(self, options: DemoOptions, say: Callable[[str], None]) -> None:
         self.killed: int | None = None
-        self.has_added = False
+        self._may_join, self._has_joined = may_join(options), False
         self._steps, self._last, self._say = options.steps, options.processes - 1, say
         self._kill_at = options.steps // 4
         self._struck_at = 0.0
@@ -104,6 +104,8 @@ class _Scene:
             return
         if "heldout_loss" in record:
             self._say(f"held-out loss {record['heldout_loss']:.3f} nats/byte")
+            if job is not None and not self._has_joined:
+                job.kill(self._last + 1)  # it would wait for others that do not come any more
         if record.get("loss") is None:
             return
         step = record["step"]
@@ -118,9 +120,10 @@ class _Scene:
             self.killed, self._struck_at = self._last, time.monotonic()
             job.kill(self.killed)
             self._say(f"step {step}: member {self.killed} is killed (SIGKILL)")
-        elif self.killed is not None and not self.has_added and self._seen["losses"]:
-            self.has_added, self._struck_at = True, time.monotonic()
-            self._say(f"step {step}: member {job.add()} is started")
+        elif self.killed is not None and self._seen["losses"] and not self._may_join.exists():
+            self._struck_at = time.monotonic()
+            self._may_join.touch()
+            self._say(f"step {step}: member {self._last + 1}, which was waiting, joins")
 
     def _tell_changes(self, now: Record) -> None:
         seconds, members = time.monotonic() - self._struck_at, int(now["members"])
@@ -130,7 +133,8 @@ class _Scene:
                 "lost are its own last steps"
             )
         # Those that are there from the beginning may find each other one by one.
-        if now["joins"] > self._seen["joins"] and self.has_added:
+        if now["joins"] > self._seen["joins"] and self._may_join.exists():
+            self._has_joined = True
             self._say(
                 f"step {now['step']}: it has taken the others' model, {seconds:.1f} s later, and trains on "
                 f"with them: {members} members"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import zlib
+from pathlib import Path
 
 import torch
 
@@ -14,14 +16,20 @@ from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.text import batch_generator, load_text, sample_batch
 from thinwire.elastic.torchft_group import MEMBER
+from thinwire.local_job import LOOK_EVERY_SECONDS
 
-__all__ = ["EVERY_STEPS", "main"]
+__all__ = ["EVERY_STEPS", "main", "may_join"]
 
 EVERY_STEPS = 10
 BATCH_SIZE = 8
 LEARNING_RATE = 2e-3
 TIMEOUT_SECONDS = 30.0  # of a message; longer than a busy computer lets any member stand still
 WAIT_SECONDS = 120.0
+
+
+def may_join(options: DemoOptions) -> Path:
+    """Return the file that is there once the last member may join."""
+    return options.output / "may-join"
 
 
 def main() -> None:
@@ -33,6 +41,10 @@ def main() -> None:
     torch.manual_seed(options.seed + member)
     model = GPT(SIZES[options.model_size])
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    # Started with the others, though it joins later: what a process loads first takes longer than they train.
+    # Before its group, which announces it to the others.
+    while member == options.processes and not may_join(options).exists():
+        time.sleep(LOOK_EVERY_SECONDS)
     group = elastic.TorchftGroup(timeout_seconds=TIMEOUT_SECONDS, wait_seconds=WAIT_SECONDS)
     path = options.output / f"member-{member}.jsonl"
     with (
