@@ -6,16 +6,19 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import forked
 from launcher import run_job
 from pool import Pool
 from thinwire.channel import InProcessTransport
@@ -23,7 +26,9 @@ from thinwire.cli import check
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, Bench
-from thinwire.selfcheck.device import ALGORITHMS, MATRIX_RANKS, measured
+from thinwire.selfcheck.device import ALGORITHMS, COPY, MATRIX_RANKS, measure, new_page
+from thinwire.selfcheck.kept_page import KeptPage
+from thinwire.selfcheck.page import DevicePage, StepCost
 from thinwire.sync import Engine
 from thinwire.sync.exchange import Exchange
 
@@ -128,10 +133,20 @@ def test_a_device_is_measured(pool2: Pool) -> None:
 
 
 def _measured() -> tuple[dict[str, Any], str]:
-    shapes = {"embedding": (96, 48), "layer": (48, 64), "bias": (64,)}
-    bench = Bench(torch.device("cpu"))
-    page = measured(bench.device, bench.transport, shapes)
+    bench, page = Bench(torch.device("cpu")), new_page("cpu")
+    measure(page, bench.device, bench.transport, SHAPES)
+    assert page.is_whole
     return page.as_plain(), page.as_markdown()
+
+
+SHAPES = {"embedding": (96, 48), "layer": (48, 64), "bias": (64,)}
+PARTS = [*(f"arithmetic at matrix rank {each}" for each in MATRIX_RANKS), COPY, *ALGORITHMS]
+
+
+def measured_alone(told: list[str]) -> DevicePage:
+    page = new_page("cpu")
+    measure(page, torch.device("cpu"), InProcessTransport.group(1)[0], SHAPES, tell=told.append)
+    return page
 
 
 @pytest.mark.parametrize(
@@ -148,35 +163,162 @@ def test_what_fails_stands_on_the_page(
     """What a part raises takes away that part alone, unless the processes have lost each other."""
     told: list[str] = []
 
-    def step_cost(code: str, *rest: object) -> device_page.StepCost:
+    def step_cost(code: str, *rest: object) -> StepCost:
         if code == "AllReduce()":
             raise error
         monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
-        return device_page.StepCost(code, 1.0, 2.0, None, None, None)
+        return StepCost(code, 1.0, 2.0, 5, None, None, None)
 
     monkeypatch.setattr(device_page, "_step_cost", step_cost)
-    page = measured(
-        torch.device("cpu"), InProcessTransport.group(1)[0], {"layer": (48, 64)}, tell=told.append
-    )
+    page = measured_alone(told)
     first, second, *others = ALGORITHMS
     is_alone = isinstance(error, CommunicationError)
     assert [each.matrix_rank for each in page.kernels] == list(MATRIX_RANKS)
     assert [each.algorithm for each in page.steps] == ([] if is_alone else [second])
-    assert list(page.failures) == [first, *([second] if is_alone else []), *others]
+    assert list(page.failures) == [first]
+    assert list(page.not_run) == [*([second] if is_alone else []), *others]
     assert page.failures[first] in {"RuntimeError: no such kernel", "CommunicationError: gone"}
-    assert all(left_out in page.failures[name] for name in others)
-    assert f"- **failed**: {first}: {page.failures[first]}" in page.as_markdown().splitlines()
+    assert all(left_out in page.not_run[name] for name in others)
+    assert not page.is_whole
+    lines = page.as_markdown().splitlines()
+    assert f"- **failed**: {first}: {page.failures[first]}" in lines
+    assert f"- **not run**: {others[0]}: {page.not_run[others[0]]}" in lines
     assert f"measuring {first}" in told
     assert f"{first}: {page.failures[first]}" in told
 
 
-def test_another_device_than_the_jobs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_gradients_no_step_is_made_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(*_: object) -> None:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr(device_page, "_Copied", copied)
+    page = measured_alone([])
+    assert page.failures == {COPY: "MemoryError: too large"}
+    assert list(page.not_run) == list(ALGORITHMS)
+
+
+@pytest.mark.parametrize(("seconds_of_a_step", "timed_steps"), [(0.3, 5), (8.0, 2), (100.0, 0)])
+def test_a_part_that_is_slow_ends_between_two_of_its_steps(
+    monkeypatch: pytest.MonkeyPatch, seconds_of_a_step: float, timed_steps: int
+) -> None:
+    """With fewer timed steps where it has taken its share, so that others get theirs; or with none at all."""
+    now = 0.0
+
+    class Slow(device_page._Copied):
+        def copy(self) -> None:
+            nonlocal now
+            super().copy()
+            if hasattr(self, "seconds"):
+                now += seconds_of_a_step  # behind its own measurement, so of steps alone
+
+    monkeypatch.setattr(device_page, "_Copied", Slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    page = measured_alone([])  # within 240 s, of which each algorithm has 40
+    if timed_steps == 0:
+        assert (page.steps, now) == ([], 300)
+        assert "ended after 3 steps" in page.failures["AllReduce()"]
+        assert list(page.not_run) == list(ALGORITHMS)[1:]
+    else:
+        assert [each.timed_steps for each in page.steps] == [timed_steps] * len(ALGORITHMS)
+        assert page.is_whole
+
+
+def test_the_page_is_true_at_any_time() -> None:
+    page = new_page("cuda")
+    assert page.ended("why").not_run == dict.fromkeys(PARTS, "why")
+    seen: list[tuple[str | None, list[str]]] = []
+    measure(
+        page,
+        torch.device("cpu"),
+        InProcessTransport.group(1)[0],
+        SHAPES,
+        changed=lambda: seen.append((page.under_way, list(page.to_come))),
+    )
+    assert seen == [(name, PARTS[place + 1 :]) for place, name in enumerate(PARTS)]
+
+
+def _page_of(name: str | None) -> DevicePage:
+    return DevicePage({"torch": "2"}, under_way=name, to_come=["b"])
+
+
+def _kept(ends: str, out: str) -> None:
+    """Fill a page, and end in some way; what is printed goes to a file."""
+    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
+    sys.stdout = os.fdopen(1, "w")
+    within_seconds = 0.2 if ends == "hangs" else 60.0
+    page = _page_of(None)
+    with KeptPage(page, lambda each: json.dumps(each.as_plain()), within_seconds=within_seconds) as kept:
+        page.under_way = "a"
+        kept.update()
+        if ends == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ends == "raises":
+            raise ConfigError("no GPU")
+        if ends == "hangs":
+            time.sleep(1.0)
+        kept.print()
+
+
+ENDINGS = {
+    "hangs": ("ended with the process after 0 s", "the 0 s were over before"),
+    "killed": ("the process ended in it", "the process ended before"),
+    "raises": ("no GPU", "no GPU"),
+}
+
+
+@pytest.mark.parametrize("ends", [*ENDINGS, "well"])
+def test_a_page_is_printed_once_whatever_becomes_of_the_process(tmp_path: Path, ends: str) -> None:
+    out = tmp_path / "page"
+    process = forked.process(_kept, ends, str(out))
+    process.start()
+    process.join(60)
+    assert process.exitcode == {"killed": -signal.SIGKILL, "raises": 1}.get(ends, 0)
+    deadline = time.monotonic() + 30
+    while not out.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (page,) = map(json.loads, out.read_text().splitlines())
+    if ends == "well":
+        assert (page["under_way"], page["to_come"]) == ("a", ["b"])
+        return
+    in_it, before = ENDINGS[ends]
+    assert page["failures"]["a"].startswith(in_it)
+    assert page["not_run"] == {"b": before}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_where_there_is_no_gpu_the_page_says_so(as_json: bool) -> None:
+    (run,) = run_job("thinwire", "check", "--device", "cuda", *(["--json"] if as_json else []), processes=1)
+    assert run.returncode == 2
+    assert "the job's device is cpu, got --device cuda; torch" in run.stderr
+    text = run.stdout if as_json else run.stdout.partition("```json\n")[2].removesuffix("```\n")
+    told = json.loads(text)
+    page = told["device"] if as_json else told
+    assert list(page["not_run"]) == PARTS
+    assert all("got --device cuda" in why for why in page["not_run"].values())
+    assert page["setting"]["device"] == "cuda"
+    if not as_json:
+        assert run.stdout.startswith("\n- thinwire: ")
+        assert "- **not run**: AllReduce(): the job's device is cpu" in run.stdout
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must be cpu or cuda, got 'xpu'"):
+        check.check(backend=None, processes=None, as_json=False, device="xpu")
+
+
+def test_who_asks_about_a_device_outside_of_a_job_gets_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int | None] = []
-    monkeypatch.setattr(check, "joined_job", lambda *_, **__: nullcontext(torch.device("cpu")))
-    monkeypatch.setattr(check, "run_here", started.append)
-    with pytest.raises(ConfigError, match="the job's device is cpu, got --device cuda"):
+
+    def run_here(processes: int | None) -> None:
+        started.append(processes)
+        raise SystemExit
+
+    monkeypatch.setattr(check, "run_here", run_here)
+    with pytest.raises(SystemExit):
         check.check(backend=None, processes=None, as_json=False, device="cuda")
-    assert started == [1]  # outside of a job
+    assert started == [1]
 
 
 def test_output_that_can_not_be_written_leaves_the_others_in_peace(pool2: Pool) -> None:

@@ -8,9 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Annotated
 
+import torch
 import torch.distributed as dist
 import typer
 
@@ -19,15 +21,18 @@ from thinwire.cli.job import Processes, joined_job
 from thinwire.errors import ConfigError
 from thinwire.local_job import run_here
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
-from thinwire.selfcheck.device import measured
+from thinwire.selfcheck.device import measure, new_page
+from thinwire.selfcheck.kept_page import KeptPage
+from thinwire.selfcheck.page import DevicePage
 
 __all__ = ["check"]
 
 # A collective that some process does not make ends the check.
 TIMEOUT_SECONDS = 60.0
 
-# Parts of the page begin within these; and then, whatever hangs, the process ends.
-PAGE_SECONDS, END_SECONDS = 200.0, 290.0
+# Parts of the page, and steps within them, begin within the first; what there is of it is printed after the
+# second, and whatever hangs ends with its process after the third. Python has to start as well, twice.
+PAGE_SECONDS, KEPT_SECONDS, END_SECONDS = 200.0, 265.0, 270.0
 
 
 def check(
@@ -42,7 +47,7 @@ def check(
         str | None,
         typer.Option(
             metavar="cpu|cuda",
-            help="Measure the job's device as well, on GPT-2 small: a page in Markdown.",
+            help="Measure the job's device as well, on GPT-2 small: a page in Markdown and JSON.",
             show_default="only check",
         ),
     ] = None,
@@ -50,8 +55,8 @@ def check(
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
     To be started on every process, as the training is; or with `--processes`, which needs no job. With
-    `--device` it takes at most five minutes, and outside of a job it is one process. The exit code is 1 if
-    something does not work.
+    `--device` it takes at most five minutes, and outside of a job it is one process; its page is printed
+    whatever fails, and says what was not run and why. The exit code is 1 if something does not work.
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire check`
 
@@ -59,66 +64,111 @@ def check(
 
     Example: `thinwire check --device cuda`
     """
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device must be cpu or cuda, got {device!r}")
     if device is not None and "RANK" not in os.environ:
         processes = processes or 1  # who asks about a device need not have a job
     # Before a group is joined: in the process that starts the others it does not return.
     run_here(processes)
-    with joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own_device:
+    report = _Report(as_json, None if device is None else new_page(device))
+    with (
+        _ended_in_time(limited=device is not None),
+        report.kept() as kept,
+        joined_job("check", backend, timeout_seconds=TIMEOUT_SECONDS) as own_device,
+    ):
         if device not in (None, own_device.type):
-            raise ConfigError(
-                f"the job's device is {own_device.type}, got --device {device}; --backend gloo runs on the "
-                "CPU, and without it a job runs on the GPU where torch finds one"
-            )
-        bench = Bench(own_device)
-        with _ended_in_time(limited=device is not None):
-            works = _checked_and_printed(bench, as_json=as_json, has_page=device is not None)
+            raise ConfigError(_unlike(own_device.type, str(device)))
+        works = _checked_and_printed(Bench(own_device), report, kept)
     if not works:
         raise typer.Exit(1)
 
 
-def _checked_and_printed(bench: Bench, *, as_json: bool, has_page: bool) -> bool:
+def _unlike(own: str, asked: str) -> str:
+    why = "--backend gloo runs on the CPU, and without it a job runs on the GPU where torch finds one"
+    if asked == "cuda" and not torch.cuda.is_available():
+        is_built = torch.version.cuda or torch.version.hip
+        why = "torch finds no GPU here" if is_built else "torch is built without CUDA here"
+    return f"the job's device is {own}, got --device {asked}; {why}"
+
+
+@dataclass
+class _Report:
+    """What was found, and how the first process prints it.
+
+    Attributes:
+        as_json: Whether as JSON.
+        page: About the device; None if nobody asked for one.
+        title: The setting of the checks.
+        failures: By check, on how many processes it fails.
+    """
+
+    as_json: bool
+    page: DevicePage | None
+    title: str = "no group was joined"
+    failures: dict[str, int] = field(default_factory=dict)
+
+    def rendered(self, page: DevicePage | None) -> str:
+        """Return what is printed last: the page, and with JSON all of it.
+
+        Args:
+            page: About the device, as it stands.
+        """
+        if page is not None and not self.as_json:
+            return f"\n{page.as_markdown()}\n\n```json\n{json.dumps(page.as_plain())}\n```"
+        found: dict[str, object] = {
+            "setting": self.title,
+            "checks": len(self.failures),
+            "failed_on_processes": {name: count for name, count in self.failures.items() if count},
+        }
+        return json.dumps(found if page is None else {**found, "device": page.as_plain()})
+
+    def kept(self) -> AbstractContextManager[KeptPage | None]:
+        """Return what holds the page until it is printed; it yields None where this process prints none."""
+        if self.page is None or os.environ.get("RANK", "0") != "0":
+            return nullcontext()
+        return KeptPage(self.page, self.rendered, within_seconds=KEPT_SECONDS)
+
+
+def _checked_and_printed(bench: Bench, report: _Report, kept: KeptPage | None) -> bool:
     """Return whether all is well, after the first process has printed what was found. Collective.
 
     Args:
         bench: The processes.
-        as_json: Whether to print JSON.
-        has_page: Whether to measure the device as well.
+        report: Filled.
+        kept: Its page, on the first process if there is one.
     """
     start = time.monotonic()
     # One after the other, in the same order on all: each check makes collectives.
     own = {name: _outcome(name, run, bench) for name, run in CHECKS.items()}
-    title = f"{bench.transport.size} processes, {dist.get_backend()}, {bench.device.type}"
-    title += f", {time.monotonic() - start:.1f} s"
+    report.title = f"{bench.transport.size} processes, {dist.get_backend()}, {bench.device.type}"
+    report.title += f", {time.monotonic() - start:.1f} s"
     # A check may fail on some processes only; all end with the same exit code.
     everyone = gather_numbers([float(not works) for works in own.values()], bench.transport, "the outcomes")
     failures = [round(sum(of_check)) for of_check in zip(*everyone, strict=True)]
-    outcomes = dict(zip(own, failures, strict=True))
-    prints, page = bench.transport.rank == 0, None
+    report.failures = dict(zip(own, failures, strict=True))
+    prints, page = bench.transport.rank == 0, report.page
     try:
-        if prints and not as_json:
-            lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in outcomes.items()]
+        if prints and not report.as_json:
+            lines = [f"{'FAILS' if count else 'works'}  {name}" for name, count in report.failures.items()]
             # Before the page: if the device hangs there, this is what is known of it.
-            print("\n".join([f"thinwire check: {title}", *lines]), flush=True)
-        if has_page:
-            page = measured(
+            print("\n".join([f"thinwire check: {report.title}", *lines]), flush=True)
+        if page is not None:
+            measure(
+                page,
                 bench.device,
                 bench.transport,
                 within_seconds=PAGE_SECONDS - (time.monotonic() - start),
                 tell=lambda doing: _say(bench, doing),
+                changed=(lambda: None) if kept is None else kept.update,
             )
-        if prints and as_json:
-            found: dict[str, object] = {
-                "setting": title,
-                "checks": len(outcomes),
-                "failed_on_processes": {name: count for name, count in outcomes.items() if count},
-            }
-            print(json.dumps(found if page is None else {**found, "device": page.as_plain()}), flush=True)
-        elif prints and page is not None:
-            print(f"\n{page.as_markdown()}", flush=True)
+        if kept is not None:
+            kept.print()
+        elif prints and report.as_json:
+            print(report.rendered(None), flush=True)
     finally:
         # The others wait until all is printed: a launcher ends every process once one has failed.
         gather_numbers([0.0], bench.transport, "waiting until all is printed")
-    return not any(failures) and (page is None or not page.failures)
+    return not any(failures) and (page is None or page.is_whole)
 
 
 @contextmanager

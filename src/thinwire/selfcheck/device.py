@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -22,11 +22,12 @@ from thinwire.algorithms.kernels.triton.limits import installed
 from thinwire.channel import Transport, gather_numbers
 from thinwire.errors import CommunicationError
 from thinwire.plan import ParameterSpec
+from thinwire.selfcheck.page import DevicePage, KernelError, StepCost
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.version import __version__
 
-__all__ = ["ALGORITHMS", "GPT2_SMALL", "DevicePage", "KernelError", "StepCost", "measured"]
+__all__ = ["ALGORITHMS", "GPT2_SMALL", "measure", "new_page"]
 
 # Up to 4 the CPU has compiled kernels of its own; above, torch's operations serve.
 MATRIX_RANKS = (1, 4, 32)
@@ -34,6 +35,8 @@ MATRIX_RANKS = (1, 4, 32)
 UNTIMED_STEPS, TIMED_STEPS = 3, 5
 # As of DDP.
 BUCKET_BYTES = 25 << 20
+
+COPY = "a copy"
 
 Result = TypeVar("Result")
 
@@ -59,100 +62,25 @@ GPT2_SMALL: Mapping[str, tuple[int, ...]] = {
 """Shapes of its parameters, but for those of its norms."""
 
 
-@dataclass(frozen=True)
-class KernelError:
-    """How far the arithmetic of a matrix rank is from that in float64, relative to it.
-
-    Attributes:
-        matrix_rank: r.
-        products: Of M Q.
-        orthonormal_rows: Of P̂ᵀ P̂ from the identity, per row.
-        projections: Of P̂ᵀ M.
-        reconstruct: Of the residual.
-    """
-
-    matrix_rank: int
-    products: float
-    orthonormal_rows: float
-    projections: float
-    reconstruct: float
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """What a step of an algorithm takes, from the first bucket to the last mean.
-
-    Attributes:
-        algorithm: As it is written in code.
-        milliseconds: Median.
-        copies: The same in copies of the gradients.
-        launches: Kernels; None where that is not known.
-        host_waits: Times that the host waits for the device; None where that is not known.
-        peak_bytes: Of memory, above what gradients take; None where that is not known.
-    """
-
-    algorithm: str
-    milliseconds: float
-    copies: float
-    launches: int | None
-    host_waits: int | None
-    peak_bytes: int | None
-
-
-@dataclass(frozen=True)
-class DevicePage:
-    """All that was found.
-
-    Attributes:
-        setting: Versions, device and group.
-        copied_bytes_per_second: Of a copy of the gradients, bytes read and written; None if that has failed.
-        kernels: Errors by matrix rank.
-        steps: Costs by algorithm.
-        failures: What raised an error on this process or was left out, by part, and why.
-    """
-
-    setting: dict[str, str]
-    copied_bytes_per_second: float | None
-    kernels: list[KernelError]
-    steps: list[StepCost]
-    failures: dict[str, str]
-
-    def as_plain(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
-        return asdict(self)
-
-    def as_markdown(self) -> str:
-        """Return it as a page to paste into an issue."""
-        lines = [f"- {name}: {value}" for name, value in self.setting.items()]
-        if self.copied_bytes_per_second is not None:
-            lines.append(f"- a copy: {self.copied_bytes_per_second / 1e9:,.0f} GB/s")
-        for rows, number in ((self.kernels, "{:.1e}"), (self.steps, "{:,.2f}")):
-            lines += ["", *_table([asdict(each) for each in rows], number)] if rows else []
-        if self.failures:
-            lines += ["", *(f"- **failed**: {name}: {why}" for name, why in self.failures.items())]
-        return "\n".join(lines)
-
-
-def _table(rows: Sequence[Mapping[str, object]], number: str) -> list[str]:
-    def cell(value: object) -> str:
-        if value is None:
-            return ""
-        if isinstance(value, float):
-            return number.format(value)
-        return f"{value:,}" if isinstance(value, int) else str(value)
-
-    heads = [name.replace("_", " ") for name in rows[0]]
-    marks = ["---", *["--:"] * (len(heads) - 1)]
-    cells = [[cell(value) for value in row.values()] for row in rows]
-    return [f"| {' | '.join(line)} |" for line in [heads, marks, *cells]]
+class _TimeUpError(Exception):
+    """A part was ended between two of its steps."""
 
 
 class _Parts:
     """Runs one part of a page after the other: what a part raises is noted, and the next one follows."""
 
-    def __init__(self, transport: Transport, end: float, tell: Callable[[str], None]) -> None:
-        self.failures: dict[str, str] = {}
-        self._transport, self._end, self._tell = transport, end, tell
+    def __init__(
+        self,
+        page: DevicePage,
+        transport: Transport,
+        end: float,
+        tell: Callable[[str], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.page = page
+        self._transport, self._end = transport, end
+        self._tell, self._changed = tell, changed
+        self._share_end = end
         self._is_alone = False
 
     def run(self, name: str, part: Callable[[], Result]) -> Result | None:
@@ -163,69 +91,157 @@ class _Parts:
             part: Collective.
         """
         if self._is_alone:
-            self.failures[name] = "left out, as the processes have lost each other"
+            self._leave_out(name, "left out, as the processes have lost each other")
             return None
-        if self._transport.rank == 0:
-            self._tell(f"measuring {name}")
+        outer = self.page.under_way
         try:
+            left = self._end - time.monotonic()
+            if outer is None:
+                # One that is slow takes nothing from those behind it.
+                self._share_end = time.monotonic() + left / max(1, len(self.page.to_come))
+                self._begin(name)
+            if self._transport.rank == 0:
+                self._tell(f"measuring {name}")
             # Of all processes: in what only some leave out the others would wait for them.
-            seconds = gather_numbers([self._end - time.monotonic()], self._transport, f"the time for {name}")
-            if min(left for (left,) in seconds) > 0:
+            everyone = gather_numbers([left], self._transport, f"the time for {name}")
+            if min(of_one for (of_one,) in everyone) > 0:
                 return part()
-            why = "left out, as the time is used up"
+            self._leave_out(name, "left out, as the time is used up")
+            return None
         # Of any kind: a page with a gap says more than none.
         except Exception as error:
-            why = f"{type(error).__name__}: {error}".partition("\n")[0]
+            why = str(error) if isinstance(error, _TimeUpError) else f"{type(error).__name__}: {error}"
+            self.page.failures[name] = why.partition("\n")[0]
             # Each further collective would wait for its timeout.
             self._is_alone = isinstance(error, CommunicationError)
-        self.failures[name] = why
-        self._tell(f"{name}: {why}")
+        finally:
+            self.page.under_way = outer
+        self._tell(f"{name}: {self.page.failures[name]}")
         return None
 
+    def leave_out_the_rest(self, why: str) -> None:
+        """Note why all parts that have not begun are not run.
 
-def measured(
+        Args:
+            why: In words.
+        """
+        for name in list(self.page.to_come):
+            self._leave_out(name, why)
+
+    def seconds_of(self, device: torch.device, run: Callable[[], object]) -> tuple[float, int]:
+        """Return the median of some steps, and of how many. Collective.
+
+        Args:
+            device: Where they are made.
+            run: Makes one.
+
+        Raises:
+            _TimeUpError: The time was used up before one could be timed.
+        """
+        found: list[float] = []
+        while len(found) < UNTIMED_STEPS + TIMED_STEPS:
+            if self._has_enough(len(found)):
+                break
+            _synchronize(device)
+            start = time.perf_counter()
+            run()
+            _synchronize(device)
+            found.append(time.perf_counter() - start)
+        timed = found[UNTIMED_STEPS:]
+        if not timed:
+            raise _TimeUpError(f"ended after {len(found)} steps, none of them timed: the time is used up")
+        return median(timed), len(timed)
+
+    def _has_enough(self, num_steps: int) -> bool:
+        now = time.monotonic()
+        left = [self._share_end - now, self._end - now]
+        # Of all processes, as above.
+        everyone = gather_numbers(left, self._transport, "the time for a step")
+        of_share, of_all = (min(each) for each in zip(*everyone, strict=True))
+        return of_all <= 0 or (of_share <= 0 and num_steps > UNTIMED_STEPS)
+
+    def _begin(self, name: str) -> None:
+        self.page.to_come = [each for each in self.page.to_come if each != name]
+        self.page.under_way = name
+        self._changed()
+
+    def _leave_out(self, name: str, why: str) -> None:
+        self.page.to_come = [each for each in self.page.to_come if each != name]
+        self.page.not_run[name] = why
+        self._tell(f"{name}: {why}")
+
+
+def new_page(device: str) -> DevicePage:
+    """Return a page on which all is to come; a device is not asked for anything yet.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    setting = {
+        "thinwire": __version__,
+        "torch": str(torch.__version__),
+        "CUDA": str(torch.version.cuda or torch.version.hip or "none"),
+        "triton": installed() or "none",
+        "device": device,
+        "processes": os.environ.get("WORLD_SIZE", "1"),
+        "threads": str(torch.get_num_threads()),
+    }
+    return DevicePage(setting, to_come=[*map(_arithmetic, MATRIX_RANKS), COPY, *ALGORITHMS])
+
+
+def _arithmetic(matrix_rank: int) -> str:
+    return f"arithmetic at matrix rank {matrix_rank}"
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return platform.processor() or "a CPU"
+
+
+def measure(
+    page: DevicePage,
     device: torch.device,
     transport: Transport,
     shapes: Mapping[str, tuple[int, ...]] = GPT2_SMALL,
     *,
     within_seconds: float = 240.0,
     tell: Callable[[str], None] = lambda doing: None,
-) -> DevicePage:
+    changed: Callable[[], None] = lambda: None,
+) -> None:
     """Measure a device, and note what fails. Collective.
 
     Args:
+        page: From `new_page`; filled part by part.
         device: Which.
         transport: Over which group steps average.
         shapes: Of the model's parameters.
-        within_seconds: Parts that would begin later are left out.
+        within_seconds: Parts that would begin later are left out, and steps that would are not made.
         tell: Gets what is being measured, on the first process, and what has failed, in words.
+        changed: Called whenever a part begins, with the page as it is then.
 
     Cost: on an H100 less than a minute is expected, and minutes more for what Triton compiles for the first
     time; six times the memory of the gradients.
     """
     # While the device works: after some errors a process can ask it nothing any more.
-    setting = _setting(device, transport)
-    parts = _Parts(transport, time.monotonic() + within_seconds, tell)
-    found = [
-        parts.run(f"arithmetic at matrix rank {matrix_rank}", partial(_kernel_error, device, matrix_rank))
-        for matrix_rank in MATRIX_RANKS
-    ]
-    buckets = _buckets(shapes)
-    copied = parts.run("a copy", lambda: _Copied(device, buckets))
-    steps: list[StepCost | None] = []
-    # Without them no step can be made: there is no memory for the gradients, or no such device.
-    if copied is not None:
-        steps = [
-            parts.run(code, partial(_step_cost, code, algorithm, transport, copied, parts))
-            for code, algorithm in ALGORITHMS.items()
-        ]
-    return DevicePage(
-        {**setting, "slower kernels": "; ".join(shortfalls(device)) or "none"},
-        None if copied is None else 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds,
-        [each for each in found if each is not None],
-        [each for each in steps if each is not None],
-        parts.failures,
-    )
+    page.setting["device"] = f"{device.type}, {_name_of(device)}"
+    page.setting["processes"] = str(transport.size)
+    parts = _Parts(page, transport, time.monotonic() + within_seconds, tell, changed)
+    for matrix_rank in MATRIX_RANKS:
+        error = parts.run(_arithmetic(matrix_rank), partial(_kernel_error, device, matrix_rank))
+        if error is not None:
+            page.kernels.append(error)
+    copied = parts.run(COPY, lambda: _Copied(device, _buckets(shapes), parts))
+    if copied is None:
+        # There is no memory for the gradients, or no such device.
+        parts.leave_out_the_rest(f"left out, as there are no gradients to step with: {COPY} is missing")
+    else:
+        page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
+        for code, algorithm in ALGORITHMS.items():
+            cost = parts.run(code, partial(_step_cost, code, algorithm, transport, copied, parts))
+            if cost is not None:
+                page.steps.append(cost)
+    page.setting["slower kernels"] = "; ".join(shortfalls(device)) or "none"
 
 
 class _Copied:
@@ -235,30 +251,19 @@ class _Copied:
         seconds: What copying all of them takes, the unit of steps; it is part of what a step is seen to take.
     """
 
-    def __init__(self, device: torch.device, buckets: Sequence[tuple[ParameterSpec, ...]]) -> None:
+    def __init__(
+        self, device: torch.device, buckets: Sequence[tuple[ParameterSpec, ...]], parts: _Parts
+    ) -> None:
         self.device, self.buckets = device, buckets
         self.flats = [
             torch.randn(sum(spec.numel for spec in bucket), dtype=torch.float32, device=device)
             for bucket in buckets
         ]
         self.copies = [torch.empty_like(flat) for flat in self.flats]
-        self.seconds = _seconds(device, self.copy)
+        self.seconds, _ = parts.seconds_of(device, self.copy)
 
     def copy(self) -> None:
         torch._foreach_copy_(self.copies, self.flats)
-
-
-def _setting(device: torch.device, transport: Transport) -> dict[str, str]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "a CPU"
-    return {
-        "thinwire": __version__,
-        "torch": str(torch.__version__),
-        "CUDA": str(torch.version.cuda or torch.version.hip or "none"),
-        "triton": installed() or "none",
-        "device": f"{device.type}, {name}",
-        "processes": str(transport.size),
-        "threads": str(torch.get_num_threads()),
-    }
 
 
 def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec, ...]]:
@@ -325,11 +330,12 @@ def _step_cost(
         torch.cuda.reset_peak_memory_stats(device)
     # Gradients and their copies lie there already, and count in no step.
     before = torch.cuda.memory_allocated(device) if is_cuda else 0
-    seconds = _seconds(device, step) - copied.seconds
+    with_copy, timed_steps = parts.seconds_of(device, step)
+    seconds = with_copy - copied.seconds
     peak_bytes = torch.cuda.max_memory_allocated(device) - before if is_cuda else None
     seen = parts.run(f"launches of {code}", partial(_looked_at, step, device)) if is_cuda else None
     launches, waits = seen or (None, None)
-    return StepCost(code, 1e3 * seconds, seconds / copied.seconds, launches, waits, peak_bytes)
+    return StepCost(code, 1e3 * seconds, seconds / copied.seconds, timed_steps, launches, waits, peak_bytes)
 
 
 def _looked_at(step: Callable[[], None], device: torch.device) -> tuple[int | None, int]:
@@ -354,17 +360,6 @@ def _looked_at(step: Callable[[], None], device: torch.device) -> tuple[int | No
     # Other warnings may come as well, and are not for this page. Who may not count on this machine (the
     # driver decides) sees no kernels at all.
     return launches or None, sum("called a synchronizing" in str(warning.message) for warning in caught)
-
-
-def _seconds(device: torch.device, run: Callable[[], object]) -> float:
-    found = []
-    for _ in range(UNTIMED_STEPS + TIMED_STEPS):
-        _synchronize(device)
-        start = time.perf_counter()
-        run()
-        _synchronize(device)
-        found.append(time.perf_counter() - start)
-    return median(found[UNTIMED_STEPS:])
 
 
 def _synchronize(device: torch.device) -> None:
