@@ -331,15 +331,16 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert demo.stderr == ""
     assert "held-out loss" in demo.stdout
     assert "powersgd  step 6/6" in demo.stdout
-    records = {name: read_records(tmp_path / f"{name}.jsonl") for name in ("fp16", "powersgd")}
+    records = {name: read_records(tmp_path / f"{name}.jsonl") for name in ("fp16", "quantize", "powersgd")}
     for steps in records.values():
         assert [record.step for record in steps] == [1, 2, 3, 4, 5, 6]
         assert {record.processes for record in steps} == {2}
         assert steps[-1].heldout_loss is not None
         assert steps[-1].heldout_loss < 5
     assert records["fp16"][0].loss == records["powersgd"][0].loss
-    fp16, powersgd = (sum(record.message_bytes for record in steps) for steps in records.values())
+    fp16, quantize, powersgd = (sum(record.message_bytes for record in steps) for steps in records.values())
     assert fp16 == 6 * 2 * 136_960
+    assert quantize < fp16 / 3.5
     assert powersgd < fp16 / 4
 
 

@@ -381,7 +381,7 @@ def test_work_that_nobody_has_counted_is_told() -> None:
     assert "call count_work() before optimizer.step()" in str(run.errors[0])
 
 
-def test_waiting_for_enough_others_is_no_retry() -> None:
+def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse(wait_seconds=0.0))
@@ -394,6 +394,7 @@ def test_waiting_for_enough_others_is_no_retry() -> None:
     ):
         raise AssertionError("entering has raised")
     assert local.membership().retries == 0
+    assert caplog.messages == ["waiting for more members: 1 member is there, and min_members=2 are needed"]
 
 
 def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them() -> None:

@@ -49,7 +49,7 @@ def demo(
         typer.Option(
             metavar="NAME",
             help=f"One of {', '.join(ALGORITHMS)}; repeat the option to compare.",
-            show_default=" and ".join(DemoOptions.algorithms),
+            show_default=", ".join(DemoOptions.algorithms),
         ),
     ] = None,
     matrix_rank: Annotated[

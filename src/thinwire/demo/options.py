@@ -34,7 +34,7 @@ class DemoOptions:
 
     processes: int = 2
     steps: int = 250
-    algorithms: tuple[str, ...] = ("fp16", "powersgd")
+    algorithms: tuple[str, ...] = ("fp16", "quantize", "powersgd")
     matrix_rank: int = 4
     model_size: str = "small"
     seed: int = 0

@@ -113,7 +113,11 @@ class Membership:
                 self.stats.retries += not isinstance(error, _TooFewError)
                 if str(error) != said:  # who waits for others meets the same again and again
                     said = str(error)
-                    logger.warning("an averaging has failed and is repeated: %s", error)
+                    waits = isinstance(error, _TooFewError)
+                    happens = (
+                        "waiting for more members" if waits else "an averaging has failed and is repeated"
+                    )
+                    logger.warning("%s: %s", happens, error)
                 if now >= give_up_at:
                     raise CommunicationError(
                         f"no averaging has succeeded in {self._group.wait_seconds:g} s, the last because: "
@@ -260,9 +264,8 @@ class Membership:
                     f"min_members={self._group.min_members}) to hand over to"
                 )
             time.sleep(PAUSE_SECONDS)  # a quorum of too few comes at once, again and again
-            raise _TooFewError(
-                f"{len(present)} members are there, and min_members={self._group.min_members} are needed"
-            )
+            there = "1 member is" if len(present) == 1 else f"{len(present)} members are"
+            raise _TooFewError(f"{there} there, and min_members={self._group.min_members} are needed")
 
     def _check_finite(self, present: Sequence[Presence]) -> None:
         broken = [rank for rank, each in enumerate(present) if not each.is_finite]
