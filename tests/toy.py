@@ -42,6 +42,7 @@ class AroundTrend(Algorithm):
     decay: float = 0.5
 
     slots = (ERROR, TREND)
+    sees_buckets = True  # a scale is of all that a member averages
 
     def prepare(
         self, specs: Sequence[ParameterSpec], choices: Choices | None = None, *, num_members: int = 1

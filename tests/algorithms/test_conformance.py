@@ -146,6 +146,22 @@ def test_a_saved_state_continues_bit_equal(entry: Entry) -> None:
     assert_same_state(sim.state_dicts()[0], resumed.state_dicts()[0])
 
 
+@over(entry for entry in ENTRIES if not entry.algorithm.sees_buckets)
+def test_what_does_not_say_that_it_sees_buckets_gives_the_same_in_others(entry: Entry) -> None:
+    """DDP's first step has other buckets than those that follow: so has that of a run that resumes."""
+    layout = buckets()
+    together = [tuple(each for bucket in layout for each in bucket)]
+    joined = Simulation(entry.algorithm, together, num_workers=3)
+    divided = simulation(entry)
+    for step in first_steps(entry):
+        gradients = random_gradients(layout, num_workers=3, seed=step)
+        in_one = [[torch.cat(of_worker)] for of_worker in gradients]
+        assert divided.step(gradients)
+        assert joined.step(in_one)
+        gap = (torch.cat(gradients[0]) - in_one[0][0]).norm() / in_one[0][0].norm()
+        assert gap < 1e-6  # products of more matrices at once may round otherwise
+
+
 NON_FINITE = [(torch.inf, 0), (-torch.inf, 1), (torch.nan, 0)]
 
 
