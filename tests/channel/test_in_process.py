@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -33,6 +36,34 @@ def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
     assert events == [
         "0 begins", "1 begins", "2 begins", "2 ends", "0 ends", "1 ends",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("interrupts_last", [False, True])
+def test_ctrl_c_ends_all_members_before_it_goes_on(interrupts_last: bool) -> None:
+    """The one that runs, the one that waits, and the one that has not begun."""
+    members, ended = InProcessTransport.group(3), []
+    threads: list[threading.Thread] = []
+
+    def body(rank: int) -> None:
+        threads.append(threading.current_thread())
+        try:
+            if rank == 1 + interrupts_last:
+                os.kill(os.getpid(), signal.SIGINT)
+                for _ in range(10_000):  # as a computation does that sends nothing
+                    time.sleep(0.001)
+            members[rank].mean(torch.ones(1), "a test").wait()
+        except KeyboardInterrupt:
+            ended.append(rank)
+            # What cleans up may send as well.
+            with pytest.raises(KeyboardInterrupt):
+                members[rank].mean(torch.ones(1), "a test").wait()
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        run_members(3, body)
+    assert sorted(ended) == ([0, 1, 2] if interrupts_last else [0, 1])
+    assert len(threads) == len(ended)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_group_of_one_needs_no_threads() -> None:

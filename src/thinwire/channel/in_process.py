@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +17,16 @@ __all__ = ["Awaited", "InProcessTransport", "run_members", "wait_for"]
 
 Result = TypeVar("Result")
 
+LOOK_EVERY_SECONDS = 0.05
+
 _current = threading.local()  # of a member's thread: its turn
 
 
 def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     """Run `body(rank)` for each member of a group in this process, one at a time, in the order of ranks.
 
-    A member runs until it waits for what another has not sent yet, or ends.
+    A member runs until it waits for what another has not sent yet, or ends. Ctrl-C ends all of them, as it
+    would end this thread: by `KeyboardInterrupt`, raised where they run or wait.
 
     Args:
         size: Members of the group.
@@ -50,6 +54,21 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
     # Threads, since the body is any blocking code; but one runs at a time, and always the same one next, so
     # every run is the same run, whatever the machine does.
     turns = [_Turn(rank, body) for rank in range(size)]
+    try:
+        errors = _run_in_turns(turns)
+    except BaseException:
+        # A signal reaches this thread alone. Members that ran on would meet the end of the interpreter, which
+        # aborts where a thread is in torch.
+        for turn in turns:
+            turn.interrupt()
+        raise
+    if errors:
+        raise errors[0]
+    return [turn.result[0] for turn in turns]
+
+
+def _run_in_turns(turns: Sequence[_Turn[Result]]) -> list[BaseException]:
+    """Run members until all have ended; return what they have raised."""
     errors: list[BaseException] = []
     running = list(turns)
     while running:
@@ -63,9 +82,7 @@ def run_members(size: int, body: Callable[[int], Result]) -> list[Result]:
             if turn.error is not None and turn in running:
                 errors.append(turn.error)  # the others go on: what waits for this member ends, too, stuck
         running = [turn for turn in running if not turn.has_ended]
-    if errors:
-        raise errors[0]
-    return [turn.result[0] for turn in turns]
+    return errors
 
 
 class Awaited(Protocol):
@@ -101,7 +118,7 @@ class _Turn(Generic[Result]):
     def __init__(self, rank: int, body: Callable[[int], Result]) -> None:
         self.result: list[Result] = []
         self.error: BaseException | None = None
-        self.has_ended = self.is_stuck = False
+        self.has_ended = self.is_stuck = self._is_interrupted = False
         self._awaited: Awaited | None = None
         # Handed to and fro: the thread runs between `_go` and `_stopped`, and `run_members` waits meanwhile.
         # Locks, which any thread may release: Python's semaphores take twice as long.
@@ -122,7 +139,7 @@ class _Turn(Generic[Result]):
         except BaseException as error:
             self.error = error
         self.has_ended = True
-        self._stopped.release()
+        self._stop()
 
     def is_ready(self) -> bool:
         """Return whether it can go on."""
@@ -138,16 +155,38 @@ class _Turn(Generic[Result]):
         if self.has_ended:
             self._thread.join()
 
+    def interrupt(self) -> None:
+        """End it by `KeyboardInterrupt`, and return when it has ended."""
+        self._is_interrupted = True
+        if self._thread.ident is None or not self._thread.is_alive():
+            return
+        # Where it runs, from its next line on; where it waits, it sees that it was interrupted.
+        if self._awaited is None:
+            number = ctypes.c_ulong(self._thread.ident)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(KeyboardInterrupt))
+        while self._thread.is_alive():
+            # In each look: it may have been on its way to wait.
+            if self._awaited is not None and self._go.locked():
+                self._go.release()
+            self._thread.join(LOOK_EVERY_SECONDS)
+
+    def _stop(self) -> None:
+        # Nobody waits for a member that was interrupted.
+        if not self._is_interrupted:
+            self._stopped.release()
+
     def wait_for(self, awaited: Awaited) -> None:
         """Let the others run, on the member's thread, until something has come about."""
         while not awaited.is_complete:
+            if self._is_interrupted:
+                raise KeyboardInterrupt
             if self.is_stuck:
                 # Found by who hands out the turns, when all that are left wait: nothing can come any more.
                 # Said of this wait alone: where members come and go, those who are left go on.
                 self.is_stuck = False
                 raise CommunicationError(awaited.who_is_missing())
             self._awaited = awaited
-            self._stopped.release()
+            self._stop()
             self._go.acquire()
             self._awaited = None
         self.is_stuck = False
