@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import time
 import warnings
 from collections import Counter
@@ -23,6 +24,7 @@ from datetime import timedelta
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
@@ -494,20 +496,27 @@ def told_by_all(figure: Figure, side: Side, world_size: int) -> str:
     """What fresh processes tell of a figure; where they differ, all of it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "thinwire"])
+    # Ctrl-C reaches all processes; this one ends the others, which have from their server what that ignores.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    forkserver.ensure_running()
+    signal.signal(signal.SIGINT, before)
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         running = [
             context.Process(target=_tell, args=(figure, side, rank, world_size, folder, pipe), daemon=True)
             for rank, (_, pipe) in enumerate(pipes)
         ]
-        for process in running:
-            process.start()
-        for _, pipe in pipes:
-            pipe.close()
-        told = list(_received([pipe for pipe, _ in pipes]))
-        for process in running:
-            process.kill()
-            process.join()
+        try:
+            for process in running:
+                process.start()
+            for _, pipe in pipes:
+                pipe.close()
+            told = list(_received([pipe for pipe, _ in pipes]))
+        finally:
+            for process in running:
+                if process.pid is not None:
+                    process.kill()
+                    process.join()
     return " / ".join(sorted(set(told)))
 
 

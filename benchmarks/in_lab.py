@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -44,8 +45,11 @@ def run_in_lab(
     path = ":".join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [*lab, "--", sys.executable, *script]
+    # Ctrl-C reaches all. This process ends the lab, which ends its hosts; what it ignores now, they ignore.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     running = subprocess.Popen(command, env=environment)
     try:
+        signal.signal(signal.SIGINT, before)
         while running.poll() is None:
             meanwhile()
             time.sleep(LOOK_EVERY_SECONDS)
