@@ -1,12 +1,42 @@
-"""Signals that ask a process to end, for commands that have something to clean up."""
+"""Signals that ask a process to end, for commands that have something to clean up, or to say."""
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["EndSignals"]
+__all__ = ["EndSignals", "Terminated", "terminated_as_interrupted"]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come; as `KeyboardInterrupt`, so that what cleans up after Ctrl-C does so here."""
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """While open, end by an exception at SIGTERM; but a process of a job its launcher may end at once.
+
+    Raises:
+        Terminated: SIGTERM has come.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or "RANK" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class EndSignals:

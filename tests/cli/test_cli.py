@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from launcher import run_python
 from thinwire import PowerSGD, Watch
 from thinwire.cli.app import Settings, build_app, main
 from thinwire.cli.output import check_output
-from thinwire.cli.progress import shown_measuring
+from thinwire.cli.progress import shown_checks, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -150,14 +151,34 @@ def test_commands_refuse_such_a_file_at_once(
     )
 
 
-def test_an_interrupted_measurement_says_that_it_begins_anew() -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_measurement_says_that_it_begins_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
     output = StringIO()
-    with pytest.raises(KeyboardInterrupt), shown_measuring(Console(file=output), 5.0):
-        raise KeyboardInterrupt
+    with pytest.raises(SystemExit) as ended, shown_measuring(Console(file=output), 5.0):
+        signal.raise_signal(signal.Signals[name])
+    assert ended.value.code == 128 + signal.Signals[name]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert output.getvalue() == (
         "thinwire: measuring, about 5 s …\n"
-        "thinwire: stopped by SIGINT; nothing is kept, the same command begins anew\n"
+        f"thinwire: stopped by {name}; nothing is kept, the same command begins anew\n"
     )
+
+
+def test_checks_show_how_far_they_are_and_how_long_yet() -> None:
+    output, seconds = StringIO(), iter([0.0, 0.0, 4.0, 12.0, 13.0])
+    with shown_checks(Console(file=output), 4, lambda: next(seconds)) as show:
+        for name in ("a", "b", "c [d]", "e"):
+            show(name)
+    # In a pipe a line at most every 10 s.
+    assert output.getvalue() == "thinwire: check 3 of 4, about 12 s left: c [d]\n"
+    terminal = StringIO()
+    with shown_checks(Console(file=terminal, force_terminal=True, width=80), 4) as show:
+        show("a")
+        time.sleep(0.3)
+    assert "check 1 of 4, under a minute left: a" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -15,9 +15,11 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
+from rich.console import Console
 
 from thinwire.channel import gather_numbers
 from thinwire.cli.job import Processes, joined_job
+from thinwire.cli.progress import shown_checks
 from thinwire.errors import ConfigError
 from thinwire.local_job import run_here
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
@@ -54,7 +56,8 @@ def check(
 ) -> None:
     """Check that Thinwire works on the processes, the backend and the devices of a job, in under a minute.
 
-    To be started on every process, as the training is; or with `--processes`, which needs no job. With
+    It may take another one on a machine that has never run it: kernels are compiled there once. To be
+    started on every process, as the training is; or with `--processes`, which needs no job. With
     `--device` it takes at most five minutes, and outside of a job it is one process; its page is printed
     whatever fails, and says what was not run and why. The exit code is 1 if something does not work.
 
@@ -138,8 +141,14 @@ def _checked_and_printed(bench: Bench, report: _Report, kept: KeptPage | None) -
         kept: Its page, on the first process if there is one.
     """
     start = time.monotonic()
-    # One after the other, in the same order on all: each check makes collectives.
-    own = {name: _outcome(name, run, bench) for name, run in CHECKS.items()}
+    own = {}
+    # Progress goes where output that is parsed does not.
+    console = Console(stderr=True, quiet=report.as_json or bench.transport.rank != 0)
+    with shown_checks(console, len(CHECKS)) as show_check:
+        # One after the other, in the same order on all: each check makes collectives.
+        for name, run in CHECKS.items():
+            show_check(name)
+            own[name] = _outcome(name, run, bench)
     report.title = f"{bench.transport.size} processes, {dist.get_backend()}, {bench.device.type}"
     report.title += f", {time.monotonic() - start:.1f} s"
     # A check may fail on some processes only; all end with the same exit code.

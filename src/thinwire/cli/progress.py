@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,14 +12,17 @@ from statistics import fmean
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from rich.text import Text
 
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import TrainedStep
+from thinwire.end_signals import Terminated, terminated_as_interrupted
 
-__all__ = ["shown_measuring", "shown_progress"]
+__all__ = ["shown_checks", "shown_measuring", "shown_progress"]
 
 AVERAGED_STEPS = 20
 PLAIN_LINES = 10
+PLAIN_EVERY_SECONDS = 10.0
 
 
 @contextmanager
@@ -87,7 +91,7 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
 
 @contextmanager
 def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
-    """Show what is being measured, and the time left; in a pipe, that it is. Say that Ctrl-C keeps nothing.
+    """Show what is being measured, and the time left; in a pipe, that it is. Say that an end keeps nothing.
 
     Args:
         console: Where it goes.
@@ -95,6 +99,9 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
 
     Yields:
         What takes the words.
+
+    Raises:
+        SystemExit: It was interrupted, or asked to end.
     """
     end = time.monotonic() + budget_seconds
 
@@ -108,12 +115,46 @@ def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callabl
     if not console.is_terminal:
         console.print(f"thinwire: {begin}", soft_wrap=True, highlight=False)
     try:
-        with console.status(begin) as status:
+        with terminated_as_interrupted(), console.status(begin) as status:
             yield show
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
+        by = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
         console.print(
-            "thinwire: stopped by SIGINT; nothing is kept, the same command begins anew",
+            f"thinwire: stopped by {by.name}; nothing is kept, the same command begins anew",
             soft_wrap=True,
             highlight=False,
         )
-        raise
+        # As a shell tells an end by a signal.
+        raise SystemExit(128 + by) from interrupt
+
+
+@contextmanager
+def shown_checks(
+    console: Console, total: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str], None]]:
+    """Show which check is under way, and the time left; in a pipe a line at most every 10 s.
+
+    Args:
+        console: Where it goes.
+        total: How many there are.
+        clock: In seconds.
+
+    Yields:
+        What takes the name of each check when it begins.
+    """
+    begun = shown = clock()
+    done = 0
+
+    def show(name: str) -> None:
+        nonlocal shown, done
+        now = clock()
+        left = f"about {(now - begun) / done * (total - done):.0f} s left" if done else "under a minute left"
+        done += 1
+        line = f"check {done} of {total}, {left}: {name}"
+        status.update(Text(line))
+        if not console.is_terminal and now - shown >= PLAIN_EVERY_SECONDS:
+            shown = now
+            console.print(f"thinwire: {line}", soft_wrap=True, highlight=False, markup=False)
+
+    with console.status("") as status:
+        yield show
