@@ -7,8 +7,8 @@ import json
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -16,7 +16,9 @@ from thinwire.channel.collectives import gather_bytes
 from thinwire.channel.transport import Transport
 from thinwire.errors import AgreementError
 
-__all__ = ["CALL", "Description", "agree", "check_same"]
+__all__ = ["CALL", "Description", "agree", "alike_on_all_shards", "check_same"]
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,35 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
     # All have the same digests before them, so all come here or none does.
     everyone = [json.loads(each) for each in gather_bytes(data, transport, where)]
     check_same(everyone, purpose)
+
+
+def alike_on_all_shards(
+    shards: Transport, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], Result]
+) -> Result:
+    """Do something with the replicas of this shard, and go on only if it went well for all shards.
+
+    Args:
+        shards: Joins the shards of a replica.
+        purpose: What is done, for errors.
+        described: What must then be the same on all shards, by subject.
+        action: Collective over the replicas. Where they differ, it raises `AgreementError`.
+
+    Raises:
+        AgreementError: The replicas of some shard differ, or the shards do.
+    """
+    refusal = None
+    try:
+        result = action()
+    except AgreementError as error:
+        refusal = error
+    replicas = "of one kind" if refusal is None else f"unlike each other ({refusal})"
+    try:
+        agree(shards, {CALL: purpose, "replicas": replicas, **described()}, purpose)
+    except AgreementError as error:
+        raise (refusal or error) from None
+    if refusal is not None:
+        raise refusal
+    return result
 
 
 def check_same(everyone: Sequence[Description], purpose: str) -> None:

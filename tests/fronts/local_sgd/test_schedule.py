@@ -6,7 +6,7 @@ import pytest
 
 from members import Member, run
 from thinwire.algorithms import Algorithm, Quantize, TopK
-from thinwire.fronts.local_sgd.schedule import Schedule, checked_mix
+from thinwire.fronts.local_sgd.schedule import Schedule
 
 ROWS = [
     # has_ddp, has_subgroup, gradients of the eight steps, parameters after each of them
@@ -73,10 +73,10 @@ def test_rounds_are_spread_over_the_delay(delay_steps: int, num_rounds: int, sen
 
 def test_what_a_model_keeps_of_its_own_if_nothing_is_said() -> None:
     """Nothing where a residual would send it a second time."""
-    with_few = [checked_mix(None, delay_steps, sends_few_entries=True) for delay_steps in (0, 5)]
-    with_all = [checked_mix(None, delay_steps) for delay_steps in (0, 5)]
+    with_few = [Schedule(9, delay_steps=steps, sends_few_entries=True).mix_share for steps in (0, 5)]
+    with_all = [Schedule(9, delay_steps=steps).mix_share for steps in (0, 5)]
     assert (with_few, with_all) == ([0.0, 0.0], [0.0, 0.5])
-    assert checked_mix(0.5, 5, sends_few_entries=True) == 0.5
+    assert Schedule(9, delay_steps=5, mix=0.5, sends_few_entries=True).mix_share == 0.5
     for algorithm, mix in ((TopK(), "0"), (Quantize(), "0.5")):
         shown = run(2, _shown, algorithm)
         assert shown == [f"LocalSGD(every_steps=3, delay_steps=1, mix={mix}), {algorithm}"] * 2

@@ -31,7 +31,6 @@ class Averagings:
         schedule: What is due when.
         engine: Averages changes over the group.
         exact: Average over the group in the warm-up, and over the subgroup.
-        mix: The share of its own model that a process keeps when a delayed average arrives.
 
     Attributes:
         fragments: Of the model; none before entry.
@@ -42,10 +41,7 @@ class Averagings:
         divides_by_contributors: Whether to divide by those alone that had input since then.
     """
 
-    def __init__(
-        self, schedule: Schedule, engine: Engine, exact: Mapping[Members, Engine], mix: float
-    ) -> None:
-        self.mix = mix
+    def __init__(self, schedule: Schedule, engine: Engine, exact: Mapping[Members, Engine]) -> None:
         self.fragments = Fragments()
         self.outer: torch.optim.Optimizer | None = None
         self.flights: list[Flight] = []
@@ -192,7 +188,9 @@ class Averagings:
         self.flights.remove(flight)
         for fragment, means in flight.changes.items():
             # Without a step since it was sent there is nothing of one's own to keep.
-            fragment.move(means, self.outer, self.mix if self.step > fragment.sent_after else 0.0)
+            fragment.move(
+                means, self.outer, self._schedule.mix_share if self.step > fragment.sent_after else 0.0
+            )
 
     def _finish(self, flight: Flight, asked: Consensus | None) -> None:
         if flight.has_landed:

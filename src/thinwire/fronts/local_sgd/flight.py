@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import TypeAlias
 
@@ -109,9 +109,8 @@ def are_finite(changes: Changes, together: Transport | None) -> bool:
     Cost: one host synchronisation, however many types and devices there are.
     """
     # `isfinite()` of whole tensors would take several times as long on a CPU as a copy of them.
-    return _are_all(
-        [all_finite(*chain(*changes.values()))], changes, together, "whether all shards are finite"
-    )
+    are = all_finite(*chain(*changes.values()))
+    return bool(are if together is None else true_for_all(are, together, "whether all shards are finite"))
 
 
 def have_moved(changes: Changes, together: Transport | None) -> bool:
@@ -121,22 +120,14 @@ def have_moved(changes: Changes, together: Transport | None) -> bool:
         changes: Of at least one fragment.
         together: As of `are_finite`.
 
-    Cost: one host synchronisation.
+    Cost: a host synchronisation for each of the fragments' buckets.
     """
-    still = [
-        (flat == 0).all()
+    has_moved = any(
+        flat.any()
         for fragment, of_one in changes.items()
         for specs, flat in zip(fragment.layout, of_one, strict=True)
         if not specs[0].is_statistic
-    ]
-    return not _are_all(still, changes, together, "whether all shards stand still")
-
-
-def _are_all(
-    flags: Iterable[torch.Tensor], changes: Changes, together: Transport | None, purpose: str
-) -> bool:
-    device = next(iter(changes.values()))[0].device
-    # One more, where there are no flags: shards that have none are asked as well.
-    true = torch.ones((), dtype=torch.bool, device=device)
-    are_all = torch.stack([true, *(flag.to(device) for flag in flags)]).all()
-    return bool(are_all if together is None else true_for_all(are_all, together, purpose))
+    )
+    if together is None:
+        return has_moved
+    return not true_for_all(torch.tensor(not has_moved), together, "whether all shards stand still")

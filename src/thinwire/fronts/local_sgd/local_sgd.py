@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
+from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.uneven import notify_of_step
 from thinwire.checks import checked_scaler, true_or_false
 from thinwire.errors import AttachError, ConfigError, StepError
@@ -36,7 +37,7 @@ from thinwire.fronts.local_sgd.outer import (
     new_outer,
     warn_of_momentum,
 )
-from thinwire.fronts.local_sgd.schedule import Members, Schedule, checked_mix
+from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.fronts.local_sgd.state import (
     DistributedState,
     LoadedState,
@@ -44,13 +45,7 @@ from thinwire.fronts.local_sgd.state import (
     go_on_from,
     packed_state,
 )
-from thinwire.fronts.local_sgd.validation import (
-    check_on_nonfinite,
-    check_warmup,
-    checked_device,
-    checked_optimizer,
-    checked_transports,
-)
+from thinwire.fronts.local_sgd.validation import check_gradient_settings, checked_device, checked_optimizer
 from thinwire.sync import Engine, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.nonfinite import OnNonfinite
@@ -188,10 +183,11 @@ class LocalSGD(Joinable):
         check_outer(outer)
         module, ddp = unwrapped(model)
         has_ddp, has_subgroup = ddp is not None, subgroup is not None
-        self._schedule = Schedule(every_steps, warmup_steps, has_ddp, has_subgroup, fragments, delay_steps)
         # Not checked yet: what is no algorithm the engine refuses.
         is_sparse = getattr(algorithm, "sends_few_entries", False)
-        mix_share = checked_mix(mix, self._schedule.delay_steps, sends_few_entries=is_sparse)
+        self._schedule = Schedule(
+            every_steps, warmup_steps, has_ddp, has_subgroup, fragments, delay_steps, mix, is_sparse
+        )
         replica = replica_of(module, process_group, mesh, has_subgroup=has_subgroup)
         buffers = true_or_false("average_buffers", average_buffers)
         self._model = AveragedModel(module, replica, ddp, buffers=buffers)
@@ -200,11 +196,11 @@ class LocalSGD(Joinable):
         parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._grad_scaler = checked_scaler(grad_scaler)
-        check_on_nonfinite(on_nonfinite, grad_scaler, self._schedule)
-        device, specs = averaged[0].tensor.device, [each.spec for each in averaged]
-        group, part = checked_transports(replica.replicas, subgroup, ddp, device)
+        check_gradient_settings(self._schedule, on_nonfinite, grad_scaler, warmup_algorithm)
+        group, part = self._model.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
+        specs = [each.spec for each in averaged]
         # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
         self._engine = Engine(algorithm, group, specs, Settings(together=replica.shards), parts=parts)
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
@@ -213,14 +209,13 @@ class LocalSGD(Joinable):
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
         if part is not None:
             self._exact["subgroup"] = Engine(EXACT, part, specs, settings)
-        check_warmup(warmup_algorithm, self._schedule)
         # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
         # averages when the warm-up ends.
         self._warmup = self._exact["group"]
         if warmup_algorithm is not None:
             self._warmup = Engine(warmup_algorithm, group, specs, settings, **counts)
         self.sync = replica.sync_of(self._engine)
-        self._averagings = Averagings(self._schedule, self._engine, self._exact, mix_share)
+        self._averagings = Averagings(self._schedule, self._engine, self._exact)
         self._loaded: LoadedState | None = None  # until entry
         self._attached = ExitStack()
         self._is_inside = False
@@ -269,7 +264,7 @@ class LocalSGD(Joinable):
         if schedule.num_fragments > 1:
             settings += [f"fragments={schedule.num_fragments}"]
         if schedule.delay_steps:
-            settings += [f"delay_steps={schedule.delay_steps}", f"mix={self._averagings.mix:g}"]
+            settings += [f"delay_steps={schedule.delay_steps}", f"mix={schedule.mix_share:g}"]
         return f"{type(self).__name__}({', '.join(settings)}), {self.sync.algorithm}"
 
     def __enter__(self) -> LocalSGD:
@@ -290,7 +285,8 @@ class LocalSGD(Joinable):
         schedule, loaded, group = self._schedule, self._loaded, self._engine.transport
         replica = self._model.replica
         # The models first: those of other shapes could not even be divided alike.
-        replica.alike(
+        alike_on_all_shards(
+            replica.inside,
             "entering LocalSGD",
             lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
             self._engine.agree,
@@ -353,8 +349,8 @@ class LocalSGD(Joinable):
             )
 
     def _agree_on(self, described: dict[str, str]) -> None:
-        transport, purpose = self._engine.transport, "entering LocalSGD"
-        self._model.replica.alike(purpose, lambda: described, lambda: agree(transport, described, purpose))
+        transport, inside, purpose = self._engine.transport, self._model.replica.inside, "entering LocalSGD"
+        alike_on_all_shards(inside, purpose, lambda: described, lambda: agree(transport, described, purpose))
 
     def _described(self, outer: torch.optim.Optimizer | None) -> dict[str, str]:
         """Return what must be the same on all processes, by subject."""
@@ -365,7 +361,7 @@ class LocalSGD(Joinable):
             "warmup_algorithm": self._warmup.algorithm,
             "fragments": schedule.num_fragments,
             "delay_steps": schedule.delay_steps,
-            "mix": self._averagings.mix,
+            "mix": schedule.mix_share,
             "average_buffers": self._model.buffers,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(outer),

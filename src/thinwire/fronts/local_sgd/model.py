@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.channel import Transport
+from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
 from thinwire.fronts.local_sgd.averaged import Averaged
@@ -82,6 +82,37 @@ class AveragedModel:
                     if buffer.is_floating_point() and name not in ignored:
                         found.append(Averaged(name, buffer, is_buffer=True))
         return found
+
+    def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
+        """Return what carries messages over the group, and within the subgroup if there is one.
+
+        Args:
+            subgroup: As the user gave it, or a transport.
+
+        Raises:
+            AttachError: This process is not a member of one, or torch.distributed is not initialised.
+            ConfigError: The subgroup is not part of the group, or the group is not the DDP model's.
+        """
+        device, given = self.tensors()[0].tensor.device, self.replica.replicas
+
+        def transport_of(given: Any) -> Transport:
+            return given if isinstance(given, Transport) else ProcessGroupTransport(given, device)
+
+        group = transport_of(self.ddp.process_group if self.ddp is not None and given is None else given)
+        if self.ddp is not None and getattr(group, "group", None) is not self.ddp.process_group:
+            raise ConfigError(
+                "process_group is not that of the DDP model; leave it out, or build both with the same one"
+            )
+        inner = None if subgroup is None else transport_of(subgroup)
+        # Of other transports nobody knows who is at their ends.
+        if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
+            members, others = (set(dist.get_process_group_ranks(each.group)) for each in (group, inner))
+            if others - members:
+                raise ConfigError(
+                    f"processes {sorted(others - members)} of the subgroup are not in the process group; "
+                    "make subgroups of it: torch.distributed.new_subgroups(group_size=…)"
+                )
+        return group, inner
 
     def enter(self, averaged: Iterable[Averaged]) -> None:
         """Take note of what is averaged from now on."""

@@ -2,49 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from thinwire.channel import Transport
+from thinwire.channel import InProcessTransport, Transport
 from thinwire.sync import Engine, GradientSync
+
+if TYPE_CHECKING:
+    from thinwire.fronts.sharded.model import Piece
 
 __all__ = ["Replica"]
 
 
 class Replica:
-    """A replica that is on one process; see `ShardedReplica` for the other kind.
+    """A replica, over processes that hold a shard of it each; of one process, the shard is all of it.
+
+    Args:
+        replicas: The processes that meet in an averaging, or a transport; None for the default group.
+        inside: Joins the processes of the replica; None where it is on one.
+        pieces: What this process has of each parameter, by name; of others it has all.
 
     Attributes:
-        replicas: The processes that meet in an averaging, or a transport; None for the default group.
-        shards: Joins the processes of the replica; None where it is on one.
+        replicas: As given.
+        inside: Joins the processes of the replica; a group of one where it is on one.
+        shards: The same; None where nobody else has to be asked.
         is_sharded: Whether FSDP2 holds the parameters.
     """
 
-    shards: Transport | None = None
     is_sharded = False
 
-    def __init__(self, replicas: dist.ProcessGroup | Transport | None = None) -> None:
+    def __init__(
+        self,
+        replicas: dist.ProcessGroup | Transport | None = None,
+        inside: Transport | None = None,
+        pieces: Mapping[str, Piece] | None = None,
+    ) -> None:
         self.replicas = replicas
+        self.shards = None if inside is None or inside.size == 1 else inside
+        self.inside = InProcessTransport.group(1)[0] if self.shards is None else self.shards
+        self._pieces = pieces or {}
 
     def show_shards(self) -> None:
         """Let the model's parameters be what this process holds of them, as they are between steps."""
-
-    def alike(
-        self, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], None]
-    ) -> None:
-        """Do something with the other replicas, and go on only if it went well for all shards.
-
-        Args:
-            purpose: What is done, for errors.
-            described: What must then be the same on all shards, by subject.
-            action: Collective over the replicas.
-
-        Raises:
-            AgreementError: Replicas differ, or shards do.
-        """
-        action()
 
     def sync_of(self, engine: Engine) -> GradientSync:
         """Return the handle of an engine, which saves and loads the state of the whole model."""
@@ -57,12 +59,39 @@ class Replica:
             name: Its name.
             held: What this process has of it.
         """
-        return tuple(held.shape)
+        return self._pieces[name].shape if name in self._pieces else tuple(held.shape)
 
     def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by name what has the shapes of whole parameters, of what this process has. Collective."""
-        return dict(held)
+        """Return by name, on the CPU, what has the shapes of whole parameters. Collective.
+
+        Of what all have whole, such as a buffer, the first shard's: each process has its own.
+
+        Args:
+            held: What this process has, on the CPU.
+        """
+        return {name: self._gathered(name, each) for name, each in held.items()}
 
     def own(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return by name this process's part of what has the shapes of whole parameters."""
-        return dict(whole)
+        """Return by name this process's part of what has the shapes of whole parameters: a copy if cut."""
+        place, shards = self.inside.rank, self.inside.size
+        return {
+            name: self._pieces[name].cut(place, shards)(each).clone() if name in self._pieces else each
+            for name, each in whole.items()
+        }
+
+    def _gathered(self, name: str, held: torch.Tensor) -> torch.Tensor:
+        if self.shards is None:
+            return held
+        piece, shards = self._pieces.get(name), self.shards
+        whole = torch.empty(self.shape_of(name, held), dtype=held.dtype)
+        parts = [whole]
+        if piece is not None and piece.dim is not None:
+            parts = [piece.cut(shard, shards.size)(whole) for shard in range(shards.size)]
+        # The first shard is the longest; the last ones may be empty, and take part.
+        own = held.new_zeros(parts[0].numel(), device=shards.control_device)
+        own[: held.numel()] = held.reshape(-1)
+        rows = own.new_empty(shards.size, len(own))
+        shards.all_gather(rows, own, f"state_dict(), {name}").wait()
+        for part, row in zip(parts, rows, strict=False):
+            part.copy_(row[: part.numel()].view(part.shape))
+        return whole

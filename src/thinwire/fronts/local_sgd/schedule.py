@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Literal, TypeAlias
 
 from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 
-__all__ = ["Members", "Schedule", "checked_mix"]
+__all__ = ["Members", "Schedule"]
 
 Members: TypeAlias = Literal["group", "subgroup"]
 
@@ -21,9 +21,14 @@ DEFAULT_MIX = 0.5
 class Schedule:
     """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model.
 
+    Args:
+        sends_few_entries: Whether the changes' algorithm leaves most of a change in its residual.
+
+    Attributes:
+        mix_share: What a model keeps of its own when a delayed average arrives: `mix`, or what is usual.
+
     Raises:
-        ConfigError: Numbers of steps or fragments are of the wrong type or out of range, or do not fit each
-            other.
+        ConfigError: Numbers are of the wrong type or out of range, or do not fit each other.
     """
 
     every_steps: int
@@ -32,8 +37,11 @@ class Schedule:
     has_subgroup: bool = False
     num_fragments: int = 1
     delay_steps: int = 0
+    mix: InitVar[object] = None
+    sends_few_entries: InitVar[bool] = False
+    mix_share: float = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, mix: object, sends_few_entries: bool) -> None:
         checked = {
             "every_steps": whole_count("every_steps", self.every_steps, minimum=1),
             "warmup_steps": whole_count("warmup_steps", self.warmup_steps, minimum=0),
@@ -52,6 +60,17 @@ class Schedule:
                 f"delay_steps must be less than every_steps={self.every_steps}, got {self.delay_steps}: a "
                 "change is to be there before the next one is sent"
             )
+        # What a model keeps of a change is part of its next one. Where the residual holds most of that change
+        # already, it would be sent twice.
+        share = DEFAULT_MIX if self.delay_steps and not sends_few_entries else 0.0
+        if mix is not None:
+            share = float(number("mix", mix, minimum=0))
+            if not self.delay_steps or share >= 1:
+                raise ConfigError(
+                    "mix is the share, from 0 to below 1, that the model keeps of what it has become while "
+                    f"an average was on its way; got {mix!r} with delay_steps={self.delay_steps}"
+                )
+        object.__setattr__(self, "mix_share", share)
 
     @property
     def meets_in_subgroups(self) -> bool:
@@ -102,27 +121,3 @@ class Schedule:
             num_rounds: That the averaging takes.
         """
         return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))
-
-
-def checked_mix(mix: object, delay_steps: int, *, sends_few_entries: bool = False) -> float:
-    """Return the share that a model keeps of its own when a delayed average arrives.
-
-    Args:
-        mix: As the user gave it.
-        delay_steps: As of the schedule.
-        sends_few_entries: Whether the changes' algorithm leaves most of a change in its residual.
-
-    Raises:
-        ConfigError: It is no share, or given without a delay.
-    """
-    if mix is None:
-        # What a model keeps of a change is part of its next one. Where the residual holds most of that change
-        # already, it would be sent twice.
-        return DEFAULT_MIX if delay_steps and not sends_few_entries else 0.0
-    share = float(number("mix", mix, minimum=0))
-    if not delay_steps or share >= 1:
-        raise ConfigError(
-            "mix is the share, from 0 to below 1, that the model keeps of what it has become while an "
-            f"average was on its way; got {mix!r} with delay_steps={delay_steps}"
-        )
-    return share

@@ -6,61 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
-__all__ = [
-    "check_on_nonfinite",
-    "check_warmup",
-    "checked_device",
-    "checked_optimizer",
-    "checked_transports",
-]
-
-
-def checked_transports(
-    process_group: object, subgroup: object, ddp: DistributedDataParallel | None, device: torch.device
-) -> tuple[Transport, Transport | None]:
-    """Return what carries messages over the group, and within the subgroup if there is one.
-
-    Args:
-        process_group: As the user gave it, or a transport.
-        subgroup: As the user gave it, or a transport.
-        ddp: The DDP model, whose group it must be.
-        device: Of what is averaged.
-
-    Raises:
-        AttachError: This process is not a member of one, or torch.distributed is not initialised.
-        ConfigError: The subgroup is not part of the group, or the group is not the DDP model's.
-    """
-
-    def transport_of(given: Any) -> Transport:
-        return given if isinstance(given, Transport) else ProcessGroupTransport(given, device)
-
-    group = transport_of(ddp.process_group if ddp is not None and process_group is None else process_group)
-    if ddp is not None and getattr(group, "group", None) is not ddp.process_group:
-        raise ConfigError(
-            "process_group is not that of the DDP model; leave it out, or build both with the same one"
-        )
-    inner = None if subgroup is None else transport_of(subgroup)
-    # Of other transports nobody knows who is at their ends.
-    if isinstance(group, ProcessGroupTransport) and isinstance(inner, ProcessGroupTransport):
-        members, others = (set(dist.get_process_group_ranks(each.group)) for each in (group, inner))
-        if others - members:
-            raise ConfigError(
-                f"processes {sorted(others - members)} of the subgroup are not in the process group; make "
-                "subgroups of it: torch.distributed.new_subgroups(group_size=…)"
-            )
-    return group, inner
+__all__ = ["check_gradient_settings", "checked_device", "checked_optimizer"]
 
 
 def checked_device(outer_device: Any) -> torch.device | None:
@@ -77,16 +32,19 @@ def checked_device(outer_device: Any) -> torch.device | None:
         ) from error
 
 
-def check_on_nonfinite(on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, schedule: Schedule) -> None:
-    """Refuse what is to become of gradients where none are averaged, or not by all.
+def check_gradient_settings(
+    schedule: Schedule, on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, warmup_algorithm: object
+) -> None:
+    """Refuse settings of gradients where none are averaged, or not by all.
 
     Args:
+        schedule: What is averaged over whom.
         on_nonfinite: As the user gave it.
         grad_scaler: The scaler, if there is one.
-        schedule: What is averaged over whom.
+        warmup_algorithm: As the user gave it.
 
     Raises:
-        ConfigError: It is no choice, or not one with this model, scaler or subgroup.
+        ConfigError: One is no choice, or not one with this model, scaler or subgroup, or without a warm-up.
     """
     if checked_on_nonfinite(on_nonfinite, grad_scaler) != "nan" and not schedule.has_ddp:
         raise ConfigError(
@@ -98,26 +56,12 @@ def check_on_nonfinite(on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None
             'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
             'raise; use "zero"'
         )
-
-
-def check_warmup(warmup_algorithm: object, schedule: Schedule) -> None:
-    """Refuse an algorithm of the warm-up where none averages gradients.
-
-    Args:
-        warmup_algorithm: As the user gave it.
-        schedule: What is averaged over whom.
-
-    Raises:
-        ConfigError: There is no warm-up, or it does not average gradients.
-    """
-    if warmup_algorithm is None:
-        return
     given = f"warmup_algorithm={warmup_algorithm}"
-    if not schedule.warmup_steps:
+    if warmup_algorithm is not None and not schedule.warmup_steps:
         raise ConfigError(
             f"{given} is for the warm-up, and warmup_steps is 0; say how many steps it has, or leave it out"
         )
-    if not schedule.has_ddp:
+    if warmup_algorithm is not None and not schedule.has_ddp:
         raise ConfigError(
             f"{given} averages the gradients of a DDP model in the warm-up; of this model, a plain module, "
             "the parameters are averaged; wrap it in DistributedDataParallel, or leave it out"

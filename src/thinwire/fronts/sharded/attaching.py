@@ -10,11 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, agree, copy_from
+from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.checks import true_or_false
 from thinwire.errors import AttachError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
-from thinwire.fronts.sharded.front import ShardedFront, alike_on_all_shards, refuse_attached, specs_of
+from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.fronts.sharded.trial import as_averaged_faster

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
 
 from thinwire.algorithms import Bucket
-from thinwire.channel import Transport, agree, gather_bytes
-from thinwire.errors import AgreementError, AttachError, StepError
+from thinwire.channel import Transport, gather_bytes
+from thinwire.channel.agreement import alike_on_all_shards
+from thinwire.errors import AttachError, StepError
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, sharded_like
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
 from thinwire.sync.lane import Lane
 from thinwire.sync.step import Step
 
-__all__ = ["ShardedFront", "alike_on_all_shards", "refuse_attached", "specs_of"]
-
-Result = TypeVar("Result")
+__all__ = ["ShardedFront", "refuse_attached", "specs_of"]
 
 
 def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
@@ -33,35 +32,6 @@ def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
         pieces: What this process has.
     """
     return [piece.spec for piece in pieces if piece.parameter.requires_grad]
-
-
-def alike_on_all_shards(
-    shards: Transport, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], Result]
-) -> Result:
-    """Do something with the replicas of this shard, and go on only if it went well for all shards.
-
-    Args:
-        shards: Joins the shards of a replica.
-        purpose: What is done, for errors.
-        described: What must then be the same on all shards, by subject.
-        action: Collective over the replicas. Where they differ, it raises `AgreementError`.
-
-    Raises:
-        AgreementError: The replicas of some shard differ, or the shards do.
-    """
-    refusal = None
-    try:
-        result = action()
-    except AgreementError as error:
-        refusal = error
-    replicas = "of one kind" if refusal is None else f"unlike each other ({refusal})"
-    try:
-        agree(shards, {"call": purpose, "replicas": replicas, **described()}, purpose)
-    except AgreementError as error:
-        raise (refusal or error) from None
-    if refusal is not None:
-        raise refusal
-    return result
 
 
 def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:

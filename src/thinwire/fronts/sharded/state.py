@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from thinwire.algorithms import Slot
 from thinwire.channel import Transport, gather_bytes
+from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import StateError
-from thinwire.fronts.sharded.front import alike_on_all_shards
 from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
