@@ -57,7 +57,7 @@ class Cast(Algorithm):
     Args:
         dtype: "fp16" or "bf16", or torch's name or object for it: `Cast(torch.bfloat16)`.
 
-    Cost: one round of 2 bytes an element; a 16-bit copy of the bucket while it travels.
+    Cost: one round of 2 bytes per element; a 16-bit copy of the bucket while it travels.
 
     Raises:
         ConfigError: Any other type.
