@@ -41,7 +41,9 @@ def verdict(advice: Advice) -> list[str]:
             )
             tie += f" {advice.best.name} has {gap}."
         lines.append(tie)
-    lines.append(f"Compressed messages win more than {gained} on {where}.")
+    # It knows of no spread, and what is advised counts it: said, where the two could contradict each other.
+    who = "Compressed messages" if advice.best.is_lossy else "By medians alone, compressed messages"
+    lines.append(f"{who} win more than {gained} on {where}.")
     return [*lines, *_about_losses(advice), *advice.notes]
 
 
