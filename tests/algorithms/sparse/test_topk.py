@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from catalog import buckets, flat_error, random_gradients, spec, true_means
 from reference_topk import Reference
 from thinwire import AllReduce, ConfigError, PowerSGD, TopK
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.sparse.chunks import Chunks, Run
+from thinwire.algorithms.sparse.levels import end_levels
 from thinwire.algorithms.sparse.message import Message
 from thinwire.simulation import Simulation
 
@@ -132,6 +134,13 @@ def test_an_entry_that_is_zero_was_not_sent() -> None:
     assert torch.equal(gradients[0][0], torch.full((64,), 3.0))
 
 
+@pytest.fixture(params=[False, True], ids=["on the CPU", "as on an accelerator"])
+def on_each_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param:
+        monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+
+
+@pytest.mark.usefixtures("on_each_device")
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_one_number_that_is_not_finite_skips_the_step_on_all(bits: int, value: float) -> None:
@@ -164,14 +173,33 @@ def test_bytes_grow_with_the_members_and_the_plan_says_so() -> None:
     assert least.routes[0].detail.startswith("256 of 1,048,576 entries")
 
 
+@pytest.mark.usefixtures("on_each_device")
 def test_stats_tell_how_much_was_not_sent() -> None:
-    simulation = Simulation(TopK(1 / 64, bits=16, chunk=64), [(spec("weight", 64, 2),)], num_workers=2)
-    gradient = torch.ones(128)
-    gradient[[0, 64]] = 8.0  # of 127 + 64 in each chunk, squared
+    """Of a parameter of which one chunk is shorter, and of one that is no longer than that."""
+    layout = [(spec("weight", 80, 2), spec("bias", 32))]
+    simulation = Simulation(TopK(1 / 64, bits=16, chunk=64), layout, num_workers=2)
+    gradient = torch.ones(192)
+    gradient[[0, 64, 128, 160]] = 8.0  # of 127 + 64 in each chunk, squared; of 95 in each shorter one
     assert simulation.step([[gradient.clone()] for _ in range(2)])
     stats = simulation.syncs[0].stats()
-    assert stats.relative_error["weight"] == pytest.approx((63 / 127) ** 0.5)
-    assert stats.error_norm["weight"] == pytest.approx(126**0.5)
+    assert stats.relative_error["weight"] == pytest.approx((157 / 349) ** 0.5)
+    assert stats.error_norm["weight"] == pytest.approx(157**0.5)
+    assert stats.relative_error["bias"] == pytest.approx((31 / 95) ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kept", [2, 3, 64, 4096])
+def test_levels_by_whole_numbers_are_those_by_floats(
+    monkeypatch: pytest.MonkeyPatch, kept: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(kept)
+    rows = torch.randn(40, kept, generator=generator, dtype=dtype)
+    rows *= torch.logspace(-38, 36, 40, dtype=dtype).view(40, 1)
+    rows[3], rows[4], rows[5] = 0, 1, -7e-44
+    by_floats = end_levels(rows, bits=2)
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    by_whole_numbers = end_levels(rows, bits=2)
+    torch.testing.assert_close(by_whole_numbers, by_floats, rtol=1e-5, atol=1e-44)
 
 
 @pytest.mark.parametrize("backend", [dispatch.TORCH, dispatch.NUMBA], ids=lambda backend: backend.name)

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 import torch
 
+from thinwire.algorithms import accelerators
+
 __all__ = ["SCALE_DTYPE", "codes_of", "end_levels", "on_the_wire", "values_of"]
 
 SCALE_DTYPE = torch.bfloat16  # fp32's range; what its rounding loses stays in the residual
+
+# In how many parts of a chunk's largest magnitude the others are counted where sums must not depend on their
+# order. The sum of the 65,536 that a chunk has at most is below 2^63.
+PARTS = 1 << 46
 
 
 def on_the_wire(values: torch.Tensor) -> torch.Tensor:
@@ -22,14 +28,14 @@ def on_the_wire(values: torch.Tensor) -> torch.Tensor:
 
 
 def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the lowest and the highest level of each row.
+    """Return the lowest and the highest level of each row, to be rounded by `on_the_wire`.
 
     Args:
         rows: The entries that are sent of each chunk, (rows, kept).
         bits: Of a code.
 
     Returns:
-        bf16, (rows, 2); not finite where something of a row is not.
+        (rows, 2); not finite where something of a row is not.
 
     Examples:
         >>> end_levels(torch.tensor([[1.0, -1.5, 7.0, -9.0]]), bits=2).tolist()
@@ -38,11 +44,8 @@ def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
     magnitudes = rows.abs()
     peaks = magnitudes.amax(1, keepdim=True)
     if bits == 2 and rows.shape[1] > 1:
-        ends = _two_means(magnitudes, peaks)
-    else:
-        ends = torch.cat([magnitudes.amin(1, keepdim=True), peaks], dim=1)
-    # A row with a number that is not finite must show it, whatever became of its levels.
-    return on_the_wire(torch.where(peaks.isfinite(), ends, peaks))
+        return _two_means(magnitudes, peaks)
+    return torch.cat([magnitudes.amin(1, keepdim=True), peaks], dim=1)
 
 
 def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int) -> torch.Tensor:
@@ -99,12 +102,19 @@ def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
         magnitudes: (rows, kept), at least two.
         peaks: The largest of each row, (rows, 1).
     """
-    units = peaks.where(peaks > 0, 1)  # so that no square overflows
-    sums = (magnitudes / units).sort(1).values.cumsum(1)
+    # So that no square overflows. What is not finite shows by its unit, whatever becomes of it before.
+    units = peaks + (peaks == 0)
+    ordered = (magnitudes / units).sort(1).values
+    if accelerators.pays_per_launch(ordered.device):
+        # Whole numbers have the same sum in any order, and CUDA does not promise one.
+        sums = ordered.mul_(PARTS).to(torch.int64).cumsum(1).to(ordered.dtype).div_(PARTS)
+    else:
+        sums = ordered.cumsum(1)
     below, total = sums[:, :-1], sums[:, -1:]
     num_below = torch.arange(1, magnitudes.shape[1], dtype=sums.dtype, device=sums.device).expand_as(below)
     num_above = magnitudes.shape[1] - num_below
     above = total - below
-    border = (below.square() / num_below + above.square() / num_above).argmax(1, keepdim=True)
+    spread = torch.addcdiv(below.square() / num_below, above.square(), num_above)
+    border = spread.argmax(1, keepdim=True)
     means = [(side / number).gather(1, border) for side, number in ((below, num_below), (above, num_above))]
     return torch.cat(means, dim=1) * units

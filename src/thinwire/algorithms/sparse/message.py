@@ -119,9 +119,9 @@ class Message:
         return total + total % 2
 
     def _chunks(self, device: torch.device) -> torch.Tensor:
-        """Return of each chunk: where it begins in the bucket, marks less entries before, entries, parameter.
+        """Return of each chunk: where it begins in the bucket, marks less entries before, entries.
 
-        int64, (4, chunks).
+        int64, (3, chunks).
         """
         if device in self._sent:
             return self._sent[device]
@@ -131,7 +131,7 @@ class Message:
             for run in chunks.runs:
                 for index in range(run.num_chunks):
                     start = run.first + index * chunks.length
-                    columns.append((start, marks - entries, chunks.kept, run.parameter))
+                    columns.append((start, marks - entries, chunks.kept))
                     marks += self.marks_of(chunks)
                     entries += chunks.kept
         self._sent[device] = torch.tensor(columns, dtype=torch.int64).T.contiguous().to(device)
@@ -143,16 +143,18 @@ class Message:
 
     def _of_entries(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return of each entry its chunk, where that begins, and its mark if the high bits were zero."""
-        starts, shifts, kept, _ = self._chunks(device)
+        starts, shifts, kept = self._chunks(device)
         chunk = torch.arange(self.num_chunks, device=device)
         # With its size given: else the host would wait for a device to count.
         chunk = chunk.repeat_interleave(kept, output_size=self.num_entries)
         return chunk, starts[chunk], shifts[chunk] + torch.arange(self.num_entries, device=device)
 
-    def parameters(self, device: torch.device) -> torch.Tensor:
-        """Return the index of each entry's parameter, int64, (entries,)."""
-        chunks = self._chunks(device)
-        return chunks[3].repeat_interleave(chunks[2], output_size=self.num_entries)
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Of the runs of chunks, in the order of the entries: the parameter's index, and entries."""
+        return tuple(
+            (run.parameter, run.num_chunks * chunks.kept) for chunks in self.parts for run in chunks.runs
+        )
 
     def packed(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the largest entries of a bucket as bytes.
@@ -170,15 +172,16 @@ class Message:
             positions, values = kernels.largest(flat, chunks)
             found.append(positions.view(-1))
             picked.append(values.view(-1))
-            ends.append(end_levels(values, self.bits))
+            if self.bits != 16:
+                ends.append(end_levels(values, self.bits))
         chunk, _, first_marks = self._of_entries(flat.device)
-        positions, values, scales = torch.cat(found), torch.cat(picked), torch.cat(ends)
+        positions, values = torch.cat(found), torch.cat(picked)
+        # Of all chunks at once.
+        scales = on_the_wire(torch.cat(ends) if ends else values)
         marks = torch.zeros(self.num_marks, dtype=torch.uint8, device=flat.device)
         streams = [pack(marks.index_fill_(0, first_marks + (positions >> self.low_bits), 1), 1)]
         words = positions & (1 << self.low_bits) - 1
-        if self.bits == 16:
-            scales = on_the_wire(values)
-        else:
+        if self.bits != 16:
             words = (words << self.bits) + codes_of(values, chunk, scales, self.bits)
         if self.word_bits:
             streams.append(pack(words, self.word_bits))

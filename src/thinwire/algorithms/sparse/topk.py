@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import (
     NO_CHOICES,
     Algorithm,
@@ -191,7 +192,7 @@ class TopKPlan(BucketPlan):
         own, values = sent.places[bucket.rank], sent.values[bucket.rank]
         before = wanted[own]
         after = before - values
-        self._note(memory, own, before, after)
+        self._note(memory, before, after)
         wanted[own] = after
         # In fp32 the bucket itself is the residual until it becomes the mean, so it is copied out first. Of
         # other types, what rounding to the gradient's own loses is added to the residual before.
@@ -224,17 +225,29 @@ class TopKPlan(BucketPlan):
         kernels.add(result, sent.places, values, sent.values, kept, by_senders=by_senders)
         return result
 
-    def _note(self, memory: Memory, own: torch.Tensor, before: torch.Tensor, after: torch.Tensor) -> None:
+    def _note(self, memory: Memory, before: torch.Tensor, after: torch.Tensor) -> None:
         """Keep, for each parameter, how much less remains of it than there was."""
-        parameters = self.message.parameters(own.device)
-        # In double: the difference of two large squares may be small.
-        reduced = before.double().square() - after.double().square()
-        reductions = reduced.new_zeros(len(self.specs)).index_add_(0, parameters, reduced)
-        memory[REDUCTION].update(
-            (spec.name, each)
-            for spec, each in zip(self.specs, reductions.unbind(), strict=True)
-            if spec.numel
-        )
+        parameters, sizes = zip(*self.message.runs, strict=True)
+        # By run, which lie one behind the other: to add entry by entry to their parameters would be to add in
+        # an order that CUDA does not promise. In double: the difference of two large squares may be small.
+        if accelerators.pays_per_launch(before.device):
+            parts = [*before.split_with_sizes(sizes), *after.split_with_sizes(sizes)]
+            squares = torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square_()
+            reduced = list((squares[: len(sizes)] - squares[len(sizes) :]).unbind())
+        else:
+            difference = before.double().square().sub_(after.double().square())
+            reduced = [part.sum() for part in difference.split_with_sizes(sizes)]
+        reductions: dict[str, torch.Tensor] = {}
+        first_ones, second_ones = [], []
+        for parameter, of_run in zip(parameters, reduced, strict=True):
+            first = reductions.setdefault(self.specs[parameter].name, of_run)
+            # The last chunk of a parameter may be shorter, and then is a run of its own.
+            if first is not of_run:
+                first_ones.append(first)
+                second_ones.append(of_run)
+        if second_ones:
+            torch._foreach_add_(first_ones, second_ones)
+        memory[REDUCTION].update(reductions)
 
     def _remember(self, bucket: Bucket, memory: Memory, residual: torch.Tensor) -> None:
         """Copy the residual to where the last one is, if there is one."""
