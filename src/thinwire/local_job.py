@@ -231,7 +231,9 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
             time.sleep(LOOK_EVERY_SECONDS)
     if end_signals.received is not None:
         name = signal.Signals(end_signals.received).name
-        told = f"thinwire: stopped by {name}; every process has ended, the same command begins anew"
-        print(told, file=sys.stderr)
+        print(
+            f"thinwire: stopped by {name}; every process has ended, the same command begins anew",
+            file=sys.stderr,
+        )
         sys.exit(128 + end_signals.received)
     sys.exit(job.exit_code)

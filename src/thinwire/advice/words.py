@@ -70,9 +70,10 @@ def sources(advice: Advice) -> list[str]:
     for each in advice.predictions:
         gaps = dict.fromkeys((*each.loss.gaps, *([] if each.published is None else [each.published])))
         for gap in gaps:
-            told = by_training.setdefault(gap.training, {})
-            told[f"{gap.name} {signed(gap.percent)} %"] = None
-    return [f"{training}: {'; '.join(told)}" for training, told in by_training.items()]
+            # A dictionary keeps the order of what is first said, and says nothing twice.
+            listed = by_training.setdefault(gap.training, {})
+            listed[f"{gap.name} {signed(gap.percent)} %"] = None
+    return [f"{training}: {'; '.join(listed)}" for training, listed in by_training.items()]
 
 
 def _advised(advice: Advice) -> str:

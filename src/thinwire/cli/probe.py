@@ -105,8 +105,8 @@ def save_plot(found: Probe, path: Path) -> None:
         xscale="log", yscale="log", xlabel="bytes per message", ylabel="ms per averaging, median and spread"
     )
     rate = found.bytes_per_second
-    told = "rate not known" if rate is None else f"{8e-6 * rate:,.0f} Mbit/s"
-    axes.set_title(f"{found.world_size} processes, {found.backend}: {told}")
+    rate_text = "rate not known" if rate is None else f"{8e-6 * rate:,.0f} Mbit/s"
+    axes.set_title(f"{found.world_size} processes, {found.backend}: {rate_text}")
     axes.grid(which="both", alpha=0.25)
     figure.savefig(path)
 

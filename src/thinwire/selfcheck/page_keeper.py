@@ -34,10 +34,10 @@ def kept(source: int, seconds: float) -> str | None:
             return if_gone
         *lines, unread = (unread + chunk).split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            if told is None:
+            pages = json.loads(line)
+            if pages is None:
                 return None
-            if_gone, if_late = told
+            if_gone, if_late = pages
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Write(NamedTuple):
 
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors of one shape as a batch, a view of them; None if they don't lie at equal distances."""
+    """Return tensors of one shape as a batch, a view of them; None if they are not evenly strided."""
     # As the gradients of a model's equal layers lie in a bucket, between those of other parameters.
     first = tensors[0]
     offsets = [each.storage_offset() for each in tensors]
