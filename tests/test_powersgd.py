@@ -488,6 +488,23 @@ def _after_join() -> tuple[bool, int]:
     return notifies, powersgd.stats().steps
 
 
+def test_a_setting_that_differs_is_named_as_it_was_typed(pool2: Pool) -> None:
+    for kind, message in pool2.run(_differing):
+        assert kind == "AgreementError"
+        assert "process 0 has rank 1, process 1 has rank 2" in message
+
+
+def _differing() -> tuple[str, str]:
+    powersgd = PowerSGD(
+        [torch.zeros(30, 40)], Config(rank=1 + dist.get_rank(), start_compressing_after_num_steps=0)
+    )
+    try:
+        powersgd.aggregate([torch.ones(30, 40)])
+    except thinwire.ThinwireError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 BAD: dict[str, tuple[Callable[[], Any], str]] = {
     "rank 0": (lambda: PowerSGD([torch.ones(3)], Config(rank=0)), "^rank must be .* got 0"),
     "rank as text": (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from thinwire import algorithms
-from thinwire.algorithms.lowrank.config import LowRankRoute, translated
+from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRankRoute, translated
 from thinwire.checks import checked_scaler
 from thinwire.errors import ConfigError, StepError
 from thinwire.fronts.tensors import Gradients, StepFront
@@ -271,6 +271,8 @@ class PowerSGD(AlgorithmAggregator):
         >>> round(powersgd.stats().compression_ratio, 1)
         13.0
     """
+
+    _typed: ClassVar[Mapping[str, str]] = {ELSEWHERE.get(name, name): name for name in Config._fields}
 
     def __init__(
         self,

@@ -612,7 +612,10 @@ def test_settings_of_a_state_can_be_set_from_the_next_step_on(pool2: Pool) -> No
         assert min(owed) > 0
         assert told == (3, 2, 0, False, False)
         assert differing[0] == "AgreementError"
-        assert "process 0 has matrix_rank 4, process 1 has matrix_rank 5" in differing[1]
+        assert (
+            "process 0 has matrix_approximation_rank 4, process 1 has matrix_approximation_rank 5"
+            in differing[1]
+        )
         assert refused[0] == "ConfigError"
         assert refused[1].startswith("matrix_approximation_rank can't be set: sync.use() has put AllReduce()")
 

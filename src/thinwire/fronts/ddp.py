@@ -3,7 +3,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch
@@ -82,6 +82,7 @@ def front_of(
     *,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
+    typed: Mapping[str, str] | None = None,
 ) -> "BucketFront":
     """Return a front that knows the model's parameters by name; not registered yet.
 
@@ -92,6 +93,7 @@ def front_of(
         loss_scale: As of `Settings`.
         host_check: As of `attach`.
         on_nonfinite: As of `attach`.
+        typed: As of `Settings`.
 
     Raises:
         AttachError: The model has an option under which DDP does not hand over all gradients.
@@ -106,6 +108,7 @@ def front_of(
         may_be_unused=model.find_unused_parameters,
         host_check=host_check,
         on_nonfinite=on_nonfinite,
+        typed=typed or {},
     )
     engine = Engine(algorithm, transport, specs, settings)
     return BucketFront(engine, names, model)

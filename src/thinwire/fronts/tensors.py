@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -54,6 +54,9 @@ class StepFront(Joinable):
     which have a gradient anywhere, and one host synchronisation for it, besides the algorithm's own.
     """
 
+    # As of `Settings`.
+    _typed: ClassVar[Mapping[str, str]] = {}
+
     def __init__(
         self,
         parameters: Iterable[torch.Tensor],
@@ -79,7 +82,9 @@ class StepFront(Joinable):
         if isinstance(transport, ProcessGroupTransport):
             self._group = transport.group
         settings = Settings(
-            loss_scale_of(grad_scaler), on_nonfinite=checked_on_nonfinite(on_nonfinite, grad_scaler)
+            loss_scale_of(grad_scaler),
+            on_nonfinite=checked_on_nonfinite(on_nonfinite, grad_scaler),
+            typed=self._typed,
         )
         self.engine = Engine(algorithm, transport, self._specs, settings)
         self.sync = GradientSync(self.engine)

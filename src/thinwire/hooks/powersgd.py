@@ -120,17 +120,17 @@ class PowerSGDState:
         self._front: BucketFront | None = None
         self._kind: tuple[type[LowRank], WireDtype | None] | None = None  # of its hook
         self.process_group = process_group
+        given = {
+            "matrix_approximation_rank": matrix_approximation_rank,
+            "start_powerSGD_iter": start_powerSGD_iter,
+            "min_compression_rate": min_compression_rate,
+            "use_error_feedback": use_error_feedback,
+            "warm_start": warm_start,
+            "random_seed": random_seed,
+        }
         # By the algorithm's names; torch's are properties.
-        self._settings = translated(
-            {
-                "matrix_approximation_rank": matrix_approximation_rank,
-                "start_powerSGD_iter": start_powerSGD_iter,
-                "min_compression_rate": min_compression_rate,
-                "use_error_feedback": use_error_feedback,
-                "warm_start": warm_start,
-                "random_seed": random_seed,
-            }
-        )
+        self._settings = translated(given)
+        self._typed = {ELSEWHERE.get(name, name): name for name in given}
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         # Only to be checked: a scale is asked for in each step.
         loss_scale_of(grad_scaler)
@@ -407,12 +407,21 @@ class PowerSGDState:
         transport = ProcessGroupTransport(self.process_group, device)
         loss_scale = loss_scale_of(self._grad_scaler)
         if models:
-            front = front_of(models[0], algorithm, transport, loss_scale, on_nonfinite=self._on_nonfinite)
+            front = front_of(
+                models[0],
+                algorithm,
+                transport,
+                loss_scale,
+                on_nonfinite=self._on_nonfinite,
+                typed=self._typed,
+            )
             # DDP copies no hook, and the copy would train uncompressed without a word.
             refuse_training_of_copies(models[0])
         else:
             # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
-            settings = Settings(loss_scale, may_be_unused=True, on_nonfinite=self._on_nonfinite)
+            settings = Settings(
+                loss_scale, may_be_unused=True, on_nonfinite=self._on_nonfinite, typed=self._typed
+            )
             front = BucketFront(Engine(algorithm, transport, settings=settings))
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)

@@ -320,7 +320,7 @@ class Lanes:
                 if isinstance(value, tuple):  # of pairs: where some differ, only those are shown
                     described |= {f"{name} of {key}": repr(each) for key, each in value}
                 else:
-                    described[name] = repr(value)
+                    described[self.settings.typed.get(name, name)] = repr(value)
         described |= self.settings.described()
         if has_progress:
             described |= {

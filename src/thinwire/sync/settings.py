@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from thinwire.channel import Transport
 from thinwire.checks import true_or_false
@@ -26,6 +26,8 @@ class Settings:
         on_nonfinite: What becomes of a step where they are not; see `attach`.
         together: Joins members that average other parameters, the shards of one replica: a step is committed
             on all of them or on none. None where each has all parameters.
+        typed: What the user calls settings of the algorithm, by the algorithm's own names, where they were
+            given by others; for errors.
 
     Raises:
         ConfigError: `may_be_unused` or `on_nonfinite="raise"` is given without `host_check`.
@@ -36,6 +38,7 @@ class Settings:
     host_check: bool = True
     on_nonfinite: OnNonfinite = "nan"
     together: Transport | None = None
+    typed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.may_be_unused and not true_or_false("host_check", self.host_check):
