@@ -71,6 +71,10 @@ def frozen(member: Member) -> None:
     member.local()
 
 
+def half_on_meta() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False, device="meta"))
+
+
 def outer_of_some(member: Member) -> None:
     with member.local(outer=lambda parameters: torch.optim.SGD(parameters[:1], lr=1.0)):
         pass
@@ -133,7 +137,15 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
         lambda member: with_model(member, nn.LazyLinear(3), member.optimizer),
         "ConfigError: weight has no shape yet; run one forward pass",
     ),
-    "nothing to train": (frozen, "ConfigError: Sequential has no trainable parameter"),
+    "no values": (
+        lambda member: with_model(member, nn.Linear(3, 3, device="meta"), member.optimizer),
+        "AttachError: weight is on the meta device and has no values yet",
+    ),
+    "no values of a buffer": (
+        lambda member: with_model(member, half_on_meta(), member.optimizer),
+        "AttachError: 1.running_mean is on the meta device and has no values yet",
+    ),
+    "nothing to train": (frozen, "ConfigError: no parameter of the model is trained"),
     "no optimizer": (
         lambda member: with_model(member, member.model, "SGD"),
         "ConfigError: expected a torch.optim.Optimizer",

@@ -147,7 +147,8 @@ class DiLoCo(LocalSGD):
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven.
+        AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
+            one whose parameters have no values yet.
         GradientError: A parameter can't be averaged by the algorithm.
 
     Examples:

@@ -48,6 +48,7 @@ class AveragedModel:
         save (masks, position tables) are constants.
 
         Raises:
+            AttachError: A parameter or buffer has no values yet.
             ConfigError: It trains nothing, or a parameter has no shape yet.
             GradientError: A parameter is sharded by others than FSDP2.
         """
@@ -69,8 +70,7 @@ class AveragedModel:
                 )
             found.append(Averaged(name, parameter, is_buffer=False))
         if not found:
-            kind = type(self.module).__name__
-            raise ConfigError(f"{kind} has no trainable parameter: there is nothing to average")
+            raise ConfigError("no parameter of the model is trained, so there is nothing to average")
         # Module by module: which buffers are not saved only the module knows that has them. One that modules
         # share is averaged once.
         seen: set[int] = set()
@@ -81,6 +81,7 @@ class AveragedModel:
                     seen.add(id(buffer))
                     if buffer.is_floating_point() and name not in ignored:
                         found.append(Averaged(name, buffer, is_buffer=True))
+        _check_values(found)
         return found
 
     def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
@@ -131,6 +132,15 @@ class AveragedModel:
             raise StepError(
                 f"the model's trainable parameters or buffers are others than on entry: {changed[:4]}; "
                 "leave the context before you freeze, unfreeze, replace or resize some, and enter a new one"
+            )
+
+
+def _check_values(found: Iterable[Averaged]) -> None:
+    for each in found:
+        if each.tensor.is_meta:
+            raise AttachError(
+                f"{each.name} is on the meta device and has no values yet; call model.to_empty(device=…) and "
+                "initialise or load it, then average the model"
             )
 
 
