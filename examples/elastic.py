@@ -74,6 +74,6 @@ def main(checkpoint: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]) if sys.argv[1:] else sys.exit("say where the checkpoint is: elastic.py FILE"))
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 9 \
     #     --rdzv-backend c10d --rdzv-endpoint first-machine:29400 examples/elastic.py /shared/checkpoint.pt

@@ -76,5 +76,5 @@ def main(shards: int) -> None:
 
 
 if __name__ == "__main__":
-    main(shards=int(sys.argv[1]))
+    main(int(sys.argv[1]) if sys.argv[1:] else sys.exit("say how many processes share a replica: fsdp2.py 2"))
     # torchrun --nnodes 2 --nproc-per-node 8 … examples/fsdp2.py 8; on one machine: --nproc-per-node 4 … 2

@@ -38,8 +38,8 @@ def main() -> None:
     options = parser.parse_args()
 
     set_seed(0)
-    config = GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4)
-    config.bos_token_id = config.eos_token_id = None
+    no_tokens = {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4, **no_tokens)
     model = GPT2LMHeadModel(config)
     arguments = TrainingArguments(
         output_dir=str(options.folder),
