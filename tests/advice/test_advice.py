@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -108,6 +109,37 @@ def told_of(advice: Advice, width: int = 200) -> str:
     output = StringIO()
     show(advice, Console(file=output, width=width))
     return output.getvalue()
+
+
+NAMES = [*priced(), *(way.name for way in LOCAL_VARIANTS), "PowerSGD(matrix_rank=4), whole_matrices=True"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_the_table_breaks_names_between_settings_only_and_fits(width: int) -> None:
+    advice = advised(*(predicted(name, 1234.5, 2345.6, 1, 10) for name in NAMES))
+    lines = told_of(advice, width).partition("\n\nbetween:")[0].splitlines()[2:]
+    assert max(map(len, lines)) <= width
+    numbers = [line for line in lines if " – " in line]
+    assert len(numbers) == len(advice.predictions)
+    # All numbers below each other.
+    assert len({line.index(" – ") for line in numbers}) == 1
+    names = [re.sub(r"(?:^| ) *\d[\d.]* +\d[\d.]* – .*", "", line).rstrip() for line in lines[1:]]
+    told = re.sub(r"\s", "", "".join(names))
+    assert told == re.sub(r"\s", "", "".join(each.name for each in advice.predictions))
+    continued = [before for before, line in pairwise(names) if line.startswith("  ")]
+    assert all(line.endswith((",", "(")) for line in continued)
+    assert bool(continued) == (width in (80, 100))
+
+
+def test_sentences_are_wrapped_between_words_on_a_terminal_and_not_in_a_pipe() -> None:
+    advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=("A gap of 1.5 % " * 9,))
+    output = StringIO()
+    show(advice, Console(file=output, width=60, force_terminal=True, color_system=None))
+    prose = output.getvalue().partition("\nDDP:")[0].splitlines()
+    assert max(map(len, prose)) <= 60
+    assert not any(line.startswith("%") for line in prose)
+    assert sum("A gap of" in line for line in prose) > 1
+    assert sum("A gap of" in line for line in told_of(advice, 60).splitlines()) == 1
 
 
 def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None:
@@ -257,14 +289,10 @@ def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPa
 def test_in_the_table_less_is_better_everywhere() -> None:
     """Half the time is 50, not 2.00, as in the words below it; where there is no room, names fold."""
     long = predicted(f"PowerSGD({60 * '_'})", 49, 51, 3, 10)
-    assert "49.0 – 51.0" in told_of(advised(long), width=80)
-    rows = [line for line in told_of(advised(predicted("rank 1", 49, 51, 3, 10))).splitlines() if "│" in line]
-    assert [cell.strip() for cell in rows[0].split("│")[1:-1]][:4] == [
-        "rank 1",
-        "50.0",
-        "49.0 – 51.0",
-        "50",
-    ]
+    above, below = told_of(advised(long), width=80).splitlines()[3:5]
+    assert (above, below.split()[:5]) == (long.name, ["50.0", "49.0", "–", "51.0", "50"])
+    rows = [line for line in told_of(advised(predicted("rank 1", 49, 51, 3, 10))).splitlines() if "–" in line]
+    assert re.split(r" {2,}", rows[0])[:4] == ["rank 1", "50.0", "49.0 –  51.0", "50"]
 
 
 def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:

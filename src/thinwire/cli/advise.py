@@ -7,6 +7,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -14,13 +15,13 @@ from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from thinwire.advice.lines import lines_to_paste
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import Advice
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
+from thinwire.cli.advice_table import table_lines
 from thinwire.cli.job import alone, joined_job
 from thinwire.cli.output import check_output
 from thinwire.cli.progress import shown_measuring
@@ -226,36 +227,31 @@ def show(advice: Advice, console: Console) -> None:
         advice: What was predicted.
         console: Where to.
     """
-    table = Table(title="Predicted steps, fastest first")
-    # What is long, and has no spaces, is folded rather than cut off.
-    table.add_column("", overflow="fold")
-    for name in ("ms", "between", "%", "MB", "kept", "loss"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in advice.predictions:
-        # What leaves a process and what reaches it are as much, in all collectives that there are. Digits
-        # enough for what is sent once in many steps.
-        ways = dict.fromkeys(
-            f"{size / 1e6:.2f}" if size >= 1e6 else f"{size / 1e6:.2g}"
-            for size in (each.sent_bytes, each.received_bytes)
-        )
-        table.add_row(
-            each.name,
-            f"{1e3 * each.step_seconds:.1f}",
-            f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:.1f}",
-            f"{100 * each.step_seconds / advice.baseline.step_seconds:.0f}",
-            ", ".join(ways),
-            f"{each.memory_bytes / 1e6:.1f}",
-            each.loss.short,
-        )
-    console.print(table)
+    width = console.width
+    lines = ["Predicted steps, fastest first", "", *table_lines(advice, width), ""]
     place = "process" if advice.shards is None else "machine"
-    lines = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
-    lines += [*_frontier(advice), *verdict(advice)]
+    said = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
+    said += [*_frontier(advice), *verdict(advice)]
+    # In a pipe a sentence is a line.
+    lines += [part for line in said for part in _wrapped(line, width)] if console.is_terminal else said
     if not advice.nothing_to_win:
         for front, pasted in lines_to_paste(advice).items():
             lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]
     # Not as markup: an algorithm's settings may stand in brackets.
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Return a line in several, broken between words only, and not before a percent sign."""
+    indent = " " * (len(line) - len(line.lstrip()) + 2 * line.startswith(" "))
+    lines = textwrap.wrap(
+        line.replace(" %", "\N{NO-BREAK SPACE}%"),
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [each.replace("\N{NO-BREAK SPACE}", " ") for each in lines] or [""]
 
 
 def _frontier(advice: Advice) -> list[str]:
