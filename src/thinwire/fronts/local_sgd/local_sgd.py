@@ -337,9 +337,7 @@ class LocalSGD(Joinable):
         """Refuse, on all processes alike, a model that trains other parameters than when this was made."""
         # Planned is what was trained when this was made: messages of other lengths would end the process, and
         # those of equal lengths be averaged with other parameters'.
-        made = {spec.name: spec for spec in self._engine.specs}
-        now = {each.name: each.spec for each in averaged}
-        others = sorted(name for name in made.keys() | now.keys() if made.get(name) != now.get(name))
+        others = sorted({spec.name for spec in {*self._engine.specs} ^ {each.spec for each in averaged}})
         changed = {"parameters that have changed since LocalSGD was made:": str(others[:4])} if others else {}
         self._agree_on(changed)
         if others:
