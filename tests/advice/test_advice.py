@@ -155,6 +155,9 @@ def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None
     apart = advised(one, predicted("rank 4", 52, 54, 2))
     assert apart.best is one
     assert "A tie" not in told_of(apart)
+    printed = str(advice).splitlines()
+    assert printed[1].split()[:3] == ["rank", "1", "50.0"]
+    assert printed[-2:] == ["advised: rank 4, 52% of a step with 16 bits", "use(rank 4)"]
 
 
 def test_in_a_tie_too_the_gain_must_be_enough() -> None:

@@ -90,6 +90,18 @@ class Advice:
     shards: int | None = None
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """Return the predicted steps, fastest first, what is advised, and the line to add."""
+        width = max(len(each.name) for each in self.predictions)
+        rows = [
+            f"{each.name:<{width}}  {1e3 * each.step_seconds:9.1f}  {each.loss.short:>7}"
+            for each in self.predictions
+        ]
+        head = f"{'predicted, fastest first':<{width}}  {'ms a step':>9}  {'loss, %':>7}"
+        share = self.best.step_seconds / self.baseline.step_seconds
+        advised = f"advised: {self.best.name}, {share:.0%} of a step with {self.baseline.name}"
+        return "\n".join([head, *rows, advised, *self.notes, self.best.code])
+
     @property
     def compress(self) -> bool:
         """Whether compressed messages are advised."""
