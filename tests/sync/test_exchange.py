@@ -287,6 +287,16 @@ REFUSED: list[tuple[Callable[[], Requests], str]] = [
     (lambda: gather_of(torch.zeros(2, 3)), r"AllGather of shape \(2, 3\), expected a flat tensor"),
     (misshapen_to_all, r"AllToAll of shape \(3, 4\), expected a row for each of the 1 members"),
     (unknown, r"asked for 'all of it', expected Mean, AllGather or AllToAll.*Jointly or Commit"),
+    (
+        lambda: gather_of(torch.zeros(2).to_sparse()),
+        r"AllGather of torch\.sparse_coo, expected a dense tensor",
+    ),
+    (lambda: gather_of([1.0]), "AllGather of list, expected a dense tensor"),  # type: ignore[arg-type]
+    (lambda: None, "has returned NoneType, expected a generator; yield each request"),  # type: ignore[list-item, return-value]
+    (
+        lambda: (yield Commit(torch.tensor(True))),  # type: ignore[arg-type]
+        r"Commit takes a function, got Tensor; write Commit\(lambda: all_finite",
+    ),
     (unknown_beside_known, r"asked for Commit\(.*expected Mean, AllGather or AllToAll, of which several"),
 ]
 
@@ -294,7 +304,18 @@ REFUSED: list[tuple[Callable[[], Requests], str]] = [
 @pytest.mark.parametrize(
     ("requests", "words"),
     REFUSED,
-    ids=["integers", "matrix", "matrix to gather", "rows", "unknown", "gate in a tuple"],
+    ids=[
+        "integers",
+        "matrix",
+        "matrix to gather",
+        "rows",
+        "unknown",
+        "sparse",
+        "a list",
+        "no generator",
+        "no function",
+        "gate in a tuple",
+    ],
 )
 def test_what_can_not_be_served_is_refused_before_anything_is_sent(
     requests: Callable[[], Requests], words: str
@@ -310,6 +331,44 @@ def test_an_end_without_commit_is_refused() -> None:
     exchange.start(mean_of(torch.zeros(1)), "first")
     with pytest.raises(ConfigError, match="has ended without Commit, expected it as the last request"):
         exchange.advance()
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (True, "bool"),
+        (torch.tensor([True, False]), r"torch\.bool of shape \(2,\)"),
+        (torch.tensor(1.0), r"torch\.float32 of shape \(\)"),
+    ],
+)
+def test_an_answer_at_the_gate_that_is_not_one_bool_is_refused(answer: Any, got: str) -> None:
+    def bucket() -> Requests:
+        yield Commit(lambda: answer)
+
+    exchange = Exchange(alone(), "step 0")
+    exchange.start(bucket(), "first")
+    assert not exchange.advance()
+    with pytest.raises(ConfigError, match=f"has returned {got}, expected a tensor of one bool"):
+        exchange.is_healthy()
+
+
+def test_answers_at_the_gate_may_be_of_no_or_one_dimension() -> None:
+    def bucket(answer: torch.Tensor) -> Requests:
+        yield Commit(lambda: answer)
+
+    exchange = Exchange(alone(), "step 0")
+    exchange.start(bucket(torch.tensor(True)), "first")
+    exchange.start(bucket(torch.tensor([False])), "second")
+    assert not exchange.advance()
+    assert not bool(exchange.is_healthy())
+
+
+def test_a_joint_function_that_returns_too_few_results_is_refused() -> None:
+    def bucket() -> Requests:
+        yield Jointly(lambda items: items[1:], [1, 2])
+
+    with pytest.raises(ConfigError, match="has returned 1 results, expected one for each of its 2 items"):
+        Exchange(alone(), "step 0").start(bucket(), "first")
 
 
 def test_a_request_behind_the_gate_is_refused() -> None:

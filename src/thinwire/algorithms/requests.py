@@ -10,6 +10,7 @@ import torch
 
 from thinwire.algorithms import accelerators
 from thinwire.algorithms.kernels.dispatch import kernels_for
+from thinwire.errors import ConfigError
 
 __all__ = [
     "AllFinite",
@@ -124,12 +125,23 @@ class Commit:
             read back, where the host does not ask. If it is false, the exchange leaves memory as it was and
             makes all gradients NaN. Of an exchange without this, a copy of its memory is made and put back.
             Behind its commit it may ask for `Jointly`.
+
+    Raises:
+        ConfigError: `is_healthy` is not a function.
     """
 
     # A function: to look at what was received costs a pass, and where nothing is written nobody looks.
     is_healthy: Callable[[], torch.Tensor]
     writes: bool = True
     writes_where: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse the answer itself, which would be called only where it matters."""
+        if not callable(self.is_healthy):
+            raise ConfigError(
+                f"Commit takes a function, got {type(self.is_healthy).__name__}; write "
+                "Commit(lambda: all_finite(mean))"
+            )
 
 
 @dataclass(frozen=True, eq=False)

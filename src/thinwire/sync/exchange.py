@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -37,9 +37,17 @@ class Task:
     Attributes:
         request: What it asks for; None at its end.
         is_committed: Whether it has passed its commit.
+
+    Raises:
+        ConfigError: It is none, or its first request is wrong.
     """
 
     def __init__(self, requests: Requests) -> None:
+        if not isinstance(requests, Generator):
+            raise ConfigError(
+                f"an exchange has returned {type(requests).__name__}, expected a generator; yield each "
+                "request, and Commit as the last one"
+            )
         self._requests = requests
         self.request: Request | tuple[Message, ...] | None = None
         self.is_committed = False
@@ -261,11 +269,15 @@ class Exchange:
         return [*self._passed, *standing]
 
     def is_healthy(self) -> torch.Tensor:
-        """Return whether all that was received may be used, as a tensor of one bool; not read back."""
+        """Return whether all that was received may be used, as a tensor of one bool; not read back.
+
+        Raises:
+            ConfigError: A commit's function returns something else.
+        """
         asked = [commit.is_healthy for commit in self.commits]
         # Of all buckets at once: on an accelerator what counts is how many launches it takes.
         received = [tensor for ask in asked if isinstance(ask, AllFinite) for tensor in ask.tensors]
-        answers = [ask() for ask in asked if not isinstance(ask, AllFinite)]
+        answers = [_one_bool(ask()) for ask in asked if not isinstance(ask, AllFinite)]
         if received:
             answers.insert(0, all_finite(*received))
         if not answers:
@@ -357,6 +369,16 @@ def shown(name: str) -> AbstractContextManager[object]:
     return record_function(name) if is_on else nullcontext()
 
 
+def _one_bool(answer: object) -> torch.Tensor:
+    if not (isinstance(answer, torch.Tensor) and answer.dtype is torch.bool and answer.numel() == 1):
+        of = type(answer).__name__
+        got = f"{answer.dtype} of shape {tuple(answer.shape)}" if isinstance(answer, torch.Tensor) else of
+        raise ConfigError(
+            f"a Commit's function has returned {got}, expected a tensor of one bool; such as all_finite(mean)"
+        )
+    return answer.reshape(())  # of several buckets they are stacked
+
+
 def _compute_jointly(tasks: Sequence[Task]) -> None:
     """Serve what tasks want computed, those that name one function together, until none wants anything."""
     # Again and again: with its answer a task may want the next thing computed.
@@ -368,6 +390,11 @@ def _compute_jointly(tasks: Sequence[Task]) -> None:
         served = [task for task in wanting if task.request.function is function]  # type: ignore[union-attr]
         of_each = [task.request.items for task in served]  # type: ignore[union-attr]
         results = list(function([item for items in of_each for item in items]))
+        if len(results) != sum(map(len, of_each)):
+            raise ConfigError(
+                f"a function of Jointly has returned {len(results)} results, expected one for each of its "
+                f"{sum(map(len, of_each))} items"
+            )
         for task, items in zip(served, of_each, strict=True):
             task.answer(results[: len(items)])
             del results[: len(items)]

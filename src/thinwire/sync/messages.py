@@ -156,6 +156,12 @@ def _check_message(message: object) -> None:
             f"an algorithm has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
             "may stand in a tuple; or, of an exchange and alone, Jointly or Commit"
         )
+    tensor: object = message.tensor  # type: ignore[attr-defined]
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise ConfigError(
+            f"an algorithm has asked for {type(message).__name__} of {got}, expected a dense tensor"
+        )
 
 
 def _check_flat(tensors: list[torch.Tensor], operation: str) -> None:
