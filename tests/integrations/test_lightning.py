@@ -622,6 +622,10 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ThinwireStrategy(partial(thinwire.DiLoCo, every_step=30)),  # type: ignore[call-arg]
         "DiLoCo got an unexpected keyword argument 'every_step'; it takes model, optimizer, every_steps,",
     ),
+    "a mistyped setting of auto": (
+        lambda: ThinwireStrategy(partial(thinwire.auto, budget=0.1)),
+        "auto got an unexpected keyword argument 'budget'; it takes model, optimizer, .*on_nonfinite",
+    ),
     "no algorithm": (lambda: ThinwireStrategy("powersgd"), "'powersgd'"),
     "no steps": (lambda: ThinwireCallback(0), "log_every_n_steps.*0"),
     "not DDP": (lambda: register_ddp_comm_hook(nn.Linear(2, 2), None, hooks.allreduce_hook), "got Linear"),  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
+from inspect import Parameter, Signature, signature
 from typing import TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError
+from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
 
 __all__ = ["Makes", "checked_averaging", "makes_auto", "new_local"]
@@ -34,12 +35,17 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, LocalSGD))
     if not (isinstance(given, Algorithm) or makes_local):
         raise ConfigError(
-            "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), or what makes a "
+            "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), thinwire.auto, or what makes a "
             f"thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30), got {given!r}"
         )
     if isinstance(given, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.
         takes = signature(given.func)
+        if makes_auto(given):
+            # It hands on what it does not take itself.
+            own = [each for each in takes.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+            others = signature(attach).parameters.values()
+            takes = Signature([*own, *(each for each in others if each.kind is Parameter.KEYWORD_ONLY)])
         try:
             takes.bind_partial(*given.args, **given.keywords)
         except TypeError as error:
