@@ -571,7 +571,7 @@ def table(setting: Setting, by_setting: dict[Setting, list[Record]]) -> str:
     header = [
         "method",
         "peak rate",
-        "of",
+        "of those tried",
         "times fewer bytes than bf16",
         "seeds",
         "held-out loss",
@@ -580,7 +580,7 @@ def table(setting: Setting, by_setting: dict[Setting, list[Record]]) -> str:
     if setting.inner != "AdamW":
         header.append("gap to exact AdamW")
     rows = []
-    for name, runs in by_method.items():
+    for name, runs in sorted(by_method.items(), key=lambda each: each[1][0].outcome.times_fewer):
         tried = sorted({each.lane.rate for each in by_setting[setting] if each.method == name})
         losses = [each.outcome.loss for each in runs]
         row = [

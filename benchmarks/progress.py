@@ -45,6 +45,7 @@ class Progress:
         self._kept, self._clock = kept, clock
         # Where all is kept already, there is nothing to do.
         self._total = total or 1
+        self._is_done = not total and kept is not None
         self._out = sys.stderr if out is None else out
         self._is_terminal = self._out.isatty()
         self._start = self._shown = clock()
@@ -54,6 +55,8 @@ class Progress:
     def __enter__(self) -> Progress:
         # So that whatever has been started is ended by it as by Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        if self._is_done:
+            print(f"nothing left to measure: all of it is in {self._kept}", file=self._out)
         return self
 
     def __exit__(

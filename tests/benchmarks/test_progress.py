@@ -53,6 +53,13 @@ def test_a_terminal_gets_one_line_that_changes(progress: Any) -> None:
     assert max(map(len, written)) < 110
 
 
+def test_a_run_that_has_nothing_left_says_so_and_where_it_is(progress: Any) -> None:
+    out = io.StringIO()
+    with progress.Progress(0, kept=Path("runs.jsonl"), out=out):
+        pass
+    assert out.getvalue() == "nothing left to measure: all of it is in runs.jsonl\n"
+
+
 @pytest.mark.parametrize("kept", [None, Path("runs.jsonl")])
 def test_an_interrupted_run_says_whether_it_can_be_resumed(progress: Any, kept: Path | None) -> None:
     out = io.StringIO()
