@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise, product
@@ -23,16 +26,18 @@ import thinwire
 from launcher import run_python
 from pool import Pool
 from thinwire import Advice, ConfigError
-from thinwire.advice import measure
+from thinwire.advice import measure, processors
 from thinwire.advice.measure import BASELINE, _predicted, _slowest_of, priced
+from thinwire.advice.processors import ProcessorUse, disturbance, others_share
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS
 from thinwire.algorithms.registry import Variant
-from thinwire.channel import agree, gather_numbers
+from thinwire.channel import InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
+from thinwire.report.advice import advice_page
 
 
 def network(bits_per_second: float, latency_seconds: float, world_size: int = 2) -> Probe:
@@ -476,3 +481,34 @@ def test_mistakes_are_one_line(folder: Path, options: list[str], message: str) -
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_machine_that_was_busy_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disturbance(0.05, 0.010, 0.011) == disturbance(None, 0.010, 0.011) == ()
+    assert disturbance(0.45, 0.010, 0.011) == (
+        "While it measured, other programs took 45% of the machine's processors: on a quiet machine "
+        "predictions are surer.",
+    )
+    assert disturbance(None, 0.010, 0.013) == (
+        "While it measured, half of the steps without averaging took 10.0 to 13.0 ms: on a quiet machine "
+        "predictions are surer.",
+    )
+    # Of two machines the busier one; what the group's own processes take there is no disturbance.
+    of_two = [(4.0, 5.0, 10.0), (0.5, 5.0, 10.0), (4.5, 5.0, 10.0)]
+    assert others_share([b"a", b"b", b"a"], of_two) == pytest.approx(0.45)
+    assert others_share([b"a"], [(1.0, math.nan, math.nan)]) is None
+    # As Linux tells it, in hundredths of a second: two more busy ones of two processors, and one of a host's.
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(processors, "PROC_STAT", stat)
+    monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(time, "process_time", lambda: 1.0)
+    stat.write_text("cpu  100 0 50 800 50 0 0 0 7 7\ncpu0 1 1 1 1\n")
+    use = ProcessorUse()
+    stat.write_text("cpu  250 0 100 1000 100 0 0 100 7 7\ncpu0 1 1 1 1\n")
+    (alone,) = InProcessTransport.group(1)
+    assert use.others_share(alone) == pytest.approx(300 / 550)
+    stat.unlink()
+    assert ProcessorUse().others_share(alone) is None
+    advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=disturbance(0.45, 1, 1))
+    for said in (told_of(advice), advice_page(advice).replace("&#39;", "'")):
+        assert "other programs took 45% of the machine's processors" in said

@@ -27,6 +27,7 @@ from thinwire.advice.loss import (
     optimizer_notes,
     published_gap,
 )
+from thinwire.advice.processors import ProcessorUse, disturbance
 from thinwire.advice.replicated import BASELINE, EXACT, OVERFLOWING, Replicated, Subject, priced
 from thinwire.advice.result import Advice, Prediction, choose, is_within, tied
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
@@ -139,7 +140,9 @@ def advise(
         make: Callable[..., Subject] = Replicated if sharded is None else sharded.Sharded
         subject = make(module, stopwatch.transport, entered)
         bench = _Bench(subject, one_step, stopwatch, entered)
+        use = ProcessorUse()
         bench.run(budget_seconds, transport, progress)
+        others = use.others_share(transport)
 
     # Of any network: the rate at which compressing begins to win is found by asking again.
     def predictions(network: Network) -> list[Prediction]:
@@ -153,6 +156,9 @@ def advise(
     within = [each for each in advisable if is_within(each, budget_loss)]
     # Without averaging, too, the slowest of as many processes sets the pace.
     own_seconds, *_ = _slowest_of([each.seconds for each in bench.without_averaging], members)
+    # As they were on each process, and not the slowest of many.
+    _, *middle_half = _slowest_of([each.seconds for each in bench.without_averaging], 1)
+    low_seconds, high_seconds = _mean_over_processes(middle_half, transport)
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == subject.baseline),
@@ -173,7 +179,12 @@ def advise(
         budget_loss=budget_loss,
         optimizer=name,
         shards=subject.shards,
-        notes=(*optimizer_notes(optimizer), *_notes(training, probe, transport.size, device, shards)),
+        others_share=others,
+        notes=(
+            *optimizer_notes(optimizer),
+            *disturbance(others, low_seconds, high_seconds),
+            *_notes(training, probe, transport.size, device, shards),
+        ),
     )
 
 

@@ -76,6 +76,8 @@ class Advice:
         optimizer: With which losses were looked up; None for the worst of all.
         shards: Processes that hold a replica of a sharded model together; None of any other model.
         notes: What should be known besides, in words.
+        others_share: Of the machine's processors, what other programs took while it measured; None where the
+            system does not tell.
     """
 
     predictions: tuple[Prediction, ...]
@@ -89,6 +91,7 @@ class Advice:
     optimizer: str | None = None
     shards: int | None = None
     notes: tuple[str, ...] = ()
+    others_share: float | None = None
 
     def __str__(self) -> str:
         """Return the predicted steps, fastest first, what is advised, and the line to add."""

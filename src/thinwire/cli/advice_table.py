@@ -60,7 +60,7 @@ def folded(name: str, width: int) -> list[str]:
 
 def _cells(advice: Advice) -> list[tuple[str, ...]]:
     """Return what stands in the columns of numbers."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     lows = [f"{1e3 * each.low_seconds:.1f}" for each in advice.predictions]
     highs = [f"{1e3 * each.high_seconds:.1f}" for each in advice.predictions]
     low_width, high_width = max(map(len, lows)), max(map(len, highs))
