@@ -149,6 +149,11 @@ def measurements_of(paths: Iterable[Path]) -> list[Measurement]:
     ]
 
 
+def has_all(path: Path) -> bool:
+    """Whether a run of `bench_network.py` has each algorithm of the model: of others nothing is known."""
+    return {row["algorithm"] for row in json.loads(path.read_text())} >= {COMPUTE_ONLY, *ALGORITHMS}
+
+
 def fitted(measurements: Sequence[Measurement], messages: Mapping[str, Messages]) -> Costs:
     """The costs with the least mean squared relative error."""
     raw = torch.full((3 + len(ALGORITHMS),), -1.0, requires_grad=True)
@@ -271,12 +276,12 @@ def break_even(
     return f"{low / 1e9:.1f} Gbit/s"
 
 
-def parsed_arguments() -> argparse.Namespace:
+def parsed_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     newest = [
         path
         for hosts in range(2, 100)
-        for path in sorted(RESULTS_FOLDER.glob(f"*-network-{hosts}-hosts.json"))[-1:]
+        for path in [*filter(has_all, sorted(RESULTS_FOLDER.glob(f"*-network-{hosts}-hosts.json")))][-1:]
     ]
     parser.add_argument(
         "--measured", type=Path, nargs="+", default=newest, help="what bench_network.py saved"
@@ -284,9 +289,14 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--fit-hosts", type=int, nargs="+", default=[2], help="the rest is predicted")
     parser.add_argument("--size", choices=sorted(SIZES), default="medium", help="of the measured model")
     parser.add_argument("--latency-us", type=float, default=25.0, help="of dedicated machines")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     if not arguments.measured:
         parser.error("there are no measurements: run bench_network.py first")
+    for path in arguments.measured:
+        if not has_all(path):
+            parser.error(
+                f"{path} lacks some of {', '.join(ALGORITHMS)}; measure all of them, or give another"
+            )
     return arguments
 
 
