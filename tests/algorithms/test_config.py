@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from in_turn import InTurn
 from pool import Pool
-from thinwire import AllReduce, AttachError, BatchedPowerSGD, Cast, ConfigError, PowerSGD
+from thinwire import AllReduce, AttachError, BatchedPowerSGD, Cast, ConfigError, PowerSGD, Quantize, TopK
 from thinwire.channel import ProcessGroupTransport
 
 
@@ -101,6 +102,13 @@ def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: 
         (lambda: PowerSGD(relative_error=0.5), r"write PowerSGD\(max_relative_error=0.5\)"),  # type: ignore[call-arg]
         (lambda: PowerSGD(matrx_rank=4), r"write PowerSGD\(matrix_rank=4\)"),  # type: ignore[call-arg]
         (lambda: BatchedPowerSGD(quux=True), "'quux'; it has matrix_rank, .*wire_dtype"),  # type: ignore[call-arg]
+        (lambda: Quantize(bit=4), r"Quantize has no setting 'bit'; write Quantize\(bits=4\)"),  # type: ignore[call-arg]
+        (lambda: Quantize(4, bits=4), r"got 4 without one; write Quantize\(bits=4\)"),  # type: ignore[misc]
+        (lambda: TopK(ratio=0.1), "TopK has no setting 'ratio'; it has density, bits"),  # type: ignore[call-arg]
+        (lambda: Cast(bits=16), "Cast has no setting 'bits'; it has dtype"),  # type: ignore[call-arg]
+        (lambda: AllReduce(bits=16), "AllReduce has no setting 'bits'; it has none"),
+        (lambda: AllReduce(4), r"AllReduce has no settings, got 4; write AllReduce\(\)"),
+        (lambda: InTurn(perod=4), r"InTurn has no setting 'perod'; write InTurn\(period=4\)"),  # type: ignore[call-arg]
         (
             lambda: BatchedPowerSGD(relative_error=0.5),  # type: ignore[call-arg]
             "'relative_error'; it has matrix_rank",

@@ -246,7 +246,7 @@ def test_a_loss_scale_changes_no_unscaled_result(entry: Entry) -> None:
 @every_entry
 def test_unknown_arguments_are_refused(entry: Entry) -> None:
     with pytest.raises((TypeError, ConfigError), match="matrix_rnak"):
-        type(entry.algorithm)(matrix_rnak=4)  # type: ignore[call-arg]
+        type(entry.algorithm)(matrix_rnak=4)
 
 
 @every_entry

@@ -7,11 +7,12 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from thinwire.algorithms.requests import Message, Request, Requests
+from thinwire.algorithms.spelling import check_names
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -27,6 +28,8 @@ __all__ = [
 ]
 
 MAX_SETTING_LENGTH = 60
+
+Kind = TypeVar("Kind", bound="Algorithm")
 
 Choices: TypeAlias = Mapping[str, int]
 """What was chosen at run time, by parameter, in the algorithm's own unit; the same on all members."""
@@ -231,12 +234,25 @@ class Algorithm(ABC):
     # Settings that are shown even where they have their default.
     always_shown: ClassVar[tuple[str, ...]] = ()
 
+    # What others call its settings: whoever types such a name is told the one that there is.
+    names_elsewhere: ClassVar[Mapping[str, str]] = MappingProxyType({})
+
     # Whether a bucket's later messages are so large that they had better travel by themselves while gradients
     # of other buckets are computed, than in one with those of all buckets when all are there.
     pipelines_buckets: ClassVar[bool] = False
 
     # Whether a step tells of most entries nothing, and of each only now and then.
     sends_few_entries: ClassVar[bool] = False
+
+    def __new__(cls: type[Kind], *args: object, **settings: object) -> Kind:
+        """Refuse settings that it does not take.
+
+        Raises:
+            ConfigError: There are such.
+        """
+        # Before `__init__`, which would say no more than that an argument is unexpected.
+        check_names(cls, args, settings, cls.names_elsewhere)
+        return super().__new__(cls)
 
     def __str__(self) -> str:
         """Return how it is written in code, mostly without what has its default."""

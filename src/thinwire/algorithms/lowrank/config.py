@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
-from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,12 +14,9 @@ from thinwire.algorithms.cast import WireDtype, short_name_of, wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.checks import number, true_or_false, whole_count, whole_number
-from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Route
 
 __all__ = ["ELSEWHERE", "LowRank", "LowRankRoute", "translated"]
-
-Config = TypeVar("Config", bound="LowRank")
 
 # What torch, the reference implementation and earlier versions call our settings.
 ELSEWHERE = {
@@ -68,6 +63,7 @@ class LowRank(Algorithm):
 
     slots = (ERROR, FACTOR, BASIS, SENT)
     always_shown = ("matrix_rank",)  # it says most of the bytes
+    names_elsewhere = ELSEWHERE
 
     matrix_rank: int
     min_compression_ratio: float = 2
@@ -77,19 +73,6 @@ class LowRank(Algorithm):
     seed: int = 0
     wire_dtype: WireDtype | None = None
     power_iterations: int = 1
-
-    def __new__(cls: type[Config], *args: object, **settings: object) -> Config:
-        """Refuse settings without a name, or with one that there is not.
-
-        Raises:
-            ConfigError: There are such.
-        """
-        # Before `__init__`, which would say no more than that an argument is unexpected.
-        try:
-            signature(cls.__init__).bind_partial(None, *args, **settings)
-        except TypeError as error:
-            raise ConfigError(_respelt(cls, args, settings)) from error
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():
@@ -198,23 +181,3 @@ def translated(settings: Mapping[str, object]) -> dict[str, Any]:
     """
     ours = {name: ELSEWHERE.get(name, name) for name in settings}
     return {ours[name]: CHECKS[ours[name]](name, value) for name, value in settings.items()}
-
-
-def _respelt(kind: type[LowRank], args: Sequence[object], settings: Mapping[str, object]) -> str:
-    """Return what is wrong with these settings of an algorithm, and how they are written."""
-    if args:
-        matrix_rank = args[0] if isinstance(args[0], int) else 4
-        return (
-            f"{kind.__name__} takes settings by name, got {args[0]!r} without one; "
-            f"write {kind.__name__}(matrix_rank={matrix_rank})"
-        )
-    names = [name for name in signature(kind.__init__).parameters if name != "self"]
-    unknown = next(name for name in settings if name not in names)
-    elsewhere = ELSEWHERE.get(unknown)
-    # Only what this algorithm has: `BatchedPowerSGD` lacks some of `PowerSGD`'s.
-    meant = [elsewhere] if elsewhere in names else get_close_matches(unknown, names, n=1)
-    if not meant:
-        return f"{kind.__name__} has no setting {unknown!r}; it has {', '.join(names)}"
-    return (
-        f"{kind.__name__} has no setting {unknown!r}; write {kind.__name__}({meant[0]}={settings[unknown]!r})"
-    )
