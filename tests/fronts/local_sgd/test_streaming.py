@@ -538,7 +538,10 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
         "ConfigError: delay_steps must be less than every_steps=2, got 2",
     ),
     "mix of 1": (lambda member: member.local(delay_steps=1, mix=1), "ConfigError: mix is the share"),
-    "mix without delay": (lambda member: member.local(mix=0.5), "got 0.5 with delay_steps=0"),
+    "mix without delay": (
+        lambda member: member.local(mix=0.5),
+        "delay_steps=0: leave it out, or give delay_steps",
+    ),
     "device": (
         lambda member: member.local(outer_device="moon"),
         "ConfigError: outer_device must be a device",

@@ -68,7 +68,8 @@ class Schedule:
             if not self.delay_steps or share >= 1:
                 raise ConfigError(
                     "mix is the share, from 0 to below 1, that the model keeps of what it has become while "
-                    f"an average was on its way; got {mix!r} with delay_steps={self.delay_steps}"
+                    f"an average was on its way; got {mix!r} with delay_steps={self.delay_steps}: "
+                    + ("take less" if self.delay_steps else "leave it out, or give delay_steps")
                 )
         object.__setattr__(self, "mix_share", share)
 
