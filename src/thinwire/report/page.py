@@ -141,7 +141,7 @@ def _figures(runs: Sequence[Run], names: Sequence[str]) -> list[_Figure]:
             found.append(
                 _Figure(
                     f"{shown} against {words}".capitalize(),
-                    "Many points are smoothed; faint, as they are.",
+                    "A line of many points is smoothed, and the points themselves are faint.",
                     figures.logged(runs, name, across),
                 )
             )
