@@ -136,6 +136,8 @@ class Counting(TorchDispatchMode):
         read = given if not overwrites else given[len(written) :]
         if "out" in kwargs:
             read = list(tensors_in(args))  # what it overwrites it may read as well
+        if base == "index_copy":
+            read, written = given[1:], list(given[2:])  # of what it writes to, only the rows that it names
         self.bytes[name] += sum(map(_held_bytes, read)) + sum(map(_held_bytes, written))
 
 

@@ -90,10 +90,10 @@ def step_of(
 
 
 GPT2_SMALL = {
-    1: Limit(337, 10.1),
-    4: Limit(373, 10.3),
-    8: Limit(421, 10.5),
-    32: Limit(709, 11.8),
+    1: Limit(289, 10.1),
+    4: Limit(325, 10.3),
+    8: Limit(373, 10.5),
+    32: Limit(661, 11.8),
 }
 
 
@@ -110,12 +110,12 @@ GPT2_SMALL_BY_TRITON: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Li
     "rank 32": (PowerSGD(matrix_rank=32), torch.float32, {}, Limit(39, 8.8)),
     # No more than with one, and no wait.
     "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(39, 8.1, 0)),
-    "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(35, 12.2)),
+    "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(34, 12.2)),
     "loss scale": (
         PowerSGD(matrix_rank=4),
         torch.float32,
         {"loss_scale": lambda device: torch.empty((), device=device)},
-        Limit(41, 8.1),
+        Limit(40, 8.1),
     ),
 }
 
@@ -133,13 +133,27 @@ def scale(device: torch.device) -> torch.Tensor:
 
 
 SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
-    "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(339, 45.4)),
-    "loss scale": (PowerSGD(matrix_rank=4), torch.float32, {"loss_scale": scale}, Limit(415, 12.3)),
-    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(387, 11.3, 0)),
-    "alternating": (PowerSGD(matrix_rank=4, alternating=True), torch.float32, {}, Limit(267, 9.2)),
+    "16-bit gradients": (PowerSGD(matrix_rank=4), torch.bfloat16, {}, Limit(314, 45.4)),
+    "loss scale": (PowerSGD(matrix_rank=4), torch.float32, {"loss_scale": scale}, Limit(362, 12.3)),
+    "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(341, 10.3, 0)),
+    "alternating": (PowerSGD(matrix_rank=4, alternating=True), torch.float32, {}, Limit(225, 9.2)),
     # Random rows are drawn on the host in every step, and it does not wait for their copies.
-    "no warm start": (PowerSGD(matrix_rank=1, warm_start=False), torch.float32, {}, Limit(1017, 10.1)),
-    "batched": (BatchedPowerSGD(), torch.float32, {}, Limit(395, 11.1)),
+    "no host check, loss scale": (
+        PowerSGD(matrix_rank=4),
+        torch.float32,
+        {"host_check": False, "loss_scale": scale},
+        Limit(379, 12.3, 0),
+    ),
+    # Zeros take the place of factors of the other side.
+    "no host check, alternating": (
+        PowerSGD(matrix_rank=4, alternating=True),
+        torch.float32,
+        {"host_check": False},
+        Limit(243, 9.3, 0),
+    ),
+    "no host check, batched": (BatchedPowerSGD(), torch.float32, {"host_check": False}, Limit(792, 18.1, 0)),
+    "no warm start": (PowerSGD(matrix_rank=1, warm_start=False), torch.float32, {}, Limit(969, 10.1)),
+    "batched": (BatchedPowerSGD(), torch.float32, {}, Limit(392, 11.1)),
 }
 
 
@@ -150,14 +164,14 @@ def test_gpt2_small_by_setting(name: str) -> None:
     assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
 
 
-def test_in_one_bucket_to_keep_what_was_takes_a_launch_for_each_shape() -> None:
-    """By PyTorch, which can't choose between many tensors at once; all else is seven launches."""
+def test_in_one_bucket_to_keep_what_was_takes_five_launches() -> None:
+    """And no pass: rows that are not to be kept go nowhere."""
     checked, unchecked = (
         step_of(PowerSGD(matrix_rank=4), gpt2_small(), in_one_bucket=True, host_check=each)
         for each in (True, False)
     )
-    assert Limit(173, 10.3).holds(checked, bytes_of(gpt2_small(), torch.float32)), checked
-    assert Limit(180, 11.3, 0).holds(unchecked, bytes_of(gpt2_small(), torch.float32)), unchecked
+    assert Limit(169, 10.2).holds(checked, bytes_of(gpt2_small(), torch.float32)), checked
+    assert Limit(174, 10.3, 0).holds(unchecked, bytes_of(gpt2_small(), torch.float32)), unchecked
 
 
 # Of one layer, in two buckets. What has no row here is to be counted and given one.
@@ -169,15 +183,15 @@ REGISTERED = {
     "Quantize(bits=4)": Limit(237, 48.6, 0),
     "Quantize(bits=2)": Limit(261, 55.2, 0),
     'TopK(error_decay=1, merge="members")': Limit(472, 25.8),
-    "PowerSGD(matrix_rank=1)": Limit(108, 10.1),
-    "PowerSGD(matrix_rank=2)": Limit(120, 10.2),
-    "PowerSGD(matrix_rank=4)": Limit(144, 10.3),
-    "PowerSGD(matrix_rank=8)": Limit(192, 10.5),
+    "PowerSGD(matrix_rank=1)": Limit(106, 10.1),
+    "PowerSGD(matrix_rank=2)": Limit(118, 10.2),
+    "PowerSGD(matrix_rank=4)": Limit(142, 10.3),
+    "PowerSGD(matrix_rank=8)": Limit(190, 10.5),
     "PowerSGD(matrix_rank=4, alternating=True)": Limit(80, 9.2),
     "PowerSGD(matrix_rank=2, alternating=True)": Limit(68, 9.1),
-    'PowerSGD(matrix_rank=2, wire_dtype="bf16")': Limit(129, 10.2),
-    "PowerSGD(matrix_rank=2, factor_bits=8)": Limit(498, 10.3),
-    "BatchedPowerSGD(matrix_rank=1)": Limit(121, 11.1),
+    'PowerSGD(matrix_rank=2, wire_dtype="bf16")': Limit(127, 10.2),
+    "PowerSGD(matrix_rank=2, factor_bits=8)": Limit(496, 10.3),
+    "BatchedPowerSGD(matrix_rank=1)": Limit(120, 11.1),
 }
 
 
@@ -300,7 +314,7 @@ def test_the_front_of_tensors() -> None:
     front = StepFront(parameters, PowerSGD(matrix_rank=4), transport=Alike())
     gradients = [torch.empty_like(parameter) for parameter in parameters]
     found, _ = counted(lambda: front.average(gradients))
-    limit = Limit(169, 15.3)
+    limit = Limit(165, 15.3)
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
 
 
@@ -319,5 +333,5 @@ def test_the_front_of_local_sgd() -> None:
     ):
         found, _ = counted(optimizer.step)
         assert engine_of(local.sync).counts().compression_ratio > 5
-    limit = Limit(220, 25.3, 3)
+    limit = Limit(218, 25.3, 3)
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from catalog import buckets, random_gradients
+from catalog import buckets, random_gradients, spec
 from thinwire import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms import Algorithm, Memory, accelerators
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import MatrixGroup, fill_alike, fill_memory
-from thinwire.algorithms.lowrank import powersgd_plan
-from thinwire.algorithms.lowrank.powersgd_plan import _laid_alike
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.kernels import dispatch, torch_kernels
+from thinwire.algorithms.kernels.matrices import MatrixGroup, fill_alike, fill_memory, stacked
+from thinwire.algorithms.kernels.residuals import move_where
+from thinwire.algorithms.lowrank import rooms
+from thinwire.algorithms.lowrank.rooms import Wanted, _laid_alike, all_laid
 from thinwire.algorithms.lowrank.slots import BASIS
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
@@ -38,15 +40,33 @@ def in_dtype(dtype: torch.dtype) -> list[tuple[ParameterSpec, ...]]:
     ]
 
 
+def layers(dtype: torch.dtype = torch.float32) -> list[tuple[ParameterSpec, ...]]:
+    """Equal layers over two buckets, of which residuals are moved by rows."""
+    shapes: dict[str, list[tuple[int, ...]]] = {
+        "0.out": [(64, 32), (32,)],
+        "0.up": [(32, 96), (96,)],
+        "1.out": [(64, 32), (32,)],
+        "1.up": [(32, 96)],
+    }
+    bucket = [
+        spec(f"{name}.{len(shape)}", *shape, dtype=dtype) for name, some in shapes.items() for shape in some
+    ]
+    return [tuple(bucket[:3]), tuple(bucket[3:])]
+
+
 def run(
-    algorithm: Algorithm, dtype: torch.dtype, bad_steps: Collection[int] = (2,), **settings: Any
+    algorithm: Algorithm,
+    dtype: torch.dtype,
+    bad_steps: Collection[int] = (2,),
+    layout: list[tuple[ParameterSpec, ...]] | None = None,
+    **settings: Any,
 ) -> tuple[list[torch.Tensor], Simulation]:
     """The means of four steps, of which some are not finite."""
-    layout = in_dtype(dtype)
+    layout = layout or in_dtype(dtype)
     simulation = Simulation(algorithm, layout, num_workers=2, **settings)
     means = []
     for step in range(4):
-        gradients = random_gradients(buckets(), num_workers=2, seed=step)
+        gradients = random_gradients(layout, num_workers=2, seed=step)
         given = [[flat.to(dtype) for flat in of_worker] for of_worker in gradients]
         if step in bad_steps:
             given[1][0][7] = torch.inf
@@ -102,6 +122,84 @@ def test_without_a_host_check_to_the_bit_what_it_is_with_one(
     assert got.syncs[0].stats().compression_ratio > 2
 
 
+SCALE = torch.tensor(3.0)
+SCALES: dict[str, dict[str, Any]] = {
+    "no loss scale": {},
+    "one loss scale": {"loss_scale": lambda device: SCALE},
+    "a tensor for each bucket": {"loss_scale": lambda device: SCALE.clone()},
+}
+
+
+@pytest.mark.parametrize("scaled", SCALES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad_steps", [{0}, {1, 2}], ids=str)
+def test_by_rows_to_the_bit_what_it_is_with_a_host_check(
+    bad_steps: set[int], dtype: torch.dtype, scaled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of a step that is not finite residuals stay, in the memory where they are."""
+    algorithm, layout, settings = PowerSGD(matrix_rank=2), layers(dtype), SCALES[scaled]
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    on_cpu, _ = run(algorithm, dtype, bad_steps, layout, **settings)
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    seen, expected = run(algorithm, dtype, bad_steps, layout, **settings)
+    moved: list[int] = []
+    monkeypatch.setattr(torch_kernels, "_choose", None)
+
+    def move(flag: torch.Tensor, matrices: Sequence[torch.Tensor], *given: Any) -> None:
+        moved.append(len(matrices))
+        move_where(flag, matrices, *given)
+
+    monkeypatch.setattr(torch_kernels, "move_where", move)
+    unseen, got = run(algorithm, dtype, bad_steps, layout, host_check=False, **settings)
+    # All buckets at once, in each of four steps on both workers.
+    assert moved == ([2] * 16 if "each" in scaled else [4] * 8)
+    for step, (a, b, c) in enumerate(zip(seen, unseen, on_cpu, strict=True)):
+        assert a.isnan().all() == b.isnan().all() == c.isnan().all() == (step in bad_steps)
+        assert step in bad_steps or torch.equal(a, b)
+        assert step in bad_steps or (a - c).norm() < (1e-4 if dtype == torch.float32 else 3e-2) * c.norm()
+    for before, after in zip(expected.engines, got.engines, strict=True):
+        slots = [engine.memory.slots for engine in (before, after)]
+        assert slots[0].keys() == slots[1].keys()
+        for slot, tensors in slots[0].items():
+            assert all(torch.equal(tensors[label], slots[1][slot][label]) for label in tensors), slot
+        error = after.memory[ERROR]
+        assert all(room.isfinite().all() and room.any() for room in error.values())
+        assert stacked([error["0.out.2"], error["1.out.2"]]) is not None
+        assert stacked([error["0.up.2"], error["1.up.2"]]) is not None
+    assert got.syncs[0].stats().compression_ratio > 2
+
+
+def test_residuals_of_one_shape_lie_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all buckets that a step has; what was kept goes along when the next step has others."""
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+
+    def groups(*shapes: tuple[int, int], first: int = 0) -> list[MatrixGroup]:
+        return [
+            MatrixGroup([str(first + number)], [torch.empty(shape)], [None], 2)
+            for number, shape in enumerate(shapes)
+        ]
+
+    buckets = [groups((8, 64), (4, 64)), groups((4, 64), (8, 64), first=2)]
+    wanted = [Wanted(some, {"2": torch.full((256,), 2.0)}, torch.float32) for some in buckets]
+    laid = [room for of_bucket in all_laid(wanted) for room in of_bucket]
+    flat = {str(number): room.tensors[0] for number, room in enumerate(laid)}
+    assert [flat[name].storage_offset() for name in "0312"] == [0, 512, 1024, 1280]
+    assert [float(flat[name].sum()) for name in "0312"] == [0, 0, 0, 512]
+    spares = [room.spare for room in laid if room.spare is not None]
+    assert [(len(each), each.storage_offset()) for each in spares] == [(256, 1536)] * 4
+
+    again = all_laid([Wanted(some, flat, torch.float32) for some in buckets])
+    assert [room.tensors[0].data_ptr() for some in again for room in some] == [
+        tensor.data_ptr() for tensor in flat.values()
+    ]
+    # One bucket alone: what is another's must not be in reach, nor its last rows taken for spare ones.
+    (alone,) = all_laid([Wanted(buckets[1], flat, torch.float32)])
+    assert {room.tensors[0].untyped_storage().nbytes() for room in alone} == {4 * (768 + 256)}
+    assert torch.equal(alone[0].tensors[0], flat["2"])
+    wide = all_laid([Wanted(some, flat, torch.float64) for some in buckets])
+    assert torch.equal(wide[1][0].tensors[0], flat["2"].double())
+
+
 def test_a_saved_state_resumes_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed run makes the bases that the other has made ahead; switching the algorithm forgets them."""
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
@@ -141,7 +239,7 @@ def test_residuals_lie_as_their_matrices_do(monkeypatch: pytest.MonkeyPatch) -> 
     again = _laid_alike(groups("b", "a", "d", "c"), together, torch.float32)
     assert all(again[name] is room for name, room in together.items())
 
-    monkeypatch.setattr(powersgd_plan, "kernels_for", lambda like, matrix_rank: matrix_rank)
+    monkeypatch.setattr(rooms, "kernels_for", lambda like, matrix_rank: matrix_rank)
     apart = _laid_alike(groups("a", "b", "c", "d"), together, torch.float32)
     assert len({room.untyped_storage().data_ptr() for room in apart.values()}) == 4
     assert all(torch.equal(room, together[name]) for name, room in apart.items())

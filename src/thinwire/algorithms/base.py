@@ -155,7 +155,7 @@ class Memory:
                 # What was not there can't be taken away without the host; zeros say the same as nothing.
                 if was is None or was.shape != written.shape:
                     was = torch.zeros_like(written)
-                written.copy_(torch.where(is_healthy.to(written.device), written, was))
+                torch.where(is_healthy.to(written.device), written, was, out=written)
 
 
 class Diagnosis(NamedTuple):

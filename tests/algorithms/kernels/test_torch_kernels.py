@@ -80,8 +80,8 @@ def test_of_a_batch_that_is_not_healthy_residuals_stay_by_one_choice(
     choices: list[torch.Tensor] = []
     choose = torch.where
 
-    def chosen(flag: torch.Tensor, *given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        choices.append(out)
+    def chosen(flag: torch.Tensor, *given: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        choices.extend([] if out is None else [out])
         return choose(flag, *given, out=out)
 
     terms = [Factors(factor_of(3, 2, 18), factor_of(3, 2, 33), factor_of(3, 2, 33, seed=2))]

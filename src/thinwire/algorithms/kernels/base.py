@@ -26,9 +26,12 @@ class Kernels(Protocol):
 
     Attributes:
         gradient_types: Types of gradients that may be a group's matrices. Others are copied to fp32 first.
+        lays_by_shape: Whether on an accelerator residuals of one shape, of all buckets, are to lie side by
+            side.
     """
 
     gradient_types: ClassVar[Collection[torch.dtype]]
+    lays_by_shape: ClassVar[bool] = False
 
     def products(
         self,
@@ -71,6 +74,7 @@ class Kernels(Protocol):
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
         is_healthy: torch.Tensor | None = None,
+        spares: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """Turn every gradient into the mean one, in place, and write to its error what was not sent.
 
@@ -87,6 +91,7 @@ class Kernels(Protocol):
             loss_scale: What the loss was multiplied by, None for 1.
             is_healthy: One bool, not read back: if it is false, errors stay as they were and gradients become
                 NaN. None for true.
+            spares: Of each group the spare row of its errors, as of `Rooms`; None if there are none.
         """
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:

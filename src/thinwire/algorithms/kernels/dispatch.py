@@ -264,6 +264,7 @@ def reconstruct(
     terms: Sequence[Terms],
     loss_scale: torch.Tensor | None,
     is_healthy: torch.Tensor | None = None,
+    spares: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
     """As `Kernels.reconstruct`, each group by its backend."""
     for kernels, share in _shares(groups):
@@ -273,6 +274,7 @@ def reconstruct(
             [terms[index] for index in share],
             loss_scale,
             is_healthy,
+            None if spares is None else [spares[index] for index in share],
         )
 
 

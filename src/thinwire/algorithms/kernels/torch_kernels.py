@@ -10,8 +10,10 @@ element is done to the matrices of all groups by one operation.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad, threshold
@@ -19,6 +21,7 @@ from torch.nn.functional import pad, threshold
 from thinwire.algorithms import accelerators
 from thinwire.algorithms.joining import as_one
 from thinwire.algorithms.kernels.base import Kernels
+from thinwire.algorithms.kernels.kept import number_on
 from thinwire.algorithms.kernels.matrices import (
     DEPENDENT_BELOW,
     Factors,
@@ -28,12 +31,14 @@ from thinwire.algorithms.kernels.matrices import (
     add_errors,
     add_scaled,
     fill_alike,
+    in_one_piece,
     joined,
     parted,
     replaced,
     shape_groups,
     stacked,
 )
+from thinwire.algorithms.kernels.residuals import move_where
 
 __all__ = ["TorchKernels"]
 
@@ -45,6 +50,7 @@ class TorchKernels(Kernels):
     """PyTorch's products, a group after the other; see `Kernels` for what each method does."""
 
     gradient_types = (torch.float32, torch.float64)
+    lays_by_shape = True
 
     def products(
         self,
@@ -75,19 +81,21 @@ class TorchKernels(Kernels):
         if add_error and _pay_per_launch(groups):
             _add_all_errors(groups, loss_scale)
             add_error = False
-        owns = []
-        for group, left in zip(groups, lefts, strict=True):
+        owns = _room_by_shape(groups, lefts) if _pay_per_launch(groups) else None
+        results = []
+        for index, (group, left) in enumerate(zip(groups, lefts, strict=True)):
             batch = _batch_for(group)
             if add_error:
                 add_errors(group, loss_scale)
+            columns = group.matrices[0].shape[1]
+            own = left.new_empty(len(left), group.matrix_rank, columns) if owns is None else owns[index]
+            results.append(own)
             if batch is not None:
-                owns.append(torch.bmm(left, batch))
+                torch.bmm(left, batch, out=own)
                 continue
-            own = left.new_empty(len(left), group.matrix_rank, group.matrices[0].shape[1])
             for matrix, p, projection in zip(group.matrices, left, own, strict=True):
                 torch.mm(p, matrix, out=projection)
-            owns.append(own)
-        return owns
+        return results
 
     def reconstruct(
         self,
@@ -96,13 +104,14 @@ class TorchKernels(Kernels):
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
         is_healthy: torch.Tensor | None = None,
+        spares: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """As `Kernels.reconstruct`; every matrix is read and written once, and its error written once.
 
         On accelerators every matrix once more.
         """
         if is_healthy is not None or _pay_per_launch(groups):
-            self._reconstruct_all(groups, errors, terms, loss_scale, is_healthy)
+            self._reconstruct_all(groups, errors, terms, loss_scale, is_healthy, spares)
             return
         for group, of_group, found in zip(groups, errors, terms, strict=True):
             sent = found[-1].pair(found[-1].own)
@@ -115,23 +124,23 @@ class TorchKernels(Kernels):
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
         is_healthy: torch.Tensor | None,
+        spares: Sequence[torch.Tensor | None] | None,
     ) -> None:
         """Do it for all groups, with few launches."""
-        # In place: with the matrix added to a product elsewhere, torch would copy it there first.
         kept = [
-            (group, of_group) for group, of_group in zip(groups, errors, strict=True) if of_group is not None
+            _Kept(group, of_group, found[-1].pair(found[-1].own), spare)
+            for group, of_group, found, spare in zip(
+                groups, errors, terms, spares or [None] * len(groups), strict=True
+            )
+            if of_group is not None
         ]
-        last = [found[-1] for found, of_group in zip(terms, errors, strict=True) if of_group is not None]
-        self.subtract_own([group for group, _ in kept], last)
-        written = [error for _, of_group in kept for error in of_group]
-        left_over = [matrix for group, _ in kept for matrix in group.matrices]
-        if loss_scale is not None and left_over:
-            # In the matrices, whose memory is the mean's next: so no copy is made for it.
-            torch._foreach_div_(left_over, loss_scale)
-        if is_healthy is None and written:
-            torch._foreach_copy_(written, left_over)
-        elif is_healthy is not None:
-            _keep_unless_healthy(kept, is_healthy)
+        if kept:
+            # What was sent is taken from the residuals, and not before from the matrices: those lie in their
+            # buckets, residuals of one shape side by side.
+            _move(kept, is_healthy)
+            _subtract_sent(kept, is_healthy)
+            if loss_scale is not None:
+                _divide(kept, loss_scale, is_healthy)
         # The residuals are out of the matrices; now those may be overwritten.
         means = [[term.pair(term.mean) for term in found] for found in terms]
         if is_healthy is not None:
@@ -205,15 +214,17 @@ class TorchKernels(Kernels):
         for indices in by_device.values():
             here = [batches[index] for index in indices]
             groups = shape_groups(here)
-            wholes = [joined(here, group) for group in groups]
             if drawn is not None:
-                instead = [drawn[indices[group[0]]] for group in groups]
-                wholes = [replaced(whole, rows) for whole, rows in zip(wholes, instead, strict=True)]
+                wholes = [
+                    replaced(joined(here, group), drawn[indices[group[0]]]).double() for group in groups
+                ]
+            else:
+                wholes = _joined_in_double(here, groups)
             # Twice, in float64: a Gram matrix squares the condition of the rows, and what one pass leaves of
             # nearly dependent ones the second takes out.
-            once = _orthonormal_pass([whole.double() for whole in wholes], are_scaled=False)
+            once = _orthonormal_pass(wholes, are_scaled=False)
             twice = _orthonormal_pass(once, are_scaled=True)
-            results = [basis.to(whole.dtype) for basis, whole in zip(twice, wholes, strict=True)]
+            results = [basis.to(here[group[0]].dtype) for basis, group in zip(twice, groups, strict=True)]
             bases.update(zip(indices, parted(results, here, groups), strict=True))
         return [bases[index] for index in range(len(batches))]
 
@@ -264,29 +275,126 @@ def _reconstruct_each(
                     matrix[block].addmm_(left[index][:, block].t(), right[index])
 
 
-def _keep_unless_healthy(
-    written: Sequence[tuple[MatrixGroup, Sequence[torch.Tensor]]], is_healthy: torch.Tensor
-) -> None:
-    """Write the matrices of each group to the tensors beside it where `is_healthy`; else those stay."""
+class _Kept(NamedTuple):
+    """A group, where its residuals go, the two factors of what was sent of it, and their spare row."""
+
+    group: MatrixGroup
+    rooms: Sequence[torch.Tensor]
+    sent: tuple[torch.Tensor, torch.Tensor]
+    spare: torch.Tensor | None
+
+
+def _move(kept: Sequence[_Kept], is_healthy: torch.Tensor | None) -> None:
+    """Copy all matrices to their rooms; where `is_healthy` is false, those stay."""
+    if is_healthy is None:
+        torch._foreach_copy_(
+            [room for each in kept for room in each.rooms],
+            [matrix for each in kept for matrix in each.group.matrices],
+        )
+        return
+    by_spare: dict[object, list[_Kept]] = defaultdict(list)
+    for each in kept:
+        by_spare[None if each.spare is None else each.spare.untyped_storage()._cdata].append(each)
+    for alike in by_spare.values():
+        matrices = [matrix for each in alike for matrix in each.group.matrices]
+        rooms = [room for each in alike for room in each.rooms]
+        if alike[0].spare is None:
+            _choose(alike, is_healthy)
+        else:
+            move_where(is_healthy, matrices, rooms, alike[0].spare)
+
+
+def _choose(kept: Sequence[_Kept], is_healthy: torch.Tensor) -> None:
+    """Copy the matrices of each group to their rooms where `is_healthy`; else those stay."""
     # A choice, and no product with 0 or 1: what is not finite would stay so. Torch can't choose between many
     # tensors at once, so it takes a launch for each piece of memory: a bucket, or a batch, or a matrix.
-    by_memory: dict[object, list[tuple[MatrixGroup, Sequence[torch.Tensor]]]] = defaultdict(list)
-    for group, rooms in written:
-        memory = [each.untyped_storage()._cdata for each in (group.matrices[0], rooms[0])]
-        by_memory[tuple(memory)].append((group, rooms))
+    by_memory: dict[object, list[_Kept]] = defaultdict(list)
+    for each in kept:
+        memory = [tensor.untyped_storage()._cdata for tensor in (each.group.matrices[0], each.rooms[0])]
+        by_memory[tuple(memory)].append(each)
     for beside in by_memory.values():
-        rests = [matrix for group, _ in beside for matrix in group.matrices]
-        whole = fill_alike(rests, [room for _, rooms in beside for room in rooms])
+        rests = [matrix for each in beside for matrix in each.group.matrices]
+        whole = fill_alike(rests, [room for each in beside for room in each.rooms])
         if whole is not None:
             torch.where(is_healthy, *whole, out=whole[1])
             continue
-        for group, rooms in beside:
-            batch, room = stacked(group.matrices), stacked(rooms)
-            if batch is not None and room is not None:
-                torch.where(is_healthy, batch, room, out=room)
+        for each in beside:
+            batch, batch_room = stacked(each.group.matrices), stacked(each.rooms)
+            if batch is not None and batch_room is not None:
+                torch.where(is_healthy, batch, batch_room, out=batch_room)
                 continue
-            for rest, room in zip(group.matrices, rooms, strict=True):
+            for rest, room in zip(each.group.matrices, each.rooms, strict=True):
                 torch.where(is_healthy, rest, room, out=room)
+
+
+def _subtract_sent(kept: Sequence[_Kept], is_healthy: torch.Tensor | None) -> None:
+    """Take from all residuals what was sent; nothing where `is_healthy` is false."""
+    by_type: dict[object, dict[object, list[_Kept]]] = defaultdict(lambda: defaultdict(list))
+    for each in kept:
+        room = each.rooms[0]
+        by_type[room.device, room.dtype][room.shape, each.group.matrix_rank].append(each)
+    for by_shape in by_type.values():
+        # Those of one shape one after the other: then they are a batch.
+        order = [each for alike in by_shape.values() for each in alike]
+        sides = [[each.sent[side] for each in order] for side in (0, 1)]
+        if is_healthy is not None:
+            flat = as_one([*sides[0], *sides[1]])
+            # Chosen, not multiplied by zero: of such a step they may be NaN. Zero times zero leaves all else.
+            flat = torch.where(is_healthy, flat, number_on(flat.device, 0.0, flat.dtype))
+            parts = _views(flat, [*sides[0], *sides[1]])
+            sides = [parts[: len(order)], parts[len(order) :]]
+        else:
+            # Joined by one launch; those that are alone of their shape stay where they are.
+            beside = [len(alike) > 1 for alike in by_shape.values() for _ in alike]
+            for factors in sides if any(beside) else []:
+                some = [factor for factor, is_joined in zip(factors, beside, strict=True) if is_joined]
+                joint = iter(_views(as_one(some), some))
+                factors[:] = [
+                    next(joint) if is_joined else factor
+                    for factor, is_joined in zip(factors, beside, strict=True)
+                ]
+        lefts, rights = map(iter, sides)
+        for alike in by_shape.values():
+            rooms = [room for each in alike for room in each.rooms]
+            batches = [(each.rooms, next(lefts), next(rights)) for each in alike]
+            whole = stacked(rooms)
+            if whole is not None:
+                left, right = as_one([p for _, p, _ in batches]), as_one([q for _, _, q in batches])
+                whole.baddbmm_(
+                    left.view(len(rooms), -1, whole.shape[1]).mT,
+                    right.view(len(rooms), -1, whole.shape[2]),
+                    alpha=-1,
+                )
+                continue
+            for of_group, left, right in batches:
+                batch = stacked(of_group)
+                if batch is not None:
+                    batch.baddbmm_(left.mT, right, alpha=-1)
+                    continue
+                for room, p, q in zip(of_group, left, right, strict=True):
+                    room.addmm_(p.t(), q, alpha=-1)
+
+
+def _views(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parts of a flat tensor of the shapes of tensors, one after the other."""
+    parts = flat.split_with_sizes([each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+
+
+def _divide(kept: Sequence[_Kept], loss_scale: torch.Tensor, is_healthy: torch.Tensor | None) -> None:
+    """Divide all residuals by the loss scale, or by one where `is_healthy` is false."""
+    if is_healthy is not None:
+        loss_scale = torch.where(is_healthy, loss_scale, number_on(loss_scale.device, 1.0, loss_scale.dtype))
+    by_type: dict[object, list[torch.Tensor]] = defaultdict(list)
+    for each in kept:
+        by_type[each.rooms[0].device, each.rooms[0].dtype].extend(each.rooms)
+    for rooms in by_type.values():
+        whole = in_one_piece(rooms)
+        # Not with what lies between: that is another's.
+        if whole is not None and whole.numel() == sum(room.numel() for room in rooms):
+            whole.div_(loss_scale)
+        else:
+            torch._foreach_div_(rooms, loss_scale)
 
 
 def _one_or_nan(is_healthy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -305,6 +413,28 @@ def _row_blocks(matrix: torch.Tensor) -> Iterator[slice]:
 
 def _pay_per_launch(groups: Sequence[MatrixGroup]) -> bool:
     return all(accelerators.pays_per_launch(group.matrices[0].device) for group in groups)
+
+
+def _room_by_shape(groups: Sequence[MatrixGroup], lefts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return where to write the projections of groups: those of one shape one after the other."""
+    # So that they need not be joined when they are taken from the residuals.
+    order: dict[object, list[int]] = defaultdict(list)
+    for index, group in enumerate(groups):
+        order[lefts[index].dtype, group.matrices[0].shape, group.matrix_rank].append(index)
+    shapes = {
+        index: (len(groups[index].matrices), groups[index].matrix_rank, groups[index].matrices[0].shape[1])
+        for some in order.values()
+        for index in some
+    }
+    by_type: dict[torch.dtype, list[int]] = defaultdict(list)
+    for index in shapes:
+        by_type[lefts[index].dtype].append(index)
+    rooms: dict[int, torch.Tensor] = {}
+    for some in by_type.values():
+        sizes = [math.prod(shapes[index]) for index in some]
+        parts = lefts[some[0]].new_empty(sum(sizes)).split_with_sizes(sizes)
+        rooms.update((index, part.view(shapes[index])) for index, part in zip(some, parts, strict=True))
+    return [rooms[index] for index in range(len(groups))]
 
 
 def _batch_for(group: MatrixGroup) -> torch.Tensor | None:
@@ -327,6 +457,25 @@ def _add_all_errors(groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | No
             matrix.addcmul_(error, loss_scale.to(error.dtype))
     elif known:
         torch._foreach_add_([matrix for matrix, _ in known], [error for _, error in known])
+
+
+def _joined_in_double(batches: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """As `joined`, of all groups, in float64."""
+    if not accelerators.pays_per_launch(batches[0].device):
+        return [joined(batches, group).double() for group in groups]
+    # Joined as they are copied: else each group would be read and written once more.
+    like = [batches[index] for group in groups for index in group]
+    flat = like[0].new_empty(sum(each.numel() for each in like), dtype=torch.float64)
+    by_type: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
+    for part, each in zip(_views(flat, like), like, strict=True):
+        by_type[each.dtype].append((part, each))
+    for some in by_type.values():
+        torch._foreach_copy_([part for part, _ in some], [each for _, each in some])
+    sizes = [sum(batches[index].numel() for index in group) for group in groups]
+    return [
+        part.view(-1, *batches[group[0]].shape[1:])
+        for part, group in zip(flat.split_with_sizes(sizes), groups, strict=True)
+    ]
 
 
 def _orthonormal_pass(batches: Sequence[torch.Tensor], *, are_scaled: bool) -> list[torch.Tensor]:

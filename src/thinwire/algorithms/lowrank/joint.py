@@ -20,6 +20,7 @@ __all__ = [
     "all_projections",
     "all_reconstructed",
     "all_written",
+    "all_zeros",
 ]
 
 
@@ -47,6 +48,7 @@ class Reconstruction(NamedTuple):
     terms: Terms
     loss_scale: torch.Tensor | None
     is_healthy: torch.Tensor | None
+    spare: torch.Tensor | None
 
 
 def all_products(items: Sequence[Asked]) -> list[torch.Tensor]:
@@ -85,6 +87,7 @@ def all_reconstructed(items: Sequence[Reconstruction]) -> Sequence[Reconstructio
             [item.terms for item in given],
             given[0].loss_scale,
             given[0].is_healthy,
+            [item.spare for item in given],
         )
     return items
 
@@ -127,6 +130,21 @@ def all_written(items: Sequence[tuple[Write, torch.Tensor | None]]) -> list[torc
         items: What, and whether the step is healthy: one tensor for all.
     """
     return dispatch.write([item for item, _ in items], items[0][1] if items else None)
+
+
+def all_zeros(items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return zeros of the shapes and types of tensors, those of one type in one memory."""
+    kinds: dict[object, list[int]] = {}
+    for index, item in enumerate(items):
+        kinds.setdefault((item.device, item.dtype), []).append(index)
+    results: dict[int, torch.Tensor] = {}
+    for some in kinds.values():
+        sizes = [items[index].numel() for index in some]
+        parts = items[some[0]].new_zeros(sum(sizes)).split_with_sizes(sizes)
+        results.update(
+            (index, part.view(items[index].shape)) for index, part in zip(some, parts, strict=True)
+        )
+    return [results[index] for index in range(len(items))]
 
 
 def _of_one_scale(scales: Iterable[torch.Tensor | None]) -> list[list[int]]:

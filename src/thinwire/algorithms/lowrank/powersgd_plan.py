@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,20 +19,19 @@ from thinwire.algorithms.kernels.matrices import (
     MatrixGroup,
     Terms,
     Write,
-    fill_alike,
-    fill_memory,
-    in_one_piece,
     round_all_into,
     widened,
 )
+from thinwire.algorithms.kernels.residuals import Rooms
 from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of_rows
 from thinwire.algorithms.lowrank.alternating import alternate
-from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed, all_written
+from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed, all_written, all_zeros
 from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
+from thinwire.algorithms.lowrank.rooms import Wanted, all_laid
 from thinwire.algorithms.lowrank.slots import BASIS, SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
 from thinwire.algorithms.lowrank.wire import FactorWire
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
 from thinwire.plan import Cut
 
 __all__ = ["PowerSGDPlan"]
@@ -104,7 +102,7 @@ class PowerSGDPlan(LowRankPlan):
             found = yield from rounds(self.config, self.wire, self.bases, groups, sent.parts, memory, bucket)
         labels = [group.labels for group in groups]
         remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
-        errors = self._errors(bucket, memory, groups)
+        rooms = yield from self._rooms(bucket, memory, groups)
         # What is dropped only the host can take back: then the engine copies memory, and puts it back.
         drops = any(names[index] in memory[slot] for index in self.uncompressed for slot in (ERROR, SENT))
         is_healthy = yield Commit(AllFinite(tuple(found.received)), writes_where=not drops)
@@ -118,11 +116,15 @@ class PowerSGDPlan(LowRankPlan):
         if is_healthy is not None:
             before = {slot: memory[slot] for slot in remembered}
             before[BASIS] = by_label(labels, found.starts)
-            writes += [
-                Write(tensor, None, _before(tensor, before[slot].get(label)))
+            was = [
+                (tensor, _like(tensor, before[slot].get(label)))
                 for slot, tensors in remembered.items()
                 for label, tensor in tensors.items()
             ]
+            # Zeros where there was nothing like it: in the first step, and where `alternating` turns.
+            missing = [tensor for tensor, old in was if old is None]
+            zeros = iter((yield Jointly(all_zeros, missing)) if missing else ())
+            writes += [Write(tensor, None, next(zeros) if old is None else old) for tensor, old in was]
         # Not from here, bucket by bucket: on an accelerator one launch writes what all of them leave.
         placed = yield Jointly(all_written, [(each, is_healthy) for each in writes])
         if is_healthy is not None:
@@ -131,7 +133,13 @@ class PowerSGDPlan(LowRankPlan):
             remembered = {
                 slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()
             }
-        yield from self._reconstruct(bucket, groups, found.terms, errors, is_healthy)
+        errors = {
+            label: tensor
+            for group, of_group in zip(groups, rooms, strict=True)
+            if of_group is not None
+            for label, tensor in zip(group.labels, of_group.tensors, strict=True)
+        }
+        yield from self._reconstruct(bucket, groups, found.terms, rooms, errors, is_healthy)
         for slot, tensors in {ERROR: errors, **remembered}.items():
             memory[slot].update(tensors)
         # With nothing of the bucket in front, since of nothing at all there is no `cat`.
@@ -147,14 +155,19 @@ class PowerSGDPlan(LowRankPlan):
         bucket: Bucket,
         groups: Sequence[MatrixGroup],
         terms: Sequence[Terms],
+        rooms: Sequence[Rooms | None],
         errors: Mapping[str, torch.Tensor],
         is_healthy: torch.Tensor | None,
     ) -> Requests:
         """Make compressed gradients their mean, and residuals what this process has not sent of its own."""
         reconstructions, copied = [], []
-        for shape_group, group, of_group in zip(self.shape_groups, groups, terms, strict=True):
-            residuals = [errors[name].view(shape_group.shape) for name in group.labels] if errors else None
-            reconstructions.append(Reconstruction(group, residuals, of_group, bucket.loss_scale, is_healthy))
+        for shape_group, group, found, room in zip(self.shape_groups, groups, terms, rooms, strict=True):
+            residuals, spare = None, None
+            if room is not None:
+                residuals, spare = [each.view(shape_group.shape) for each in room.tensors], room.spare
+            reconstructions.append(
+                Reconstruction(group, residuals, found, bucket.loss_scale, is_healthy, spare)
+            )
             copied += [
                 (index, matrix.view(-1))
                 for index, matrix in zip(shape_group.indices, group.matrices, strict=True)
@@ -199,64 +212,29 @@ class PowerSGDPlan(LowRankPlan):
             )
         return groups
 
-    def _errors(
+    def _rooms(
         self, bucket: Bucket, memory: Memory, groups: Sequence[MatrixGroup]
-    ) -> dict[str, torch.Tensor]:
-        """Return where to write residuals, by name: the tensors of memory, or new ones."""
+    ) -> Generator[Request | tuple[Message, ...], Any, Sequence[Rooms | None]]:
+        """Return where to write the residuals of each group: the tensors of memory, or new ones."""
         if not self.config.error_feedback or not groups:
-            return {}
+            return [None] * len(groups)
         dtype = bucket.specs[0].memory_dtype
         if accelerators.pays_per_launch(bucket.flat.device):
-            return _laid_alike(groups, memory[ERROR], dtype)
-        errors: dict[str, torch.Tensor] = {}
+            # For all buckets together, whose residuals of one shape are to lie side by side.
+            laid: list[list[Rooms]] = yield Jointly(all_laid, [Wanted(groups, memory[ERROR], dtype)])
+            return laid[0]
+        rooms: list[Rooms] = []
         for group in groups:
             # In place where all have one: it was added to the matrices already.
             kept = [memory[ERROR][label] for label in group.labels if label in memory[ERROR]]
             like = group.matrices[0]
             if len(kept) < len(group.labels):
                 kept = list(like.new_zeros(len(group.labels), like.numel(), dtype=dtype))
-            errors.update(zip(group.labels, kept, strict=True))
-        return errors
+            rooms.append(Rooms(kept))
+        return rooms
 
 
-def _laid_alike(
-    groups: Sequence[MatrixGroup], kept: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Return by name where to write residuals: so that they lie to each other as their matrices do.
-
-    Then those of a bucket are written by one launch, even if only where the step is healthy. They are the
-    tensors of memory, if those lie so; else new ones, that hold what was kept.
-    """
-    backends = {id(kernels_for(group.matrices[0], group.matrix_rank)) for group in groups}
-    # What one backend writes as a whole must have no residual between that another one writes.
-    parts = [groups] if len(backends) == 1 else [[group] for group in groups]
-    errors: dict[str, torch.Tensor] = {}
-    for part in parts:
-        labels = [label for group in part for label in group.labels]
-        matrices = [matrix for group in part for matrix in group.matrices]
-        whole = in_one_piece(matrices) if len(backends) == 1 else None
-        rooms = [kept[label] for label in labels if label in kept]
-        is_laid = len(rooms) == len(labels) and (
-            fill_memory(rooms) if whole is None else fill_alike(matrices, rooms) is not None
-        )
-        if not is_laid:
-            starts = [0, *accumulate(matrix.numel() for matrix in matrices)]
-            if whole is not None:
-                starts = [int(matrix.storage_offset() - whole.storage_offset()) for matrix in matrices]
-            length = starts[-1] if whole is None else whole.numel()
-            zeros = matrices[0].new_zeros(length, dtype=dtype)
-            rooms = [
-                zeros[start : start + matrix.numel()] for start, matrix in zip(starts, matrices, strict=False)
-            ]
-            known = [index for index, label in enumerate(labels) if label in kept]
-            if known:
-                torch._foreach_copy_([rooms[i] for i in known], [kept[labels[i]] for i in known])
-        errors.update(zip(labels, rooms, strict=True))
-    return errors
-
-
-def _before(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor:
-    """Return what was kept where a tensor is to be; zeros if there was nothing like it."""
+def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what was kept where a tensor is to be; None if there was nothing like it."""
     kind = (tensor.shape, tensor.dtype, tensor.device)
-    is_alike = was is not None and (was.shape, was.dtype, was.device) == kind
-    return was if was is not None and is_alike else torch.zeros_like(tensor)
+    return was if was is not None and (was.shape, was.dtype, was.device) == kind else None

@@ -67,6 +67,7 @@ class NumbaKernels(Kernels):
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
         is_healthy: torch.Tensor | None = None,
+        spares: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """As `Kernels.reconstruct`; by PyTorch's products with several terms, or without residuals."""
         scale = _number(loss_scale)

@@ -6,19 +6,13 @@ the residuals stay where they are, and the allocator gives a step the memory tha
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from thinwire.algorithms.accelerators import sent_to
+from thinwire.algorithms.kernels.kept import on_device
 
 __all__ = ["each_of", "padded", "table_of", "tiles_of"]
-
-# Of a step there are tens; those of bucket layouts and addresses that are gone fall out at the other end.
-MAX_TABLES = 1024
-
-_kept: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
 
 
 def padded(size: int) -> int:
@@ -34,7 +28,7 @@ def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Ten
         device: Where.
     """
     # 64 bits: addresses, and sizes of which two are multiplied.
-    return _on_device(("table", *rows), lambda: torch.tensor(rows, dtype=torch.int64), device)
+    return on_device(("table", *rows), lambda: torch.tensor(rows, dtype=torch.int64), device)
 
 
 def tiles_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -52,25 +46,7 @@ def tiles_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
         # Side by side, so that a program reads both from one line of memory.
         return torch.stack([owners, tiles], dim=1).int()
 
-    return _on_device(("tiles", *counts), made, device)
-
-
-def _on_device(
-    what: tuple[object, ...], made: Callable[[], torch.Tensor], device: torch.device
-) -> torch.Tensor:
-    # One for each stream: on another one the copy need not have arrived.
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    # By all of its contents: an address that was freed and given to another tensor is the same address still.
-    key = (device, stream, *what)
-    found = _kept.get(key)
-    if found is None:
-        found = _kept[key] = sent_to(device, made())
-        if len(_kept) > MAX_TABLES:
-            # A kernel that still reads it comes before whatever its stream gives the memory to.
-            _kept.popitem(last=False)
-    else:
-        _kept.move_to_end(key)
-    return found
+    return on_device(("tiles", *counts), made, device)
 
 
 def each_of(batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -130,6 +130,7 @@ class TritonKernels(Kernels):
         terms: Sequence[Terms],
         loss_scale: torch.Tensor | None,
         is_healthy: torch.Tensor | None = None,
+        spares: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """As `Kernels.reconstruct`; what a 16-bit gradient can't hold of a mean goes to its residual."""
         scale = _scale(loss_scale)
