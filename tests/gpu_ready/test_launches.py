@@ -138,6 +138,12 @@ SETTINGS: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Limit]] = {
     "no host check": (PowerSGD(matrix_rank=4), torch.float32, {"host_check": False}, Limit(341, 10.3, 0)),
     "alternating": (PowerSGD(matrix_rank=4, alternating=True), torch.float32, {}, Limit(225, 9.2)),
     # Random rows are drawn on the host in every step, and it does not wait for their copies.
+    "no host check, 16-bit gradients": (
+        PowerSGD(matrix_rank=4),
+        torch.bfloat16,
+        {"host_check": False},
+        Limit(345, 49.6, 0),
+    ),
     "no host check, loss scale": (
         PowerSGD(matrix_rank=4),
         torch.float32,

@@ -292,8 +292,10 @@ def round_all_into(
         if loss_scale is not None:
             torch._foreach_div_(kept, loss_scale)
         if is_healthy is not None:
-            is_unhealthy = ~is_healthy
-            for mean in means:
+            is_unhealthy, whole = ~is_healthy, in_one_piece(kept)
+            # Copies mostly lie so. Not with what lies between: that is another's.
+            is_dense = whole is not None and whole.numel() == sum(mean.numel() for mean in kept)
+            for mean in [whole] if whole is not None and is_dense else kept:
                 # Filled, and not multiplied by zero: a NaN would stay one and spoil the residual.
                 mean.masked_fill_(is_unhealthy, 0.0)
         torch._foreach_add_(known, kept)
