@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from by_hand import said_if_interrupted
 from elastic import job as elastic_job
 from elastic.job import Job
 from elastic.learner import BATCH, EVERY, USUAL
@@ -207,11 +209,26 @@ def main() -> None:
     given = parser.parse_args()
     given.file.parent.mkdir(exist_ok=True)
     elastic_job.PATIENCE_SECONDS = given.patience_seconds
-    for members in given.members:
-        for fault, moment in MATRIX:
-            is_ours_alone = moment == "all-gather" or fault is dying_as_it_receives
-            if given.only in (fault.__doc__ or "") and not (given.peer and is_ours_alone):
-                run_one(fault, moment, members, peer=given.peer)
+    with said_if_interrupted(
+        f"the matrix begins anew, --members and --only choose from it; soaks that ended are in {given.file}"
+    ):
+        _run_all(given)
+
+
+def _run_all(given: argparse.Namespace) -> None:
+    wanted = [
+        (fault, moment, members)
+        for members in given.members
+        for fault, moment in MATRIX
+        if given.only in (fault.__doc__ or "")
+        and not (given.peer and (moment == "all-gather" or fault is dying_as_it_receives))
+    ]
+    begun = time.monotonic()
+    for number, (fault, moment, members) in enumerate(wanted):
+        gone = time.monotonic() - begun
+        left = f"about {gone / number * (len(wanted) - number):.0f} s left" if number else "of seconds each"
+        print(f"fault {number + 1} of {len(wanted)}, {left}", file=sys.stderr, flush=True)
+        run_one(fault, moment, members, peer=given.peer)
     for seed in given.seeds if given.averagings else []:
         struck = soaked(
             given.file,

@@ -29,12 +29,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crash
 import thinwire
+from by_hand import said_if_interrupted
 from thinwire import CommunicationError, PowerSGD
 from thinwire.testing import Fault, InjectedError, Kind, fail_at, faults, random_faults
 from thinwire.testing.faults import RESTART_COUNT
 
 BATCH, CONTEXT = 4, 8
 TIMEOUT_SECONDS = 3.0
+SAY_EVERY_SECONDS = 10.0
 LOSSES: tuple[Kind, ...] = ("kill", "raise", "stall")  # those that need a restart
 
 
@@ -117,6 +119,7 @@ def soak(
                 steps,
                 save_every,
                 given,
+                log,
                 processes=processes,
                 timeout_seconds=TIMEOUT_SECONDS,
                 limit_seconds=max(60.0, steps),
@@ -141,15 +144,21 @@ def incarnation(
     steps: int,
     save_every: int,
     given: Sequence[Fault],
+    log: bool,
 ) -> Told:
     os.environ[RESTART_COUNT] = str(restart)
     setting.join_group()
     job = Job(checkpoint, save_every)
-    error = ""
+    error, begun, first = "", time.monotonic(), job.sync.steps
+    shown = begun
     with faults(job.sync, given) as struck:
         try:
             while job.sync.steps < steps:
                 job.step()
+                now, done = time.monotonic(), job.sync.steps
+                if log and setting.process_rank == 0 and now > shown + SAY_EVERY_SECONDS:
+                    shown, left = now, (now - begun) / (done - first) * (steps - done)
+                    print(f"step {done} of {steps}, about {left:.0f} s left", file=sys.stderr, flush=True)
         except (CommunicationError, InjectedError) as raised:
             error = type(raised).__name__
     told = job.told() if not error else ("", 0.0, 0.0)
@@ -247,15 +256,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start = time.monotonic()
-    told, struck, restarts = soak(
-        options.seed,
-        processes=options.processes,
-        steps=options.steps,
-        save_every=20,
-        num_faults=options.faults,
-        num_losses=options.losses,
-        log=True,
-    )
+    with said_if_interrupted("nothing is kept: a soak can't be resumed"):
+        told, struck, restarts = soak(
+            options.seed,
+            processes=options.processes,
+            steps=options.steps,
+            save_every=20,
+            num_faults=options.faults,
+            num_losses=options.losses,
+            log=True,
+        )
     same = len({each.checksum for each in told}) == 1
     gap = max(each.gap for each in told)
     print(f"{told[0].step} steps, {told[0].skipped} skipped, {restarts} restarts, faults {dict(struck)}")

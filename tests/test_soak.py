@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
+from by_hand import said_if_interrupted
 from soak import schedule, soak
 
 
@@ -27,3 +30,13 @@ def test_the_schedule_is_its_seeds() -> None:
     first = schedule(1, processes=4, steps=100, num_faults=20, num_losses=3)
     assert first == schedule(1, processes=4, steps=100, num_faults=20, num_losses=3)
     assert first != schedule(2, processes=4, steps=100, num_faults=20, num_losses=3)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_long_run_by_hand_says_what_becomes_of_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, said_if_interrupted("nothing is kept"):
+        signal.raise_signal(signal.Signals[name])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted; nothing is kept\n"
+    assert signal.getsignal(signal.SIGTERM) is before
