@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -38,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
 
     set_seed(0)
-    no_tokens = {"bos_token_id": None, "eos_token_id": None}
+    no_tokens: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     config = GPT2Config(vocab_size=256, n_positions=CONTEXT, n_embd=128, n_layer=2, n_head=4, **no_tokens)
     model = GPT2LMHeadModel(config)
     arguments = TrainingArguments(

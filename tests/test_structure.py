@@ -8,6 +8,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -152,6 +153,19 @@ def test_the_public_names() -> None:
         "check_replicas",
         "JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Watch", "read_run",
     }  # fmt: skip
+
+
+def test_the_package_shows_its_public_names_and_no_inner_rooms() -> None:
+    shown = [name for name in dir(thinwire) if not name.startswith("_")]
+    modules = {name for name in shown if isinstance(getattr(thinwire, name), ModuleType)}
+    assert set(thinwire.__all__) - {"__version__"} <= set(shown)
+    assert set(shown) == modules | set(thinwire.__all__) - {"__version__"}
+    assert {"algorithms", "checkpoint", "elastic", "errors", "powersgd", "simulation", "testing"} <= modules
+    reference = "".join(
+        (SOURCE.parents[1] / "docs" / page).read_text() for page in ("api.md", "api-algorithms.md")
+    )
+    for name in modules:
+        assert f"::: thinwire.{name}" in reference, name
 
 
 def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() -> None:

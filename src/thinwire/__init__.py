@@ -76,10 +76,20 @@ __all__ = [
     "read_run",
 ]
 
+# What users import from besides, of which the reference tells.
+PUBLIC_MODULES = ("advice", "algorithms", "errors", "plan", "probe", "watch")
+
+
+def __dir__() -> list[str]:
+    """Return the public names: what completes `thinwire.` in an editor."""
+    return sorted({*__all__, *PUBLIC_MODULES, *ON_DEMAND, *(name for name in globals() if name[:2] == "__")})
+
+
+# Not at import: few need them, and some import packages of others.
+ON_DEMAND = ("checkpoint", "ddp_comm_hooks", "elastic", "integrations", "powersgd", "simulation", "testing")
+
 # Not seen by type checkers, to which any name would then be an attribute of this module.
 if not TYPE_CHECKING:
-    # Not at import: few need them, and some import packages of others.
-    ON_DEMAND = ("checkpoint", "ddp_comm_hooks", "elastic", "integrations", "powersgd", "testing")
 
     def __getattr__(name: str) -> ModuleType:
         """Import a part of the package where it is named without an import: `thinwire.checkpoint`, say."""
