@@ -39,9 +39,9 @@ NOT_MEASURED = """## Not measured
 - **Real networks.** Links are those of [`thinwire lab`](lab.md): a limited rate on one machine, no loss
   of packets, no other traffic.
 - **Links of 10 Gbit/s.** Two cores do not fill them; `unshaped` is what the machine's own memory carries.
-- **Large models.** The largest is a GPT of 10.9 M parameters, and that one for its time only; losses are
-  of models up to 1.2 M. GPT-2 small was not trained, and ResNets have their arithmetic timed, not their
-  accuracy.
+- **Large models.** The largest that is timed is a GPT of 10.9 M parameters; losses are of models up to
+  1.2 M, and of single seeds above: 10.9 M, and GPT-2 small, exactly and in two bits. ResNets have their
+  arithmetic timed, not their accuracy.
 - **Long runs.** 2 000 steps are the most.
 - **Accelerate's `LocalSGD`.** It averages whole models in fp32; its time was not taken.
 - **Many members.** At most 8 that compute, 64 that are simulated; [a cost model](scaling.md) says the
