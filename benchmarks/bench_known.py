@@ -337,8 +337,8 @@ EXPLANATION = (
     "(momentum 0.9) 0.1, and 4.0 for the LSTM; for LoRA and GPT-2 small none was searched for. It rises for "
     f"{WARMUP_SHARE:.0%} of the steps, then falls along a cosine to nothing. Scores: accuracy in %, or loss "
     "in nats a byte, ± standard deviation over seeds; differences to exact are taken seed by seed, with the "
-    "95 % interval of their mean (Student's t). Bytes are those of a bf16 ring over the method's. GPT-2 small "
-    "was trained on an AMD EPYC, the others on an Intel Xeon."
+    "95 % interval of their mean (Student's t). Bytes are those of a bf16 ring over the method's. GPT-2 "
+    "small was trained on an AMD EPYC, the others on an Intel Xeon."
 )
 
 
