@@ -117,3 +117,8 @@ def test_the_same_as_lightnings_name(pool2: Pool) -> None:
 
 def _apply() -> Any:
     return AllGatherGrad.apply(torch.tensor([float(dist.get_rank())]))  # type: ignore[no-untyped-call]
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    with pytest.raises(thinwire.ConfigError, match=r"expected a tensor to gather, got \[1\.0\]"):
+        all_gather_grad([1.0])  # type: ignore[arg-type]

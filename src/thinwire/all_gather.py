@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from thinwire.channel import ProcessGroupTransport, gather_stacked
+from thinwire.errors import ConfigError
 
 __all__ = ["AllGatherGrad", "all_gather_grad"]
 
@@ -74,6 +75,7 @@ def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     Raises:
         AttachError: No process group, or one this process is not in.
         CommunicationError: The processes brought different shapes or types; raised on all of them.
+        ConfigError: `tensor` is none.
 
     Examples:
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)  # in a process group of one
@@ -82,5 +84,7 @@ def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
         >>> stacked.shape, x.grad
         (torch.Size([1, 2]), tensor([2., 4.]))
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"expected a tensor to gather, got {tensor!r}")
     stacked: torch.Tensor = AllGatherGrad.apply(tensor, group)  # type: ignore[no-untyped-call]
     return stacked

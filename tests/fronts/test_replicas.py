@@ -47,3 +47,8 @@ def _drifting() -> tuple[int, str]:
     with pytest.raises(thinwire.AgreementError) as caught:
         thinwire.check_replicas(model)
     return dist.get_world_size(), str(caught.value)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(thinwire.ConfigError, match=r"expected the model, a torch\.nn\.Module, got 3"):
+        thinwire.check_replicas(3)  # type: ignore[arg-type]

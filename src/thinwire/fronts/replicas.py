@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.channel import ProcessGroupTransport, gather_stacked
-from thinwire.errors import AgreementError, AttachError
+from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.fronts.local_sgd.averaged import held_of
 
 __all__ = ["check_replicas"]
@@ -44,6 +44,7 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
         AgreementError: Some hold others than process 0.
         AttachError: There is no process group, or the model is sharded and none was given.
         CommunicationError: The collective failed.
+        ConfigError: `model` is no module.
 
     Examples:
         >>> for step, batch in enumerate(loader):  # doctest: +SKIP
@@ -51,6 +52,8 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
         ...     if step % 1000 == 0:
         ...         thinwire.check_replicas(model)
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected the model, a torch.nn.Module, got {model!r}")
     if process_group is None:
         sharded = [name for name, parameter in model.named_parameters() if _is_cut(parameter)]
         if sharded:
