@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import torch
 
-__all__ = ["note_shortfall", "pays_per_launch", "sent_to", "shortfalls"]
+__all__ = [
+    "has_float64",
+    "in_float64",
+    "note_shortfall",
+    "pays_per_launch",
+    "sent_to",
+    "shortfalls",
+    "widest_dtype",
+]
 
 _shortfalls: dict[str, None] = {}  # in the order in which they were found
 
@@ -35,6 +44,47 @@ def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
         made = made.pin_memory()
     # Of pinned memory torch sees to it that it is there until the copy is done; on "meta" there is none.
     return made.to(device, non_blocking=device.type in ("cuda", "meta"))
+
+
+@cache
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64: Apple's do not, nor do some of Intel's.
+
+    Args:
+        device: Which.
+    """
+    if device.type in ("cpu", "cuda", "meta"):
+        return True
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).add_(1)
+    # By what lacks it: the type, or the instruction.
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in float64: on the CPU, for which the host waits, if its own device has none.
+
+    Args:
+        tensor: Of few elements.
+    """
+    if has_float64(tensor.device):
+        return tensor.double()
+    note_shortfall(
+        f"a device of type {tensor.device.type} does not compute in float64: the CPU makes the bases of "
+        "low-rank steps, for which the host waits"
+    )
+    return tensor.cpu().double()
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return the type in which a device adds up what is for people to read: float64 if it has it, else fp32.
+
+    Args:
+        device: Which.
+    """
+    return torch.float64 if has_float64(device) else torch.float32
 
 
 def note_shortfall(sentence: str) -> None:

@@ -163,9 +163,9 @@ class Diagnosis(NamedTuple):
 
     Attributes:
         labels: Of the routes.
-        relative_errors: Norm of what was not transmitted over the norm of what was to be; float64, shape
-            (routes,).
-        error_norms: Norm of what was not transmitted, unscaled; float64, shape (routes,).
+        relative_errors: Norm of what was not transmitted over the norm of what was to be; shape (routes,), of
+            float64, or fp32 on a device without that.
+        error_norms: Norm of what was not transmitted, unscaled; of the same type and shape.
     """
 
     labels: Sequence[str]

@@ -294,7 +294,7 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> KernelError:
         (left,) = products([group], [right], None, add_error=True)
         found_products = _gap(left, start @ exact.mT)
         (basis,) = orthonormal_rows([left])
-        wide = basis.double().cpu()
+        wide = basis.cpu().double()
         (own,) = projections([group], [basis], None, add_error=False)
         found_projections = _gap(own, wide @ exact)
         reconstruct([group], [list(error)], [[Factors(basis, own, own)]], None)
@@ -311,7 +311,7 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> KernelError:
 
 
 def _gap(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double().cpu() - exact).norm() / exact.norm())
+    return float((found.cpu().double() - exact).norm() / exact.norm())
 
 
 def _step_cost(

@@ -434,7 +434,10 @@ class Engine:
 
     def error_norm(self) -> float:
         """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""
-        errors = [error.double().norm() for error in self._lanes.memory[ERROR].values()]
+        errors = [
+            error.to(accelerators.widest_dtype(error.device)).norm()
+            for error in self._lanes.memory[ERROR].values()
+        ]
         return float(torch.stack(errors).norm()) if errors else 0.0
 
     # Saved state.

@@ -235,4 +235,18 @@ def test_a_gpu_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"Tesla V100 has compute capability \(7, 0\), which is below 8.0"):
         assert not triton_limits.reaches(torch.device("cuda", 99))
     assert not triton_limits.reaches(torch.device("cpu"))
-    assert not triton_limits.reaches(torch.device("mps"))
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_an_accelerator_that_triton_does_not_reach_is_told(kind: str) -> None:
+    triton_limits.reaches.cache_clear()
+    device = torch.device(kind)
+    told = (
+        f"Triton's kernels are for CUDA and ROCm, and this device is of type {kind}: PyTorch's kernels serve"
+    )
+    with pytest.warns(UserWarning, match=told):
+        assert not triton_limits.reaches(device)
+    assert not triton_limits.reaches(device)  # and is not told again
+    (sentence,) = accelerators.shortfalls(device)
+    assert sentence.startswith(told)

@@ -205,7 +205,7 @@ class TorchKernels(Kernels):
         The Gram matrices of all batches of a device, in float64, are factorised together by one Cholesky
         recursion over the few rows, none over matrices, and without reading anything back from the device.
 
-        Cost: two float64 copies of each batch, each read twice.
+        Cost: two float64 copies of each batch, each read twice. On the CPU, where a device has no float64.
         """
         by_device: dict[torch.device, list[int]] = defaultdict(list)
         for index, batch in enumerate(batches):
@@ -216,7 +216,8 @@ class TorchKernels(Kernels):
             groups = shape_groups(here)
             if drawn is not None:
                 wholes = [
-                    replaced(joined(here, group), drawn[indices[group[0]]]).double() for group in groups
+                    accelerators.in_float64(replaced(joined(here, group), drawn[indices[group[0]]]))
+                    for group in groups
                 ]
             else:
                 wholes = _joined_in_double(here, groups)
@@ -224,7 +225,7 @@ class TorchKernels(Kernels):
             # nearly dependent ones the second takes out.
             once = _orthonormal_pass(wholes, are_scaled=False)
             twice = _orthonormal_pass(once, are_scaled=True)
-            results = [basis.to(here[group[0]].dtype) for basis, group in zip(twice, groups, strict=True)]
+            results = [basis.to(here[group[0]]) for basis, group in zip(twice, groups, strict=True)]
             bases.update(zip(indices, parted(results, here, groups), strict=True))
         return [bases[index] for index in range(len(batches))]
 
@@ -461,8 +462,9 @@ def _add_all_errors(groups: Sequence[MatrixGroup], loss_scale: torch.Tensor | No
 
 def _joined_in_double(batches: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """As `joined`, of all groups, in float64."""
-    if not accelerators.pays_per_launch(batches[0].device):
-        return [joined(batches, group).double() for group in groups]
+    device = batches[0].device
+    if not (accelerators.pays_per_launch(device) and accelerators.has_float64(device)):
+        return [accelerators.in_float64(joined(batches, group)) for group in groups]
     # Joined as they are copied: else each group would be read and written once more.
     like = [batches[index] for group in groups for index in group]
     flat = like[0].new_empty(sum(each.numel() for each in like), dtype=torch.float64)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
@@ -119,6 +120,7 @@ def norm_of_rows(term: Factors) -> torch.Tensor:
         term: Its basis is this shard's rows of P̂.
     """
     # From two Gram matrices of r × r: the product itself would have all the elements of the shard.
-    grams = [side.double() @ side.double().mT for side in (term.basis, term.own)]
+    dtype = accelerators.widest_dtype(term.own.device)
+    grams = [side.to(dtype) @ side.to(dtype).mT for side in (term.basis, term.own)]
     squares = (grams[0] * grams[1]).sum(dim=(1, 2))
     return squares.clamp(min=0).sqrt().to(term.own.dtype).unsqueeze(1)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.bases import random_rows
@@ -184,9 +185,10 @@ def measured(
 
 def _singular_values(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the singular values of each factor, fp32 on the CPU, largest first."""
-    grams = [factor.double() @ factor.double().t() for factor in factors]
+    wide = [accelerators.in_float64(factor) for factor in factors]
+    grams = [factor @ factor.t() for factor in wide]
     # Read back as one: r × r numbers each, too few for an accelerator to gain by.
-    flat = torch.cat([gram.view(-1).to(factors[0].device) for gram in grams]).cpu()
+    flat = torch.cat([gram.view(-1).to(grams[0].device) for gram in grams]).cpu()
     squares = [
         part.view(gram.shape)
         for part, gram in zip(flat.split_with_sizes([gram.numel() for gram in grams]), grams, strict=True)

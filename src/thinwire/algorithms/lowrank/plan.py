@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
@@ -161,9 +162,11 @@ def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -
 
 
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-    """Return the norm of each route's tensors together, float64; all are of one type and device."""
+    """Return the norm of each route's tensors together, in its device's widest type; all are of one type."""
     # By one operation: on an accelerator each by itself would be a launch, or several.
     each = torch.stack(torch._foreach_norm([tensor for of_route in of_routes for tensor in of_route]))
-    # In double: the square of a large fp32 norm is beyond fp32.
-    parts = each.double().split_with_sizes([len(of_route) for of_route in of_routes])
+    # In double where there is such: the square of a large fp32 norm is beyond fp32.
+    parts = each.to(accelerators.widest_dtype(each.device)).split_with_sizes(
+        [len(of_route) for of_route in of_routes]
+    )
     return torch.cat([part if len(part) == 1 else part.norm().view(1) for part in parts])

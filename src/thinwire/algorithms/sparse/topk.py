@@ -232,7 +232,9 @@ class TopKPlan(BucketPlan):
         # an order that CUDA does not promise. In double: the difference of two large squares may be small.
         if accelerators.pays_per_launch(before.device):
             parts = [*before.split_with_sizes(sizes), *after.split_with_sizes(sizes)]
-            squares = torch.stack(torch._foreach_norm(parts, 2, torch.float64)).square_()
+            squares = torch.stack(
+                torch._foreach_norm(parts, 2, accelerators.widest_dtype(before.device))
+            ).square_()
             reduced = list((squares[: len(sizes)] - squares[len(sizes) :]).unbind())
         else:
             difference = before.double().square().sub_(after.double().square())
@@ -263,7 +265,8 @@ class TopKPlan(BucketPlan):
         ]
         if not names:
             return None
-        remaining = torch.stack([memory[ERROR][name].double().norm() for name in names])
+        dtype = accelerators.widest_dtype(memory[ERROR][names[0]].device)
+        remaining = torch.stack([memory[ERROR][name].to(dtype).norm() for name in names])
         # What few bits round up may leave more than there was.
         reduced = torch.stack([memory[REDUCTION][name] for name in names]).clamp_min_(0)
         wanted = (remaining.square() + reduced).sqrt_()

@@ -35,6 +35,9 @@ def reaches(device: torch.device) -> bool:
         device: Where the tensors lie.
     """
     if device.type != "cuda":
+        # "meta" has nothing to compute, and so nothing that could be slow.
+        if device.type not in ("cpu", "meta"):
+            tell(f"Triton's kernels are for CUDA and ROCm, and this device is of type {device.type}")
         return False
     # AMD's numbers mean something else, and no lower bound of theirs is known.
     capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)

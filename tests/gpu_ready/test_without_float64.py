@@ -1,0 +1,95 @@
+"""Accelerators without float64, as Apple's and some of Intel's: all works, and says once what it costs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from catalog import buckets, random_gradients
+from gpu_ready.counting import Alike, Counting, buckets_of, flats_of, gpt2_small, on_meta
+from thinwire import PowerSGD, TopK
+from thinwire.algorithms import Algorithm, accelerators
+from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms.registry import REGISTRY
+from thinwire.simulation import Simulation
+from thinwire.sync import Engine
+
+SHAPES = {name: shape for name, shape in gpt2_small().items() if name.startswith("h.0.")}
+
+
+class WithoutFloat64(TorchDispatchMode):
+    """A device "meta" that refuses float64; what is read back from it is zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.name == "aten::_to_copy" and args[0].is_meta and kwargs.get("device") is not None:
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype, device="cpu")
+        out = func(*args, **kwargs)
+        for each in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(each, torch.Tensor) and each.is_meta and each.dtype == torch.float64:
+                raise TypeError(f"{func} makes float64, which this device does not have")
+        return out
+
+
+@pytest.fixture
+def lacks_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerators, "_shortfalls", {})
+    monkeypatch.setattr(accelerators, "has_float64", lambda device: False)
+
+
+@pytest.mark.usefixtures("lacks_float64")
+@pytest.mark.filterwarnings("ignore:a device of type meta does not compute in float64")
+@pytest.mark.parametrize(
+    "algorithm", [*(v.algorithm for r in REGISTRY for v in r.variants), TopK(), TopK(bits=8)], ids=str
+)
+def test_no_step_and_no_figure_takes_float64(algorithm: Algorithm) -> None:
+    engine, specs = Engine(algorithm, Alike()), buckets_of(SHAPES)
+    with on_meta(), Counting(), WithoutFloat64():
+        for _ in range(2):
+            engine.average(zip(specs, flats_of(specs), strict=True), is_agreed=True)
+        engine.stats()
+        engine.error_norm()
+
+
+@pytest.mark.usefixtures("lacks_float64")
+@pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), PowerSGD(max_relative_error=0.5)], ids=str)
+def test_bases_are_made_by_the_cpu_which_is_told_once(
+    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit those of a device that has it."""
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    results = []
+    for has in (False, True):
+        monkeypatch.setattr(accelerators, "has_float64", lambda device, has=has: has)
+        simulation = Simulation(algorithm, buckets(), num_workers=2)
+        for step in range(3):
+            given = random_gradients(buckets(), num_workers=2, seed=step)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                simulation.step(given)
+            assert len(caught) == (not has and step == 0)
+        results.append(torch.cat(given[0]))
+        if not has:
+            told = accelerators.shortfalls(torch.device("cpu"))
+            assert "the CPU makes the bases" in told[0]
+            assert simulation.syncs[0].stats().shortfalls == told
+    assert torch.equal(*results)
+
+
+def test_a_device_is_asked_whether_it_has_float64() -> None:
+    assert accelerators.has_float64(torch.device("cpu"))
+    assert accelerators.widest_dtype(torch.device("cpu")) == torch.float64
+    # What refuses a number of that type has none; here because there is no such device.
+    if not torch.backends.mps.is_available():
+        assert not accelerators.has_float64(torch.device("mps"))
+        assert accelerators.widest_dtype(torch.device("mps")) == torch.float32
