@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -38,6 +38,8 @@ from thinwire.algorithms.registry import REGISTRY
 from thinwire.algorithms.requests import all_finite
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd import model as local_sgd_model
+from thinwire.fronts.sharded.front import ShardedFront
+from thinwire.fronts.sharded.model import Piece
 from thinwire.fronts.tensors import StepFront
 from thinwire.sync import Engine, Settings, engine_of, loss_scale
 from thinwire.sync.loss_scale import loss_scale_of
@@ -343,3 +345,39 @@ def test_the_front_of_local_sgd() -> None:
         assert engine_of(local.sync).counts().compression_ratio > 5
     limit = Limit(218, 25.3, 3)
     assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit)
+
+
+class OnDevice(Alike):
+    """A group whose messages for the host lie on the device as well: as of NCCL alone."""
+
+    control_device = torch.device("meta")
+
+
+@pytest.mark.parametrize("host_check", [True, False])
+def test_the_front_of_sharded_models(host_check: bool) -> None:
+    """It waits for the means as others do; and for who has a gradient only where it lacks one."""
+    parameters = parameters_of(ONE_LAYER)
+    pieces = [
+        Piece(str(number), parameter, tuple(parameter.shape), None, bucket=0)
+        for number, parameter in enumerate(parameters)
+    ]
+    engine = Engine(
+        PowerSGD(matrix_rank=4),
+        OnDevice(),
+        [piece.spec for piece in pieces],
+        Settings(host_check=host_check),
+    )
+    front = ShardedFront(engine, OnDevice(), Mock(), pieces, overlap=False)
+    front._has_order = True  # which is agreed upon in the first step, with waits
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        front.average()
+
+    with on_meta():
+        for bucket in front._buckets:
+            bucket.lane = engine.open(bucket.specs, torch.device("meta"), is_agreed=True)
+    found, counting = counted(step)
+    limit = Limit(168, 15.3) if host_check else Limit(174, 16.3, 0)
+    assert limit.holds(found, bytes_of(ONE_LAYER, torch.float32)), (found, limit, counting.waits)

@@ -38,9 +38,11 @@ class StepClock:
         On an accelerator by its own events, without the steps that it has not ended yet.
         """
         # In the order of the steps: what is behind one that has not ended has not ended either.
-        while self._unread and self._unread[0][1].query():
+        while self._unread and all(event.query() for event in self._unread[0]):
             start, end = self._unread.popleft()
-            self._exposed_seconds += start.elapsed_time(end) / 1e3
+            # A step lets its last stream wait for those of its buckets; gradients that are ready on one that
+            # it does not know may come behind its end, and then nothing was exposed.
+            self._exposed_seconds += max(0.0, start.elapsed_time(end) / 1e3)
         return self._exposed_seconds
 
     @contextmanager

@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
 
 from thinwire.algorithms import Bucket
+from thinwire.algorithms.accelerators import sent_to
 from thinwire.channel import Transport, gather_bytes
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
@@ -281,7 +282,8 @@ class ShardedFront:
                 have = torch.tensor(
                     [piece.parameter.grad is not None for piece in self._pieces], dtype=torch.uint8
                 )
-                have = have.to(engine.metered.control_device)
+                # Over NCCL alone it lies on the GPU; there the host waits for it only if it lacks a gradient.
+                have = sent_to(engine.metered.control_device, have)
                 # Behind all buckets: how many were started before differs between replicas.
                 who_has = engine.metered.all_reduce(
                     have, f"step {engine.steps}, which parameters were used", operation="max"
