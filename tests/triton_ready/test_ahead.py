@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 MATRICES = {"G": "f", "ALIGNED": True, "DOT": "", "R": 4, "ROWS": 16, "COLUMNS": 128}
+EIGHT = {**MATRICES, "R": 8, "SPLIT": 512}
 DOTS = {**MATRICES, "DOT": "tf32x3", "R": 32, "ROWS": 32, "COLUMNS": 64}
 MEANS = {"TERMS": 1, "LIMIT": 0.0}
 CODES = {"CUBIC": 112, "LEVELS": 15, "BITS": 4, "BLOCK": 64, "PADDED": 64, "ROWS": 16, "WHOLE": True}
@@ -43,11 +44,15 @@ def basis(name: str, rows: int) -> tuple[str, dict[str, Any], int, bool, bool]:
 
 # Kernel, constants, warps, whether products and sums are fused; whether it reads gradients by tiles.
 KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
-    ("compiled_matrices.products", MATRICES, 4, True, True),
-    ("compiled_matrices.products", {**MATRICES, "G": "b", "R": 8}, 8, True, True),
-    ("compiled_matrices.products", DOTS, 4, True, True),
-    ("compiled_matrices.projections", {**MATRICES, "SPLIT": 512}, 4, True, True),
-    ("compiled_matrices.projections", {**DOTS, "SPLIT": 512}, 4, True, True),
+    ("compiled_matrices.products", {**MATRICES, "KEEPS": True}, 4, True, True),
+    ("compiled_matrices.products", {**MATRICES, "R": 8, "ROWS": 8, "KEEPS": True}, 4, True, True),
+    ("compiled_matrices.products", {**MATRICES, "G": "b", "R": 8, "KEEPS": False}, 8, True, True),
+    ("compiled_matrices.products", {**DOTS, "KEEPS": True}, 4, True, True),
+    ("compiled_matrices.projections", {**MATRICES, "SPLIT": 512, "KEEPS": True}, 4, True, True),
+    ("compiled_matrices.projections", {**MATRICES, "SPLIT": 512, "KEEPS": False}, 4, True, True),
+    ("compiled_matrices.projections", {**EIGHT, "ROWS": 8, "KEEPS": True}, 4, True, True),
+    ("compiled_matrices.projections", {**EIGHT, "KEEPS": False}, 8, True, True),
+    ("compiled_matrices.projections", {**DOTS, "SPLIT": 512, "KEEPS": True}, 4, True, True),
     ("compiled_matrices.reconstruct", {**MATRICES, **MEANS, "is_healthy": None}, 4, True, True),
     ("compiled_matrices.reconstruct", {**MATRICES, **MEANS, "R": 8, "ROWS": 8}, 4, True, True),
     ("compiled_matrices.reconstruct", {**DOTS, **MEANS, "G": "b", "LIMIT": 3.3895e38}, 4, True, True),
@@ -61,7 +66,7 @@ KERNELS: list[tuple[str, dict[str, Any], int, bool, bool]] = [
 ]
 
 # So much in every run of all tests: what changes most, on one architecture.
-SOME = [KERNELS[place] for place in (6, 12)]
+SOME = [KERNELS[place] for place in (10, 16)]
 
 
 @pytest.mark.long

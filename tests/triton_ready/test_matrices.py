@@ -63,6 +63,7 @@ def exact_of(groups: Sequence[MatrixGroup], scale: float) -> list[list[torch.Ten
 CASES = {
     "rank 1": (1, torch.float32, None, True),
     "rank 3, scaled": (3, torch.bfloat16, 8.0, None),
+    "rank 6": (6, torch.float32, None, None),
     "rank 8, unhealthy": (8, torch.float16, None, False),
     "rank 18": (18, torch.float32, 8.0, True),
 }
@@ -82,6 +83,10 @@ def test_a_step_is_that_of_float64(case: str) -> None:
         for side in (1, 0)
     )
     found = TRITON.products(groups, rights, loss_scale, add_error=True)
+    for group, of_group in zip(groups, wholes, strict=True):
+        for matrix, error, whole in zip(group.matrices, group.errors, of_group, strict=True):
+            # The sum stays where the gradient was; in 16 bits, which can't hold it, it is added anew.
+            assert (relative(matrix, whole) < 1e-6) == (dtype == torch.float32 or error is None)
     owns = TRITON.projections(groups, lefts, loss_scale, add_error=False)
     for of_group, right, left, product, own in zip(wholes, rights, lefts, found, owns, strict=True):
         for index, whole in enumerate(of_group):

@@ -1,7 +1,8 @@
 """The kernels of low-rank steps. Each serves many matrices: a program looks up which tile of which it has.
 
-M, which no memory holds, is a gradient plus its residual times the loss scale: every kernel adds them as it
-reads them. So no kernel but `reconstruct` writes to either, and 16-bit gradients need no copy in fp32.
+M is a gradient plus its residual times the loss scale. In fp32 the first kernel that reads them writes it to
+the gradient, and those behind it read that alone. In 16 bits no memory holds it, as it would not fit: every
+kernel adds both as it reads them, and there is no copy in fp32. To residuals only `reconstruct` writes.
 
 Parameters, where a kernel has them:
     table: For each matrix a row of int64, addresses and sizes, as `triton_kernels` writes them.
@@ -10,7 +11,8 @@ Parameters, where a kernel has them:
     G: Type of the gradients, a letter: f is fp32, h is fp16, b is bf16.
     R: Rows of a factor, the next power of two; those beyond the matrix rank are zeros.
     ROWS, COLUMNS: Of a tile.
-    SPLIT: Rows of a matrix that one program adds up.
+    SPLIT: Rows of a matrix that one program adds up; a multiple of ROWS, so that no two have a row in common.
+    KEEPS: Whether M is written to the gradient, which has to be of type fp32.
     ALIGNED: Whether all rows begin at a multiple of 16 bytes.
     DOT: How `tl.dot` multiplies fp32, "tf32x3" or "ieee"; "" where the rows of factors are too few for it.
     TERMS: Iterations of the step, whose approximations add up.
@@ -80,6 +82,15 @@ def _tile(g, e, known, scale, rows, columns, i, j):
 
 
 @triton.jit
+def _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS: tl.constexpr):
+    """Return a tile of M, which no other program reads; write it to the gradient if KEEPS."""
+    w = _tile(g, e, known, scale, rows, columns, i, j)
+    if KEEPS:
+        tl.store(g + i[:, None] * columns + j[None, :], w, (i < rows)[:, None] & (j < columns)[None, :])
+    return w
+
+
+@triton.jit
 def some_columns(factor, rank, length, k, R: tl.constexpr):
     """Return some columns of a factor, (R, columns)."""
     # Zeros beyond the matrix rank add nothing to a sum: so a kernel serves all ranks up to a power of two.
@@ -92,7 +103,7 @@ def some_columns(factor, rank, length, k, R: tl.constexpr):
 @triton.jit
 def products(
     table, tiles,
-    G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEPS: tl.constexpr,
     ALIGNED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Multiply: (M Q)ᵀ. Rows of the table: what `_matrix` reads, Qᵀ, the result. A tile has all columns."""
@@ -114,14 +125,15 @@ def products(
         for k in range(0, columns, COLUMNS):
             j = k + tl.arange(0, COLUMNS)
             x = some_columns(q, rank, columns, j, R)
-            sums += x[:, None, :] * _tile(g, e, known, scale, rows, columns, i, j)[None, :, :]
+            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
+            sums += x[:, None, :] * w[None, :, :]
         tl.store(p + r[:, None] * rows + i[None, :], tl.sum(sums, axis=2), inside)
     else:
         total = tl.zeros((ROWS, R), tl.float32)
         for k in range(0, columns, COLUMNS):
             j = k + tl.arange(0, COLUMNS)
             x = some_columns(q, rank, columns, j, R)
-            w = _tile(g, e, known, scale, rows, columns, i, j)
+            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
             total = tl.dot(w, tl.trans(x), total, input_precision=DOT)
         tl.store(p + r[:, None] * rows + i[None, :], tl.trans(total), inside)
 
@@ -130,7 +142,7 @@ def products(
 def projections(
     table, tiles,
     G: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT: tl.constexpr,
-    ALIGNED: tl.constexpr, DOT: tl.constexpr,
+    KEEPS: tl.constexpr, ALIGNED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Project: P̂ᵀ M, of SPLIT rows each. Rows of the table: what `_matrix` reads, P̂ᵀ, the result's parts."""
     pid = tl.program_id(0)
@@ -151,14 +163,15 @@ def projections(
         for k in range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS):
             i = split * SPLIT + k + tl.arange(0, ROWS)
             x = some_columns(left, rank, rows, i, R)
-            sums += x[:, :, None] * _tile(g, e, known, scale, rows, columns, i, j)[None, :, :]
+            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
+            sums += x[:, :, None] * w[None, :, :]
         tl.store(at, tl.sum(sums, axis=1), inside)
     else:
         total = tl.zeros((R, COLUMNS), tl.float32)
         for k in range(0, tl.minimum(rows - split * SPLIT, SPLIT), ROWS):
             i = split * SPLIT + k + tl.arange(0, ROWS)
             x = some_columns(left, rank, rows, i, R)
-            w = _tile(g, e, known, scale, rows, columns, i, j)
+            w = _tile_kept(g, e, known, scale, rows, columns, i, j, KEEPS)
             total = tl.dot(x, w, total, input_precision=DOT)
         tl.store(at, total, inside)
 

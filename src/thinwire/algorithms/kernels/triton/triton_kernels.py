@@ -1,6 +1,7 @@
 """Low-rank steps by Triton: gradients in fp32, fp16 and bf16, matrix ranks up to 32, all matrices at once.
 
-Nothing is written to a gradient or a residual before `reconstruct`: every kernel adds both as it reads them.
+In fp32 the first kernel of a step adds the residuals to the gradients in place, as PyTorch's do; to gradients
+in 16 bits, which could not hold the sum, every kernel adds them as it reads both.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ class TritonKernels(Kernels):
         *,
         add_error: bool,
     ) -> list[torch.Tensor]:
-        """As `Kernels.products`; residuals are added as they are read, every time."""
+        """As `Kernels.products`."""
         scale, results = _scale(loss_scale), _room(groups, [group.matrices[0].shape[0] for group in groups])
         for some in _of_one_type(groups):
-            shape = _Shape([groups[index] for index in some])
-            rows = _rows([groups[index] for index in some], scale)
+            given = _Given([groups[index] for index in some], is_first=add_error)
+            shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows(scale)
             factors = each_of([rights[index] for index in some])
             outs = each_of([results[index] for index in some])
             launcher.launch(
@@ -66,10 +67,10 @@ class TritonKernels(Kernels):
                     ),
                     tiles_of(counts, factors[0].device),
                 ],
-                shape.constants(),
+                {**shape.constants(), "KEEPS": given.is_kept},
                 factors[0].device,
-                reads=[*_read([groups[index] for index in some]), *factors],
-                writes=outs,
+                reads=[*given.read, *factors],
+                writes=[*given.written, *outs],
             )
         return results
 
@@ -81,11 +82,11 @@ class TritonKernels(Kernels):
         *,
         add_error: bool,
     ) -> list[torch.Tensor]:
-        """As `Kernels.projections`; residuals are added as they are read, every time."""
+        """As `Kernels.projections`."""
         scale, results = _scale(loss_scale), _room(groups, [group.matrices[0].shape[1] for group in groups])
         for some in _of_one_type(groups):
-            shape = _Shape([groups[index] for index in some])
-            rows = _rows([groups[index] for index in some], scale)
+            given = _Given([groups[index] for index in some], is_first=add_error)
+            shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows(scale)
             factors = each_of([lefts[index] for index in some])
             outs = each_of([results[index] for index in some])
             device = factors[0].device
@@ -102,10 +103,10 @@ class TritonKernels(Kernels):
                 "compiled_matrices.projections",
                 sum(counts),
                 [table_of(table, device), tiles_of(counts, device)],
-                {**shape.constants(), "SPLIT": SPLIT_ROWS},
+                {**shape.constants(), "SPLIT": SPLIT_ROWS, "KEEPS": given.is_kept},
                 device,
-                reads=[*_read([groups[index] for index in some]), *factors],
-                writes=parts,
+                reads=[*given.read, *factors],
+                writes=[*given.written, *parts],
             )
             table = [
                 (part.data_ptr(), count, out.numel(), out.data_ptr())
@@ -135,14 +136,15 @@ class TritonKernels(Kernels):
         """As `Kernels.reconstruct`; what a 16-bit gradient can't hold of a mean goes to its residual."""
         scale = _scale(loss_scale)
         for some in _of_one_type(groups, [len(found) for found in terms]):
-            given, found = [groups[index] for index in some], [terms[index] for index in some]
+            given = _Given([groups[index] for index in some], is_first=False)
+            found = [terms[index] for index in some]
             # Errors are mostly written where the group's own are read: a program has read all of its tile
             # before it writes any of it, and no other program has that tile.
-            shape, rows = _Shape(given, reconstructs=True), _rows(given, scale)
+            shape, rows = _Shape(given.groups, reconstructs=True), given.rows(scale)
             nothing: list[torch.Tensor | None] = [None]
             new = [
                 error
-                for index, group in zip(some, given, strict=True)
+                for index, group in zip(some, given.groups, strict=True)
                 for error in (errors[index] or nothing * len(group.matrices))
             ]
             # Of the terms before it `subtract_own` has taken what was sent.
@@ -154,7 +156,7 @@ class TritonKernels(Kernels):
             for term in range(len(found[0])):
                 pairs = [each[term].pair(each[term].mean) for each in found]
                 factors += [each_of([pair[side] for pair in pairs]) for side in (0, 1)]
-            device = given[0].matrices[0].device
+            device = given.groups[0].matrices[0].device
             table = [
                 (
                     *row,
@@ -164,7 +166,7 @@ class TritonKernels(Kernels):
                 for row, error, of_matrix in zip(rows, new, zip(*factors, strict=True), strict=True)
             ]
             counts = [-(-row[3] // shape.rows) * -(-row[4] // shape.columns) for row in rows]
-            dtype = given[0].matrices[0].dtype
+            dtype = given.groups[0].matrices[0].dtype
             # In fp32 a mean beyond the range is infinite, and its step is not healthy.
             limit = 0.0 if dtype == torch.float32 else torch.finfo(dtype).max
             launcher.launch(
@@ -177,8 +179,8 @@ class TritonKernels(Kernels):
                 ],
                 {**shape.constants(new), "TERMS": len(found[0]), "LIMIT": limit},
                 device,
-                reads=[*_read(given), *(each for side in factors for each in side)],
-                writes=[*_matrices(given), *(error for error in new if error is not None)],
+                reads=[*given.read, *(each for side in factors for each in side)],
+                writes=[*_matrices(given.groups), *(error for error in new if error is not None)],
             )
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
@@ -244,10 +246,50 @@ class TritonKernels(Kernels):
         return flags.view(torch.bool).all()
 
 
+class _Given:
+    """Gradients of one type, and where their residuals are.
+
+    Attributes:
+        groups: The gradients, and their residuals.
+        is_kept: Whether a kernel leaves the sum of both where the gradients are.
+        read: What a kernel reads of them.
+        written: What it writes of them, but for what it was asked for.
+    """
+
+    def __init__(self, groups: Sequence[MatrixGroup], *, is_first: bool) -> None:
+        self.groups = groups
+        # In fp32 those that come later find the sum.
+        self._adds = is_first or groups[0].matrices[0].dtype != torch.float32
+        errors = [error for group in groups for error in group.errors if error is not None]
+        self.is_kept = bool(errors) and is_first and groups[0].matrices[0].dtype == torch.float32
+        self.read = [*_matrices(groups), *(errors if self._adds else [])]
+        self.written = _matrices(groups) if self.is_kept else []
+
+    def rows(self, scale: torch.Tensor | None) -> list[tuple[int, ...]]:
+        """Return what `compiled_matrices._matrix` reads of each matrix.
+
+        Args:
+            scale: Of the loss; None for 1.
+        """
+        return [
+            (
+                matrix.data_ptr(),
+                error.data_ptr() if error is not None and self._adds else 0,
+                0 if scale is None else scale.data_ptr(),
+                *matrix.shape,
+                group.matrix_rank,
+            )
+            for group in self.groups
+            for matrix, error in zip(group.matrices, group.errors, strict=True)
+        ]
+
+
 class _Shape:
     """The tiles of a launch."""
 
-    def __init__(self, groups: Sequence[MatrixGroup], *, reconstructs: bool = False) -> None:
+    def __init__(
+        self, groups: Sequence[MatrixGroup], *, reconstructs: bool = False, keeps: bool = False
+    ) -> None:
         self._groups = groups
         self.factor_rows = padded(max(group.matrix_rank for group in groups))
         self._warps = 4
@@ -257,10 +299,12 @@ class _Shape:
             # Tensor cores take blocks of at least sixteen rows: below, products are made lane by lane.
             # What a program adds up, factor rows · rows · columns, stays in its registers.
             # A loop over its rows unrolled, a factor of eight would not leave `reconstruct` enough of them.
-            few = 8 if self.factor_rows > 4 else 16
-            self.rows = few if reconstructs else max(16, 64 // self.factor_rows)
+            # Nor would it, of so many, if it wrote what it has read as well.
+            is_tight = self.factor_rows > 4
+            few = 8 if is_tight else 16
+            self.rows = few if reconstructs or (keeps and is_tight) else max(16, 64 // self.factor_rows)
             self.columns = 128
-            self._warps = 8 if self.factor_rows > 4 and not reconstructs else 4
+            self._warps = 8 if is_tight and not (reconstructs or keeps) else 4
 
     def constants(self, written: Sequence[torch.Tensor | None] = ()) -> dict[str, object]:
         """Return the compile-time arguments, and options."""
@@ -296,21 +340,6 @@ def _scale(loss_scale: torch.Tensor | None) -> torch.Tensor | None:
     return None if loss_scale is None else loss_scale.float()
 
 
-def _rows(groups: Sequence[MatrixGroup], scale: torch.Tensor | None) -> list[tuple[int, ...]]:
-    """Return what `compiled_matrices._matrix` reads of each matrix."""
-    return [
-        (
-            matrix.data_ptr(),
-            0 if error is None else error.data_ptr(),
-            0 if scale is None else scale.data_ptr(),
-            *matrix.shape,
-            group.matrix_rank,
-        )
-        for group in groups
-        for matrix, error in zip(group.matrices, group.errors, strict=True)
-    ]
-
-
 def _room(groups: Sequence[MatrixGroup], lengths: Sequence[int]) -> list[torch.Tensor]:
     """Return a factor for each matrix of each group, (matrices, r, length), one behind the other."""
     shapes = [
@@ -328,8 +357,3 @@ def _room(groups: Sequence[MatrixGroup], lengths: Sequence[int]) -> list[torch.T
 
 def _matrices(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
     return [matrix for group in groups for matrix in group.matrices]
-
-
-def _read(groups: Sequence[MatrixGroup]) -> list[torch.Tensor]:
-    errors = [error for group in groups for error in group.errors if error is not None]
-    return [*_matrices(groups), *errors]
