@@ -433,7 +433,8 @@ def test_ddp_processes_choose_alike(pool2: Pool) -> None:
     assert [name for name, *_ in first["measured"]] == [*TRIED[:2], "PowerSGD(matrix_rank=16)"]
     assert first["bytes"][1] == first["bytes"][0] / 2
     assert (first["told"], second["told"]) == (1, 0)
-    assert [line for line in first["text"] if "SGD" in line and "Tried" not in line] == [
+    # Which algorithm was the fastest differs by machine, and so do the lines that tell it.
+    assert [line for line in first["text"] if line.startswith(("No loss gap", "Loss gaps"))] == [
         "No loss gap was measured with Tuned: those of SGD, from which it derives, count.",
         "Loss gaps of SGD were measured with momentum 0.9; yours has none.",
     ]

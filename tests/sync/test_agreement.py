@@ -234,7 +234,7 @@ CASES: list[tuple[Callable[[], None], str]] = [
         other_hook_without_state,
         "has algorithm Cast(dtype='fp16'), process 1 has algorithm Cast(dtype='bf16')",
     ),
-    (other_settings_of_a_hook, "process 0 has seed 0, process 1 has seed 1"),
+    (other_settings_of_a_hook, "process 0 has random_seed 0, process 1 has random_seed 1"),
     (used_on_one_and_saved, "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce"),
     (
         saved_on_one_at_the_first_step,
