@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 import thinwire
 from pool import Pool
 from thinwire import AllGatherGrad, all_gather_grad
+from thinwire.channel import ProcessGroupTransport, Recording
 
 
 def inputs(world_size: int, shape: tuple[int, ...]) -> list[Tensor]:
@@ -60,6 +62,23 @@ def test_forward_and_gradient(pool2: Pool, pool4: Pool, shape: tuple[int, ...]) 
         for (stacked, gradient), expected in zip(results, reference(tensors), strict=True):
             assert torch.equal(stacked, torch.stack(tensors))
             torch.testing.assert_close(gradient, expected)
+
+
+def _messages() -> list[tuple[str, int]]:
+    recordings = []
+
+    def recorded(*arguments: Any) -> Recording:
+        recordings.append(Recording(ProcessGroupTransport(*arguments)))
+        return recordings[-1]
+
+    with patch("thinwire.all_gather.ProcessGroupTransport", recorded):
+        torch.autograd.backward(all_gather_grad(torch.ones(1000, requires_grad=True)).square().sum())
+    return [(note.collective, note.handed_bytes) for note in recordings[0].notes[1:]]
+
+
+def test_the_way_back_is_an_exchange_of_slices(pool4: Pool) -> None:
+    """An all-reduce of everything would be twice the bytes, of which each process needs one part."""
+    assert pool4.run(_messages) == [[("all_gather", 4000), ("all_to_all", 4 * 4000)]] * 4
 
 
 @pytest.mark.parametrize("layout", ["transposed", "strided"])

@@ -49,10 +49,12 @@ class AllGatherGrad(torch.autograd.Function):
         Raises:
             CommunicationError: The collective failed.
         """
-        # A copy: autograd may hand the same gradient to others.
-        total = gradients[0].clone(memory_format=torch.contiguous_format)
-        ctx.transport.all_reduce(total, "the gradient of a gather").wait()
-        return total[ctx.transport.rank], None
+        # Each process gets its own slice only: half the bytes of a sum of everything, which all would get.
+        parts = gradients[0].contiguous()
+        received = torch.empty_like(parts)
+        rows = (ctx.transport.size, parts[0].numel())
+        ctx.transport.all_to_all(received.view(rows), parts.view(rows), "the gradient of a gather").wait()
+        return received.sum(0), None
 
 
 def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -70,7 +72,7 @@ def all_gather_grad(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
         Shape (processes, *tensor.shape).
 
     Cost: a gather of 18 integers to compare shapes, one of the tensor; in the backward pass an
-    all-reduce of the stacked gradient.
+    exchange in which each process sends every other one the slice that is its tensor's.
 
     Raises:
         AttachError: No process group, or one this process is not in.

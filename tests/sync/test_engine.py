@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Barrier, Event
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from thinwire.channel.wrapped import Wrapped
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync.engine import Engine
+from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
 from toy import AroundTrend
 
@@ -448,6 +451,32 @@ def test_the_users_precisions_are_left_as_they_were(settings: dict[tuple[str, st
     assert left == {level: settings.get(level, "none") for level in left}
     assert len(inside) == 3
     assert {precision for both in inside for precision in both} <= {"ieee", "none"}
+
+
+def test_of_two_threads_the_last_to_end_restores_the_users_setting() -> None:
+    """A module over two devices has a backward thread for each, and the setting is the whole process's."""
+    entered, may_leave = Barrier(2), Event()
+    inside: list[str] = []
+
+    def one(rank: int) -> None:
+        with full_precision(torch.device("cpu")):
+            entered.wait(10)
+            if rank == 1:
+                may_leave.wait(10)
+                inside.append(_of_products())
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            first, second = (threads.submit(one, rank) for rank in range(2))
+            first.result(10)
+            may_leave.set()
+            second.result(10)
+        assert torch.get_float32_matmul_precision() == "high"
+        assert _of_products() == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert inside == ["ieee"]
 
 
 def test_observers_see_the_users_settings() -> None:

@@ -15,9 +15,10 @@ from algorithms.test_conformance import assert_same_state
 from catalog import buckets, low_rank_routes, random_gradients, spec
 from thinwire import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport
+from thinwire.channel import InProcessTransport, Recording
 from thinwire.errors import StateError
 from thinwire.simulation import Simulation
+from thinwire.sync import state as state_room
 from thinwire.sync.engine import Engine
 
 POWER = PowerSGD(matrix_rank=2)
@@ -264,8 +265,8 @@ BAD: dict[str, tuple[Change, str]] = {
     ),
     "many errors that share one memory": (
         meant(
-            parameters=tuple((f"p{i}", (2**20,)) for i in range(10_000)),
-            error=tuple((f"p{i}", SHARED) for i in range(10_000)),
+            parameters=tuple((f"p{i}", (2**20,)) for i in range(17_000)),
+            error=tuple((f"p{i}", SHARED) for i in range(17_000)),
             factor=(),
         ),
         "share memory",
@@ -308,7 +309,7 @@ def test_what_is_expanded_is_refused_where_no_parameter_is_known_yet(state: dict
     BAD["a huge error that stores one number"][0](bad)
     file = io.BytesIO()
     torch.save(bad, file)
-    assert len(file.getvalue()) < 10_000
+    assert len(file.getvalue()) < 17_000
     file.seek(0)
     sync = Engine(POWER, InProcessTransport.group(1)[0])
     with pytest.raises(StateError, match="expanded"):
@@ -364,3 +365,30 @@ def test_a_factor_of_a_large_bucket_is_taken() -> None:
     assert torch.equal(here, there)
     assert low_rank_routes(first.syncs[0].plan)[0].matrix_shape == (1010, 1040)
     assert first.syncs[0].stats().compression_ratio > 500
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 17_000, 1 << 20], ids="at most {}".format)
+def test_the_residual_is_averaged_in_messages_of_a_limited_size(
+    limit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of parameters are not as many messages, nor a second residual on the device."""
+    monkeypatch.setattr(state_room, "MEAN_BYTES", limit_bytes)
+    simulation = trained()
+    own = [dict(engine.memory[ERROR]) for engine in simulation.engines]
+    expected = {name: (own[0][name] / 2 + own[1][name] / 2) for name in own[0]}
+    recordings = []
+    for engine in simulation.engines:
+        engine.transport = Recording(engine.transport)
+        recordings.append(engine.transport)
+    saved, _ = simulation.state_dicts()
+    assert {name: tensor.flatten() for name, tensor in saved["error"]}.keys() == expected.keys()
+    for name, tensor in saved["error"]:
+        assert torch.equal(tensor.flatten(), expected[name]), name
+        for engine in simulation.engines:
+            assert torch.equal(engine.memory[ERROR][name], expected[name]), name
+    sizes = {name: tensor.nbytes for name, tensor in expected.items()}
+    for recording in recordings:
+        sent = [note.handed_bytes for note in recording.notes if "error from" in note.purpose]
+        assert sum(sent) == sum(sizes.values())
+        assert all(size <= limit_bytes or size in sizes.values() for size in sent)
+        assert len(sent) == {1: len(sizes), 17_000: 2, 1 << 20: 1}[limit_bytes]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,9 @@ STATE_VERSION = 3
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "checksum"}
 LATER_KEYS = {"buckets", "slots", "choices"}  # that a state of version 2 lacks, or may lack
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+# Averaged in one message, unless a single tensor is larger.
+MEAN_BYTES = 64 << 20
 
 
 class LoadedState(NamedTuple):
@@ -73,6 +76,9 @@ def average_local(
         transport: Over which group.
         purpose: What for, for errors.
 
+    Cost: for each slot a message of a byte for each parameter, and as many bytes as it holds, in messages of
+    64 MiB; a host synchronisation for each of them; a copy of the slot on the CPU until all have come.
+
     Raises:
         CommunicationError: A collective failed; slots whose means had not all come are as they were.
     """
@@ -86,20 +92,38 @@ def average_local(
         has = torch.tensor([spec.name in tensors for spec in ordered], dtype=torch.uint8)
         has = has.to(transport.control_device)
         transport.all_reduce(has, f"{purpose}, who has {slot.name}", operation="max").wait()
-        under_way = []
-        for spec in [spec for spec, one in zip(ordered, has.tolist(), strict=True) if one]:
-            own = tensors.get(spec.name)
-            mean = (
-                torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device)
-                if own is None
-                else own.clone()
-            )
-            under_way.append((spec.name, mean, transport.mean(mean, f"{purpose}, {spec.name}")))
+        means = []
+        for some in _messages([spec for spec, one in zip(ordered, has.tolist(), strict=True) if one]):
+            own = [
+                tensors[spec.name]
+                if spec.name in tensors
+                else torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device)
+                for spec in some
+            ]
+            flat = torch.cat(own)
+            transport.mean(flat, f"{purpose}, {slot.name} from {some[0].name} to {some[-1].name}").wait()
+            # Off the device, where a second residual of the whole model may have no room.
+            means.append((some, flat.to("cpu")))
         # Only when all have come: where one fails, memory is as it was.
-        for _, _, work in under_way:
-            work.wait()
-        for name, mean, _ in under_way:
-            tensors[name] = tensors[name].copy_(mean) if name in tensors else mean
+        for some, flat in means:
+            for spec, mean in zip(some, flat.split_with_sizes([spec.numel for spec in some]), strict=True):
+                if spec.name in tensors:
+                    tensors[spec.name].copy_(mean)
+                else:
+                    tensors[spec.name] = mean.to(device, copy=True)
+
+
+def _messages(specs: Iterable[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
+    """Yield parameters whose tensors of one slot, of one type, travel in one message."""
+    some: list[ParameterSpec] = []
+    for spec in specs:
+        at_once = sum(each.numel for each in (*some, spec)) * spec.memory_dtype.itemsize
+        if some and (spec.memory_dtype != some[0].memory_dtype or at_once > MEAN_BYTES):
+            yield some
+            some = []
+        some.append(spec)
+    if some:
+        yield some
 
 
 def packed_state(
