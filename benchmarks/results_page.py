@@ -38,12 +38,12 @@ NOT_MEASURED = """## Not measured
   not timed here.
 - **Real networks.** Links are those of [`thinwire lab`](lab.md): a limited rate on one machine, no loss
   of packets, no other traffic.
-- **Links of 10 Gbit/s.** Two cores do not fill them; `unshaped` is what the machine's own memory carries.
+- **Links of 10 Gbit/s that are full.** Two cores do not fill them; where `10gbit` or `unshaped` stands,
+  hosts of one machine passed on what their processors could.
 - **Large models.** The largest that is timed is a GPT of 10.9 M parameters; losses are of models up to
   1.2 M, and of single seeds above: 10.9 M, and GPT-2 small, exactly and in two bits. ResNets have their
   arithmetic timed, not their accuracy.
 - **Long runs.** 2 000 steps are the most.
-- **Accelerate's `LocalSGD`.** It averages whole models in fp32; its time was not taken.
 - **Many members.** At most 8 that compute, 64 that are simulated; [a cost model](scaling.md) says the
   rest."""
 
