@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
 from catalog import buckets, random_gradients, spec
-from thinwire import BatchedPowerSGD, PowerSGD
+from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, Memory, accelerators
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.kernels import dispatch, torch_kernels
 from thinwire.algorithms.kernels.matrices import MatrixGroup, fill_alike, fill_memory, stacked
 from thinwire.algorithms.kernels.residuals import move_where
 from thinwire.algorithms.lowrank import rooms
+from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.rooms import Wanted, _laid_alike, all_laid
 from thinwire.algorithms.lowrank.slots import BASIS
 from thinwire.plan import ParameterSpec
@@ -100,24 +101,42 @@ def test_the_same_as_on_the_cpu(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bad_steps", [{0}, {1, 2}], ids=str)
-@pytest.mark.parametrize("wire_dtype", [None, "bf16"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(matrix_rank=2),
+        PowerSGD(matrix_rank=2, wire_dtype="bf16"),
+        BatchedPowerSGD(matrix_rank=2),
+        TopK(),
+        Quantize(bits=4, error_feedback=True),
+    ],
+    ids=str,
+)
 def test_without_a_host_check_to_the_bit_what_it_is_with_one(
-    wire_dtype: Literal["bf16"] | None,
+    algorithm: Algorithm,
     bad_steps: set[int],
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    algorithm = PowerSGD(matrix_rank=2, wire_dtype=wire_dtype)
     monkeypatch.setattr(dispatch, "backends", (dispatch.TORCH,))
     monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
     seen, expected = run(algorithm, dtype, bad_steps)
-    monkeypatch.setattr(Memory, "copied", None)  # nothing is copied to be put back
+
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+
+    def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+        # A product's last bits may depend on where in memory a factor lies: one is alone, the other a copy.
+        is_close = isinstance(algorithm, BatchedPowerSGD) and (a - b).norm() < tolerance * a.norm()
+        return is_close or torch.equal(a, b)
+
+    if isinstance(algorithm, LowRank):
+        monkeypatch.setattr(Memory, "copied", None)  # nothing is copied to be put back
     unseen, got = run(algorithm, dtype, bad_steps, host_check=False)
     for step, (a, b) in enumerate(zip(seen, unseen, strict=True)):
         assert a.isnan().all() == b.isnan().all() == (step in bad_steps)
-        assert step in bad_steps or torch.equal(a, b)
+        assert step in bad_steps or is_same(a, b)
     states = [dict(simulation.state_dicts()[0]["error"]) for simulation in (expected, got)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0] | states[1])
+    assert all(is_same(states[0][name], states[1][name]) for name in states[0] | states[1])
     assert got.syncs[0].stats().nonfinite_steps == len(bad_steps)
     assert got.syncs[0].stats().compression_ratio > 2
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from thinwire.algorithms.kernels.matrices import fill_alike, in_one_piece
 from thinwire.algorithms.requests import Message, Request, Requests
 from thinwire.algorithms.spelling import check_names
 from thinwire.errors import ConfigError
@@ -125,10 +126,10 @@ class Memory:
 
     def copied(self, labels: Collection[str]) -> Memory:
         """Return a memory with copies of what is kept under some labels."""
-        copies = {
-            slot: {label: tensors[label].clone() for label in labels if label in tensors}
-            for slot, tensors in self.slots.items()
-        }
+        copies = {}
+        for slot, tensors in self.slots.items():
+            kept = {label: tensors[label] for label in labels if label in tensors}
+            copies[slot] = dict(zip(kept, _clones(list(kept.values())), strict=True))
         return Memory(self.step, copies)
 
     def restore_where(self, is_healthy: torch.Tensor, before: Memory, labels: Collection[str]) -> None:
@@ -148,14 +149,29 @@ class Memory:
             # A key is the host's, so here it asks, and waits for the device.
             if dropped and not is_healthy:
                 tensors.update({label: old[label] for label in dropped})
-            for label in labels:
-                if label not in tensors or label in dropped:
-                    continue
-                written, was = tensors[label], old.get(label)
-                # What was not there can't be taken away without the host; zeros say the same as nothing.
-                if was is None or was.shape != written.shape:
-                    was = torch.zeros_like(written)
-                torch.where(is_healthy.to(written.device), written, was, out=written)
+            labelled = [label for label in labels if label in tensors and label not in dropped]
+            written = [tensors[label] for label in labelled]
+            # What was not there can't be taken away without the host; zeros say the same as nothing.
+            was = [
+                old[label] if label in old and old[label].shape == new.shape else torch.zeros_like(new)
+                for label, new in zip(labelled, written, strict=True)
+            ]
+            whole = fill_alike(was, written) if written else None
+            # By one launch where a bucket's residuals lie in one piece.
+            pairs = [whole] if whole is not None else zip(was, written, strict=True)
+            for kept, new in pairs:
+                torch.where(is_healthy.to(new.device), new, kept, out=new)
+
+
+def _clones(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors, by one launch if they lie in one piece."""
+    whole = in_one_piece(tensors) if tensors else None
+    if whole is None:
+        return [tensor.clone() for tensor in tensors]
+    copy, start = whole.clone(), whole.storage_offset()
+    return [
+        copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - start) for tensor in tensors
+    ]
 
 
 class Diagnosis(NamedTuple):

@@ -11,9 +11,10 @@ from torch.nn.functional import pad
 
 from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_into
+from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections
+from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_all_into
 from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.packing import as_sent, packed, unpacked
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
@@ -97,7 +98,7 @@ class BatchedPlan(LowRankPlan):
         dtype = self.config.message_dtype(bucket.flat.dtype)
         received: list[torch.Tensor] = []
         # Of one part: both are rows of one square, and have its right factor in common.
-        (right,) = self.bases.of(memory, parts[:1], left=False)
+        (right,) = starts = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
             lefts = products(parts, [right] * len(parts), scale, add_error=iteration == 0)
             # As of the whole square: with its rows of zeros the message has the length of the plan.
@@ -118,17 +119,23 @@ class BatchedPlan(LowRankPlan):
             if iteration + 1 < self.config.power_iterations:
                 (right,) = yield Jointly(orthonormal_rows, [mean])
         if self.config.error_feedback and residual is None:
-            residual = torch.empty_like(flat)  # only now: before the first step there is nothing to add
+            residual = torch.zeros_like(flat)  # only now: before the first step there is nothing to add
             errors = _rows(residual, columns)
         remembered = yield from self.to_remember(memory, [[label]], [[Factors(left, own, mean)]], bucket)
-        yield Commit(AllFinite(tuple(received)))
-        written = [errors[index : index + 1] or None for index in range(len(parts))]
-        reconstruct(parts, written, [[Factors(basis, own, mean)] for basis in lefts], scale)
+        is_healthy = yield Commit(AllFinite(tuple(received)), writes_where=True)
+        remembered = yield from self.written(memory, [[label]], starts, remembered, is_healthy)
+        reconstructions = [
+            Reconstruction(
+                part, errors[index : index + 1] or None, [Factors(basis, own, mean)], scale, is_healthy, None
+            )
+            for index, (part, basis) in enumerate(zip(parts, lefts, strict=True))
+        ]
+        yield Jointly(all_reconstructed, reconstructions)
         _write_last_row(flat, matrices[-1])
         if residual is not None:
             _write_last_row(residual, errors[-1])
         if flat is not bucket.flat:
-            round_into(bucket.flat, flat, residual, scale)
+            round_all_into([bucket.flat], [flat], [residual], scale, is_healthy)
         if residual is not None:
             memory[ERROR].update(
                 zip((spec.name for spec in bucket.specs), bucket.split(residual), strict=True)

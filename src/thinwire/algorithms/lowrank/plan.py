@@ -15,10 +15,10 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
-from thinwire.algorithms.kernels.matrices import Factors, Terms
+from thinwire.algorithms.kernels.matrices import Factors, Terms, Write
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.joint import all_divided
+from thinwire.algorithms.lowrank.joint import all_divided, all_written, all_zeros
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Jointly, Message, Request, Requests
 
@@ -100,6 +100,47 @@ class LowRankPlan(BucketPlan):
             kept[SENT] = sent
         return {slot: by_label(labels, batches) for slot, batches in kept.items()}
 
+    def written(
+        self,
+        memory: Memory,
+        labels: Sequence[Sequence[str]],
+        starts: Sequence[torch.Tensor],
+        remembered: dict[Slot, dict[str, torch.Tensor]],
+        is_healthy: torch.Tensor | None,
+        beside: Sequence[Write] = (),
+    ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
+        """Write something behind the commit; return what memory is to keep: what it has if not healthy.
+
+        Args:
+            memory: Only read.
+            labels: Of each group's matrices.
+            starts: What the step has started from, of each group: bases that memory need not have.
+            remembered: From `to_remember`.
+            is_healthy: The commit's answer.
+            beside: What is written, and is not memory.
+        """
+        writes = list(beside)
+        # Not on the CPU, nor with `host_check`: there the generator is closed where the step is not healthy.
+        if is_healthy is not None:
+            before = {slot: memory[slot] for slot in remembered}
+            before[BASIS] = by_label(labels, starts)
+            was = [
+                (tensor, _like(tensor, before[slot].get(label)))
+                for slot, tensors in remembered.items()
+                for label, tensor in tensors.items()
+            ]
+            # Zeros where there was nothing like it: in the first step, and where `alternating` turns.
+            missing = [tensor for tensor, old in was if old is None]
+            zeros = iter((yield Jointly(all_zeros, missing)) if missing else ())
+            writes += [Write(tensor, None, next(zeros) if old is None else old) for tensor, old in was]
+        # Not from here, bucket by bucket: on an accelerator one launch writes what all of them leave.
+        placed = yield Jointly(all_written, [(each, is_healthy) for each in writes])
+        if is_healthy is None:
+            return remembered
+        kept = iter(placed[len(beside) :])
+        # Each slot takes its own from one iterator. Labels first: with them `zip` ends.
+        return {slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()}
+
     def sent_of(self, term: Factors) -> torch.Tensor:
         """Return what has, for each matrix, the norm of what a term sent: (matrices, elements)."""
         return term.own.flatten(1)
@@ -159,6 +200,12 @@ def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -
         for of_group, batch in zip(labels, batches, strict=True)
         for label, tensor in zip(of_group, batch.unbind(), strict=True)
     }
+
+
+def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor | None:
+    """Return what was kept where a tensor is to be; None if there was nothing like it."""
+    kind = (tensor.shape, tensor.dtype, tensor.device)
+    return was if was is not None and (was.shape, was.dtype, was.device) == kind else None
 
 
 def _norms(of_routes: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

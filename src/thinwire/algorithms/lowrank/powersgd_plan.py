@@ -25,10 +25,10 @@ from thinwire.algorithms.kernels.matrices import (
 from thinwire.algorithms.kernels.residuals import Rooms
 from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of_rows
 from thinwire.algorithms.lowrank.alternating import alternate
-from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed, all_written, all_zeros
-from thinwire.algorithms.lowrank.plan import LowRankPlan, by_label
+from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
+from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.rooms import Wanted, all_laid
-from thinwire.algorithms.lowrank.slots import BASIS, SENT
+from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
 from thinwire.algorithms.lowrank.wire import FactorWire
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
@@ -112,27 +112,7 @@ class PowerSGDPlan(LowRankPlan):
             Write(target, mean, None)
             for target, mean in zip(targets, found.uncompressed[:count], strict=True)
         ]
-        # Not on the CPU, nor with `host_check`: there the generator is closed where the step is not healthy.
-        if is_healthy is not None:
-            before = {slot: memory[slot] for slot in remembered}
-            before[BASIS] = by_label(labels, found.starts)
-            was = [
-                (tensor, _like(tensor, before[slot].get(label)))
-                for slot, tensors in remembered.items()
-                for label, tensor in tensors.items()
-            ]
-            # Zeros where there was nothing like it: in the first step, and where `alternating` turns.
-            missing = [tensor for tensor, old in was if old is None]
-            zeros = iter((yield Jointly(all_zeros, missing)) if missing else ())
-            writes += [Write(tensor, None, next(zeros) if old is None else old) for tensor, old in was]
-        # Not from here, bucket by bucket: on an accelerator one launch writes what all of them leave.
-        placed = yield Jointly(all_written, [(each, is_healthy) for each in writes])
-        if is_healthy is not None:
-            kept = iter(placed[count:])
-            # Each slot takes its own from one iterator. Labels first: with them `zip` ends.
-            remembered = {
-                slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()
-            }
+        remembered = yield from self.written(memory, labels, found.starts, remembered, is_healthy, writes)
         errors = {
             label: tensor
             for group, of_group in zip(groups, rooms, strict=True)
@@ -232,9 +212,3 @@ class PowerSGDPlan(LowRankPlan):
                 kept = list(like.new_zeros(len(group.labels), like.numel(), dtype=dtype))
             rooms.append(Rooms(kept))
         return rooms
-
-
-def _like(tensor: torch.Tensor, was: torch.Tensor | None) -> torch.Tensor | None:
-    """Return what was kept where a tensor is to be; None if there was nothing like it."""
-    kind = (tensor.shape, tensor.dtype, tensor.device)
-    return was if was is not None and (was.shape, was.dtype, was.device) == kind else None
