@@ -14,11 +14,13 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 
+import torch
+
 import bench_adamw
 import bench_known
 import bench_quality
-import lstm
 from bench_adamw import EXACT, METHODS, RECORDS, STUDENT_T, Averaging, Record, Setting, WarmedUp
+from bench_known import GPT2Small, InProcess, LSTMBytes
 from known_methods import LOCAL, PER_STEP
 from thinwire.advice import loss
 from thinwire.advice.loss import LossGap
@@ -34,6 +36,8 @@ QUALITY_PAGES = (
 )
 # Of two seeds the interval is so wide that nothing should be advised by their mean.
 MIN_SEEDS = 3
+# Of such models there are single trainings only, and advice takes them for a warning.
+LARGE_PARAMETERS = 5_000_000
 SHIPPED = Path(loss.__file__).with_name("loss_gaps.json")
 
 # Charles et al., "Communication-Efficient Language Model Training Scales Reliably and Robustly: Scaling Laws
@@ -63,7 +67,7 @@ MULOCO_SIXTEEN_MEMBERS = {
 
 def gaps() -> list[LossGap]:
     """Everything, in a fixed order."""
-    found = [*of_adamw(), *of_quality_pages(), *of_lstm(), *published()]
+    found = [*of_adamw(), *of_quality_pages(), *of_known(), *published()]
     return sorted(
         found,
         key=lambda gap: (gap.is_published, gap.optimizer, gap.name, gap.members, gap.parameters, gap.source),
@@ -93,12 +97,13 @@ def of_adamw() -> Iterator[LossGap]:
                 for each in runs
                 if each.lane.seed in exact
             ]
-            if method in METHODS and len(percents) >= MIN_SEEDS:
+            parameters = round(float(setting.model.partition(" ")[0]) * 1e6)
+            if method in METHODS and len(percents) >= (1 if parameters >= LARGE_PARAMETERS else MIN_SEEDS):
                 yield gap_of(
                     code_of(method),
                     setting.inner,
                     setting.members,
-                    round(float(setting.model.partition(" ")[0]) * 1e6),
+                    parameters,
                     setting.steps,
                     len(percents),
                     fmean(percents),
@@ -127,29 +132,35 @@ def code_of_front(front: partial[LocalSGD] | partial[DiLoCo]) -> str:
     return f"{func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 
 
-def of_lstm() -> Iterator[LossGap]:
-    """Of `bench_known.py`: its LSTM. Other tasks have accuracies, or too few seeds."""
-    losses: dict[tuple[str, str, int], dict[int, float]] = {}
-    for record in bench_known.records(bench_known.RECORDS):
-        if record.task == bench_known.LSTM:
-            losses.setdefault((record.method, record.optimizer, record.steps), {})[record.seed] = record.score
-    parameters = sum(each.numel() for each in lstm.new_lstm().parameters())
-    for (method, optimizer, steps), by_seed in losses.items():
-        exact = losses.get((EXACT, optimizer, steps), {})
-        percents = [100 * (by_seed[seed] / exact[seed] - 1) for seed in by_seed.keys() & exact.keys()]
-        if method != EXACT and len(percents) >= MIN_SEEDS:
-            yield gap_of(
-                str(PER_STEP[method]) if method in PER_STEP else code_of_front(LOCAL[method]),
-                optimizer,
-                bench_known.MEMBERS,
-                parameters,
-                steps,
-                len(percents),
-                fmean(percents),
-                stdev(percents),
-                f"benchmarks/results/{bench_known.RECORDS.name}",
-                is_recurrent=True,
-            )
+def of_known() -> Iterator[LossGap]:
+    """Of `bench_known.py`: losses. Other tasks have accuracies, or are of too few seeds."""
+    tasks: dict[str, InProcess] = {bench_known.LSTM: LSTMBytes(), bench_known.GPT2_SMALL: GPT2Small()}
+    for name, task in tasks.items():
+        # On no device it takes no memory.
+        with torch.device("meta"):
+            parameters = sum(each.numel() for each in task.model().parameters())
+        losses: dict[tuple[str, str, int], dict[int, float]] = {}
+        for record in bench_known.records(bench_known.RECORDS):
+            if record.task == name:
+                losses.setdefault((record.method, record.optimizer, record.steps), {})[record.seed] = (
+                    record.score
+                )
+        for (method, optimizer, steps), by_seed in losses.items():
+            exact = losses.get((EXACT, optimizer, steps), {})
+            percents = [100 * (by_seed[seed] / exact[seed] - 1) for seed in by_seed.keys() & exact.keys()]
+            if method != EXACT and len(percents) >= (1 if parameters >= LARGE_PARAMETERS else MIN_SEEDS):
+                yield gap_of(
+                    str(PER_STEP[method]) if method in PER_STEP else code_of_front(LOCAL[method]),
+                    optimizer,
+                    task.members,
+                    parameters,
+                    steps,
+                    len(percents),
+                    fmean(percents),
+                    stdev(percents) if len(percents) > 1 else None,
+                    f"benchmarks/results/{bench_known.RECORDS.name}",
+                    is_recurrent=name == bench_known.LSTM,
+                )
 
 
 def of_quality_pages() -> Iterator[LossGap]:

@@ -41,7 +41,7 @@ NOT_MEASURED = """## Not measured
 - **Links of 10 Gbit/s that are full.** Two cores do not fill them; where `10gbit` or `unshaped` stands,
   hosts of one machine passed on what their processors could.
 - **Large models.** The largest that is timed is a GPT of 10.9 M parameters; losses are of models up to
-  1.2 M, and of single seeds above: 10.9 M, and GPT-2 small, exactly and in two bits. ResNets have their
+  1.2 M, and of single seeds above: 10.9 M, and GPT-2 small at one learning rate. ResNets have their
   arithmetic timed, not their accuracy.
 - **Long runs.** 2 000 steps are the most.
 - **Many members.** At most 8 that compute, 64 that are simulated; [a cost model](scaling.md) says the

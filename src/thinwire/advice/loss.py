@@ -86,10 +86,15 @@ class LossGap:
         return f"{signed(self.percent)} %{spread}, {self.training}"
 
     @property
+    def is_single(self) -> bool:
+        """Whether the project has it of one seed only."""
+        return self.seeds == 1 and not self.is_published
+
+    @property
     def training(self) -> str:
         """With what it was measured, or published, and where that is told."""
         steps = "" if self.steps is None else f", {self.steps:,} steps"
-        how = "published" if self.is_published else "measured"
+        how = "published" if self.is_published else "measured once" if self.is_single else "measured"
         unit, letter = (10**9, "B") if self.parameters >= 10**9 else (10**6, "M")
         size = f"{self.parameters / unit:.3g} {letter} parameters"
         model = f"an LSTM of {size}" if self.is_recurrent else size
@@ -268,11 +273,11 @@ def expected_loss(
         loses_less_than: What loses more.
     """
     # One's own first: how they were made is known here, and none was chosen to look well.
-    own = _own_gap(name, training)
-    if own is not None:
-        return ExpectedLoss("measured", own.percent, own.low_percent, own.high_percent, (own,))
-    less = _own_gap(loses_more_than, training)
-    more = _own_gap(loses_less_than, training)
+    own = _own_gaps(name, training)
+    if own:
+        return ExpectedLoss("measured", own[0].percent, own[0].low_percent, own[0].high_percent, own)
+    less = next(iter(_own_gaps(loses_more_than, training)), None)
+    more = next(iter(_own_gaps(loses_less_than, training)), None)
     # Counted with the larger one: within a budget is what is so for sure.
     if less is not None and more is not None:
         return ExpectedLoss("between", more.percent, less.percent, more.percent, (less, more))
@@ -296,22 +301,39 @@ def published_gap(name: str, training: Training) -> LossGap | None:
     return _worst_of_optimizers(rows, training)
 
 
-def _own_gap(name: str, training: Training) -> LossGap | None:
+def _own_gaps(name: str, training: Training) -> tuple[LossGap, ...]:
+    """Return what the project has measured: first what counts, then what is told beside it."""
     # What others measured has other baselines, and never mixes with the project's own.
     rows = [each for each in loss_gaps() if each.name == name and not each.is_published]
-    return _worst_of_optimizers(rows, training)
+    found = _worst_of_optimizers([each for each in rows if not each.is_single], training)
+    if found is None:
+        return ()
+    # Large models were trained once each, so how much of their gaps is chance nobody knows. They are told of
+    # where the user's model is nearer to them in size, and count only for what they have lost more for sure.
+    once = [each for each in rows if each.is_single]
+    nearer = [each for each in once if _apart(each, training) < _apart(found, training)]
+    single = _worst_of_optimizers(nearer, training)
+    if single is None:
+        return (found,)
+    high_percent = found.percent + NOISE_PERCENT if found.high_percent is None else found.high_percent
+    return (single, found) if single.percent - NOISE_PERCENT > high_percent else (found, single)
+
+
+def _apart(gap: LossGap, training: Training) -> float:
+    """Return how far the sizes of two models are apart."""
+    return abs(math.log(max(1, training.parameters) / gap.parameters))
 
 
 def _worst_of_optimizers(rows: Sequence[LossGap], training: Training) -> LossGap | None:
     """Return the row nearest to a training; of an unknown optimizer, the largest of each optimizer's."""
 
     def distance(gap: LossGap) -> tuple[float, ...]:
-        # Gaps grow with members. Long trainings come before models of one's own size, which the project's
-        # own ones never are; published ones have no steps, so there the size decides.
+        # Gaps grow with members. Long trainings come before models of one's own size, which few of the
+        # project's own are; published ones have no steps, so there the size decides.
         return (
             abs(math.log(training.members / gap.members)),
             -(gap.steps or 0),
-            abs(math.log(max(1, training.parameters) / gap.parameters)),
+            _apart(gap, training),
             -gap.seeds,
         )
 
