@@ -9,7 +9,16 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.errors import ConfigError, ThinwireError
 
-__all__ = ["checked_scaler", "number", "true_or_false", "whole_count", "whole_number"]
+__all__ = ["checked_scaler", "number", "shown", "true_or_false", "whole_count", "whole_number"]
+
+MAX_SHOWN_LENGTH = 100
+
+
+def shown(value: object) -> str:
+    """Return how an error shows a value: its repr, or its type if the repr is long or has several lines."""
+    text = repr(value)
+    is_short = len(text) <= MAX_SHOWN_LENGTH and "\n" not in text
+    return text if is_short else f"an object of type {type(value).__name__}"
 
 
 def whole_number(name: str, value: object, *, minimum: int, error: type[ThinwireError] = ConfigError) -> int:
@@ -87,5 +96,5 @@ def checked_scaler(grad_scaler: object) -> GradScaler | None:
         ConfigError: It is none.
     """
     if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
-        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {grad_scaler!r}")
+        raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {shown(grad_scaler)}")
     return grad_scaler

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from thinwire import algorithms
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRankRoute, translated
-from thinwire.checks import checked_scaler
+from thinwire.checks import checked_scaler, shown
 from thinwire.errors import ConfigError, StepError
 from thinwire.fronts.tensors import Gradients, StepFront
 from thinwire.plan import ParameterSpec, Plan
@@ -316,7 +316,7 @@ def optimizer_step(optimizer: torch.optim.Optimizer, aggregator: Aggregator) -> 
         CommunicationError: A collective failed; memory is as it was.
     """
     if not isinstance(aggregator, Aggregator):
-        raise ConfigError(f"expected an Aggregator such as PowerSGD(params, config), got {aggregator!r}")
+        raise ConfigError(f"expected an Aggregator such as PowerSGD(params, config), got {shown(aggregator)}")
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not isinstance(aggregator, _Synchronised):
         return _step_keeping_error(optimizer, aggregator, [p for p in parameters if p.grad is not None])
@@ -399,5 +399,5 @@ class EpfmlPowerSGD(algorithms.PowerSGD):
 
 def _algorithm_of(config: object) -> EpfmlPowerSGD:
     if not isinstance(config, Config):
-        raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {config!r}")
+        raise ConfigError(f"expected thinwire.powersgd.Config(rank=…), got {shown(config)}")
     return EpfmlPowerSGD(**translated(config._asdict()), alternating=True)

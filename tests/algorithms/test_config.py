@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -152,8 +153,14 @@ def test_bad_calls_of_attach(pool2: Pool) -> None:
         assert "expected a DistributedDataParallel model, got Linear" in messages["not DDP"]
         assert "expected an algorithm" in messages["not an algorithm"]
         assert "'powersgd'" in messages["not an algorithm"]
-        assert "<class" in messages["a class"]
+        assert "got the class; write PowerSGD()" in messages["a class"]
         assert "grad_scaler must be" in messages["not a scaler"]
+        assert messages["an optimizer as a scaler"].endswith("got an object of type AdamW")
+        assert messages["swapped"] == (
+            "got PowerSGD for the model and DistributedDataParallel for the algorithm; "
+            "write attach(model, algorithm)"
+        )
+        assert "no parameter of the model is trained" in messages["all frozen"]
         assert "allows one only" in messages["twice"]
         assert "allows one only" in messages["after another hook"]
         assert messages["healthy"] == ""
@@ -163,11 +170,17 @@ def _bad_attach() -> dict[str, str]:
     ddp_model = DistributedDataParallel(nn.Linear(64, 64))
     hooked = DistributedDataParallel(nn.Linear(64, 64))
     hooked.register_comm_hook(None, thinwire.hooks.allreduce_hook)
+    frozen = DistributedDataParallel(nn.Linear(64, 64))
+    frozen.requires_grad_(False)
+    optimizer = torch.optim.AdamW(ddp_model.parameters())
     calls: dict[str, Any] = {
         "not DDP": lambda: thinwire.attach(nn.Linear(4, 4), AllReduce()),
         "not an algorithm": lambda: thinwire.attach(ddp_model, "powersgd"),  # type: ignore[arg-type]
         "a class": lambda: thinwire.attach(ddp_model, PowerSGD),  # type: ignore[arg-type]
         "not a scaler": lambda: thinwire.attach(ddp_model, AllReduce(), grad_scaler=2.0),  # type: ignore[arg-type]
+        "an optimizer as a scaler": lambda: thinwire.attach(ddp_model, AllReduce(), grad_scaler=optimizer),  # type: ignore[arg-type]
+        "swapped": lambda: thinwire.attach(PowerSGD(), ddp_model),  # type: ignore[arg-type]
+        "all frozen": lambda: thinwire.attach(frozen, PowerSGD()),
         "healthy": lambda: thinwire.attach(ddp_model, AllReduce()),
         "twice": lambda: thinwire.attach(ddp_model, AllReduce()),
         "after another hook": lambda: thinwire.attach(hooked, AllReduce()),
@@ -179,8 +192,40 @@ def _bad_attach() -> dict[str, str]:
             messages[name] = ""
         except thinwire.ThinwireError as error:
             messages[name] = str(error)
-    assert [len(model._comm_hooks) for model in (ddp_model, hooked)] == [1, 1]  # nothing was changed
+    hooks = [len(model._comm_hooks) for model in (ddp_model, hooked, frozen)]
+    assert hooks == [1, 1, 0]  # nothing was changed
     return messages
+
+
+def test_a_plain_module_without_a_process_group_is_told_to_make_the_group_first() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(
+        AttachError, match=r"got Linear; call torch.distributed.init_process_group\(\), then wrap"
+    ):
+        thinwire.attach(nn.Linear(4, 4), AllReduce())
+
+
+def test_top_k_in_every_step_is_attached_and_warned_of(pool2: Pool) -> None:
+    warnings, sent_fewer = zip(*pool2.run(_attached_top_k), strict=True)
+    assert all(sent_fewer)
+    assert [len(each) for each in warnings] == [1, 1]
+    assert "TopK(density=0.015625) is meant for models that are averaged every few steps" in warnings[0][0]
+
+
+def _attached_top_k() -> tuple[list[str], bool]:
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("thinwire.fronts.attach")
+    logger.addHandler(handler)
+    try:
+        model = DistributedDataParallel(nn.Linear(64, 64))
+        sync = thinwire.attach(model, TopK())
+        model(torch.ones(1, 64)).sum().backward()
+        thinwire.attach(DistributedDataParallel(nn.Linear(64, 64)), Quantize(bits=4))
+    finally:
+        logger.removeHandler(handler)
+    return told, sync.stats().compression_ratio > 10
 
 
 def test_a_switch_that_is_refused_changes_nothing(pool2: Pool) -> None:

@@ -31,6 +31,11 @@ def test_a_missing_package_is_named(extra: str) -> None:
     assert last.endswith(f"pip install '.[{extra}]' in a clone of Thinwire")
 
 
+def test_lightnings_way_to_register_a_hook_needs_no_lightning() -> None:
+    done = run_python(WITHOUT_PACKAGE, ",".join(PACKAGES["lightning"]), "thinwire.integrations.ddp_hooks")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_what_is_told_to_install_can_be_installed_from_a_clone() -> None:
     """No index has Thinwire: `pip install 'thinwire[cli]'` would find nothing, or another package."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]

@@ -14,6 +14,7 @@ import torch
 from thinwire.algorithms.kernels.matrices import fill_alike, in_one_piece
 from thinwire.algorithms.requests import Message, Request, Requests
 from thinwire.algorithms.spelling import check_names
+from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 
@@ -272,12 +273,12 @@ class Algorithm(ABC):
 
     def __str__(self) -> str:
         """Return how it is written in code, mostly without what has its default."""
-        shown = {
+        texts = {
             name: repr(value)
             for name, value in vars(self).items()
             if name in self.always_shown or value != getattr(type(self), name, None)
         }
-        short = {name: text if len(text) <= MAX_SETTING_LENGTH else "…" for name, text in shown.items()}
+        short = {name: text if len(text) <= MAX_SETTING_LENGTH else "…" for name, text in texts.items()}
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in short.items())})"
 
     @property
@@ -355,3 +356,10 @@ class Algorithm(ABC):
             memory: Only read.
         """
         raise NotImplementedError(f"{type(self).__name__} has nothing to plan anew")
+
+
+def no_algorithm(given: object) -> str:
+    """Return how an error shows what is not an algorithm; in place of a class, what makes one."""
+    if isinstance(given, type) and issubclass(given, Algorithm):
+        return f"the class; write {given.__name__}()"
+    return shown(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["attach"]
+
+logger = logging.getLogger(__name__)
 
 
 def attach(
@@ -49,7 +52,8 @@ def attach(
             when it is trained before it is attached itself. Or an FSDP2 model: one that `fully_shard` has
             sharded over a mesh of one dimension, the shards of one replica, or that `replicate` holds. What
             differs then stands in docs/sharded.md; replicas become equal here, parameters and buffers.
-        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`.
+        algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
+            warns.
         process_group: Of an FSDP2 model: the processes that hold the same shard of different replicas. Not
             with DDP, which has its own group; `replicate` has one too.
         mesh: The same as a mesh: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
@@ -90,10 +94,10 @@ def attach(
     messages, while there is a residual.
 
     Raises:
-        AttachError: Neither a DDP nor an FSDP2 model; a DDP model that has a communication hook already
-            (DDP's own `mixed_precision` is one), sparse gradients, or an option under which DDP does not
-            hand over all gradients; an FSDP2 model whose replicas PyTorch averages itself (a mesh of two
-            dimensions), or with a group that is not of equal shards.
+        AttachError: Neither a DDP nor an FSDP2 model, or none of its parameters is trained; a DDP model that
+            has a communication hook already (DDP's own `mixed_precision` is one), sparse gradients, or an
+            option under which DDP does not hand over all gradients; an FSDP2 model whose replicas PyTorch
+            averages itself (a mesh of two dimensions), or with a group that is not of equal shards.
         AgreementError: The replicas of an FSDP2 model are not sharded alike.
         ConfigError: `algorithm` or `grad_scaler` is not one, or `on_nonfinite` does not go with the others.
         NonfiniteError: (From `backward()`.) See `on_nonfinite`.
@@ -108,8 +112,19 @@ def attach(
         (1, 9.3)
     """
     # What is wrong for both kinds of model is found before either is looked at.
+    if isinstance(algorithm, torch.nn.Module):
+        raise ConfigError(
+            f"got {type(model).__name__} for the model and {type(algorithm).__name__} for the algorithm; "
+            "write attach(model, algorithm)"
+        )
     loss_scale = loss_scale_of(grad_scaler)
     checked_on_nonfinite(on_nonfinite, grad_scaler)
+    if getattr(algorithm, "sends_few_entries", False):
+        logger.warning(
+            "%s is meant for models that are averaged every few steps: pass it to LocalSGD or DiLoCo. For "
+            "the gradients of every step Quantize(bits=4) loses less",
+            algorithm,
+        )
     # What torch.compile was given.
     plain = getattr(model, "_orig_mod", model)
     if is_fsdp2(plain):

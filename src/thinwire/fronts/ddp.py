@@ -362,6 +362,9 @@ def _checked_model(ddp_model: object) -> DistributedDataParallel:
     model = getattr(ddp_model, "_orig_mod", ddp_model)
     if not isinstance(model, DistributedDataParallel):
         raise AttachError(wrong_model(ddp_model))
+    # DDP refuses such a model; its parameters were frozen since.
+    if not _num_trained(model._module_parameters):
+        raise AttachError("no parameter of the model is trained, so there is nothing to average")
     if model.mixed_precision is not None:
         raise AttachError(
             "DistributedDataParallel(mixed_precision=…) occupies the communication hook itself; "

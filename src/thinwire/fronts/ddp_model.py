@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.futures import Future
@@ -308,7 +309,8 @@ def wrong_model(given: object) -> str:
             "with Thinwire yet; shard the plain module with fully_shard, and attach(model, algorithm, "
             'mesh=mesh["replicate"])'
         )
-    return f"{expected}; wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
+    first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
+    return f"{expected}; {first}wrap it first: torch.nn.parallel.DistributedDataParallel(model)"
 
 
 def is_fsdp2(model: object) -> bool:

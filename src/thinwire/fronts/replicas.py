@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from thinwire.channel import ProcessGroupTransport, gather_stacked
+from thinwire.checks import shown
 from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.fronts.local_sgd.averaged import held_of
 
@@ -53,7 +54,7 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
         ...         thinwire.check_replicas(model)
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"expected the model, a torch.nn.Module, got {model!r}")
+        raise ConfigError(f"expected the model, a torch.nn.Module, got {shown(model)}")
     if process_group is None:
         sharded = [name for name, parameter in model.named_parameters() if _is_cut(parameter)]
         if sharded:

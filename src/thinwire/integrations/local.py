@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
+from thinwire.algorithms.base import no_algorithm
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
@@ -36,7 +37,8 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     if not (isinstance(given, Algorithm) or makes_local):
         raise ConfigError(
             "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), thinwire.auto, or what makes a "
-            f"thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30), got {given!r}"
+            "thinwire.LocalSGD, such as functools.partial(thinwire.DiLoCo, every_steps=30), got "
+            f"{no_algorithm(given)}"
         )
     if isinstance(given, partial):
         # It is called when the job has started and the model is wrapped: late for a mistyped name.

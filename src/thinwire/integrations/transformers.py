@@ -23,6 +23,7 @@ import torch
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
 from thinwire.checkpoint import load, save
+from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
 from thinwire.fronts.local_sgd import LocalSGD
@@ -91,7 +92,7 @@ def attach(
             can't be attached shows in `train`.)
     """
     if not isinstance(trainer, Trainer):
-        raise ConfigError(f"expected a transformers.Trainer, got {trainer!r}")
+        raise ConfigError(f"expected a transformers.Trainer, got {shown(trainer)}")
     checked_averaging(algorithm)
     callbacks = trainer.callback_handler.callbacks
     if any(isinstance(callback, ThinwireCallback) for callback in callbacks):

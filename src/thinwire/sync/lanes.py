@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Choices, Memory, Slot
+from thinwire.algorithms.base import no_algorithm
 from thinwire.channel import CALL, Description, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
@@ -99,7 +100,8 @@ class Lanes:
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
             raise ConfigError(
-                f"expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got {algorithm!r}"
+                "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got "
+                f"{no_algorithm(algorithm)}"
             )
         specs = tuple(self.specs.values())
         if specs:  # else they are checked bucket by bucket, when lanes are opened

@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms.accelerators import sent_to
+from thinwire.checks import shown
 from thinwire.errors import ConfigError
 
 __all__ = ["LossScale", "loss_scale_of"]
@@ -36,7 +37,7 @@ def loss_scale_of(grad_scaler: object) -> LossScale | None:
     if not callable(grad_scaler):
         raise ConfigError(
             "grad_scaler must be a torch.amp.GradScaler, a function that returns the loss scale, or None, "
-            f"got {grad_scaler!r}"
+            f"got {shown(grad_scaler)}"
         )
 
     def scale_on(device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.channel import ProcessGroupTransport, Transport
+from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
 from thinwire.fronts.local_sgd.averaged import Averaged
@@ -156,7 +157,7 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
     if isinstance(inner, DistributedDataParallel):
         return inner.module, inner
     if not isinstance(inner, nn.Module):
-        raise ConfigError(f"expected a torch.nn.Module, got {model!r}")
+        raise ConfigError(f"expected a torch.nn.Module, got {shown(model)}")
     # Its shards are of parameters that were joined end to end, so that none has a name.
     if is_sharded(inner) and not is_fsdp2(inner):
         raise AttachError(

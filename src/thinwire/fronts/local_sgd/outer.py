@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from thinwire.algorithms import Algorithm
+from thinwire.checks import shown
 from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.local_sgd.replica import Replica
 
@@ -42,7 +43,9 @@ def check_outer(outer: object) -> None:
         ConfigError: It is no function.
     """
     if outer is not None and not callable(outer):
-        raise ConfigError(f"outer must be a function that makes an optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+        raise ConfigError(
+            f"outer must be a function that makes an optimizer, got {shown(outer)}; {OUTER_EXAMPLE}"
+        )
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -64,7 +67,7 @@ def new_outer(make: Outer | None, parameters: list[torch.Tensor]) -> torch.optim
         return None
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
-        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {outer!r}; {OUTER_EXAMPLE}")
+        raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
     # One that it lacks would stay where it is, and the model with it: the steps made there would be lost.
     if held_by(outer) != set(map(id, parameters)):
         raise ConfigError(

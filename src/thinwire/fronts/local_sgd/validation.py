@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.outer import held_by
@@ -82,7 +83,7 @@ def checked_optimizer(
         ConfigError: It is none, wraps another one, or does not train this model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"expected a torch.optim.Optimizer, got {optimizer!r}")
+        raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
     # Wrappers may derive from Optimizer without calling its __init__.
     if not hasattr(optimizer, "_optimizer_step_post_hooks"):
         raise ConfigError(
