@@ -201,7 +201,7 @@ class Auto:
         )
         self._why = ["off: exact averaging"]
         self._is_trying = False
-        # Those that average the same parameters, and where these are shards, those that hold the others.
+        # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
         # All must make the same steps with the same algorithms, or they would wait for each other for ever.

@@ -140,9 +140,9 @@ class ExpectedLoss:
     """What is known of a gap to the loss of exact averaging.
 
     Attributes:
-        kind: "exact": there is none. "measured", "published": `gaps` has it. "between": not measured itself,
-            but what surely loses less and what surely loses more, which are `gaps`. "above": only the
-            former. "unknown": nothing was measured.
+        kind: "exact": there is none. "measured", "published": `gaps` has it. "between": not measured;
+            `gaps` holds a lower and an upper bound. "above": only the lower one. "unknown": nothing was
+            measured.
         percent: To be counted with: the mean, or of what is between the larger one; None where there is no
             upper bound.
         low_percent: The least that it may be, as far as known.

@@ -218,8 +218,8 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
         raise ConfigError(f"expected a torch.nn.Module, got {model!r:.200}")
     if is_sharded(given) and not is_fsdp2(given):
         raise ConfigError(
-            "the model is sharded by FullyShardedDataParallel (FSDP1), whose shards are of no parameter "
-            "alone; shard it with fully_shard, or pass the plain module if it fits on each device"
+            "the model is sharded by FullyShardedDataParallel (FSDP1), whose flat shards span several "
+            "parameters; shard it with fully_shard, or pass the plain module if it fits on each device"
         )
     if not any(each.requires_grad for each in given.parameters()):
         raise ConfigError("no parameter of the model is trained, so there is nothing to average")

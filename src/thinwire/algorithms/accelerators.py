@@ -33,7 +33,7 @@ def pays_per_launch(device: torch.device) -> bool:
 
 
 def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
-    """Return on a device what the host has made, without waiting for CUDA's; the same tensor on the CPU.
+    """Copy a host tensor to a device, on CUDA without waiting for it; the same tensor on the CPU.
 
     Args:
         device: Where it is wanted.

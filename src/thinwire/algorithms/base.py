@@ -152,7 +152,7 @@ class Memory:
                 tensors.update({label: old[label] for label in dropped})
             labelled = [label for label in labels if label in tensors and label not in dropped]
             written = [tensors[label] for label in labelled]
-            # What was not there can't be taken away without the host; zeros say the same as nothing.
+            # A new entry can't be removed without waiting for the device; zeros are equivalent to none.
             was = [
                 old[label] if label in old and old[label].shape == new.shape else torch.zeros_like(new)
                 for label, new in zip(labelled, written, strict=True)

@@ -56,8 +56,9 @@ def compensated(
             scale = bucket.loss_scale
             fitting = residual = error if scale is None else error * scale
             if is_narrow:
-                # Only as much as leaves the sum in range: a step with an infinite one would be skipped, and
-                # the next, and no residual would ever be sent. A gradient that is not finite itself stays so.
+                # Add only as much residual as keeps the sum finite in this type: a step with an infinite sum
+                # would be skipped, and the next, and no residual would ever be sent. A gradient that is not
+                # finite itself stays so.
                 room = (limit - gradient.to(residual.dtype).abs()).clamp_min(0)
                 fitting = residual.clamp(-room, room)
                 remainder = residual - fitting

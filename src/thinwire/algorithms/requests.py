@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-# Requests are equal only to themselves (`eq=False`): of two tensors nobody can say it in one bool.
+# Requests are equal only to themselves (`eq=False`): comparing tensors does not give one bool.
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +69,7 @@ class AllToAll:
 class ShardSum:
     """Ask for the sum over the shards of this replica, which hold other parts of the same parameters.
 
-    To be asked only of a bucket whose parameters have a `Cut`. It travels inside of a machine, and is not
-    counted.
+    Only for buckets whose parameters have a `Cut`. It stays inside one machine, and is not counted.
 
     Args:
         tensor: Flat, floating, of the same length on all shards, given away. The answer may lie in its

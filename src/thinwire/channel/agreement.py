@@ -128,7 +128,7 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
     differing = [s for s in subjects if len({description.get(s) for description in everyone}) > 1]
     if not differing:
         return
-    # Who is about to do something else has its own reasons to differ in all the rest.
+    # A member in a different call differs in everything else too; report only the call.
     if CALL in differing:
         raise AgreementError(
             f"{purpose}: {_who_has_what(everyone, CALL)} under way. Make the same calls on every process, "

@@ -37,7 +37,7 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
             by_device[tensor.device].append(tensor.detach())
     # Devices come in the order of the tensors, which is the same on all: so do the messages.
     for device, copied in by_device.items():
-        # Who is it, is asked of all: members that have no part in the choice could not know.
+        # Ask all members for the source: those that did not choose it don't know it.
         offered = torch.tensor([transport.rank if is_source else -1], device=device)
         transport.all_reduce(offered, "finding the process to copy from", operation="max").wait()
         source = int(offered)

@@ -337,7 +337,7 @@ class _InProcessWork:
         return self.is_complete
 
     def wait(self) -> None:
-        # Whoever waits twice gets the same: backends allow it, and the tensor may have changed since.
+        # Waiting twice gives the same, as with real backends; the tensor may have changed since.
         if self.is_taken:
             return
         wait_for(self)

@@ -87,7 +87,7 @@ def swapped(
         sent: A row for each member, as bytes.
         rank: Of this one.
         pieces: As of `num_pieces`.
-        start: Starts one all-to-all, of so many bytes to and from each member; none named: as many for all.
+        start: Starts an all-to-all with these split sizes, in bytes; equal splits if there are none.
     """
     if pieces == 1:
         return start(received, sent, [])

@@ -76,7 +76,7 @@ class ProcessGroupTransport(Transport):
             ConfigError: It would be a GPU, and nobody has said which.
         """
         kinds = [*self._backends]
-        # What the host asks, it reads: on an accelerator it would have to wait for all that runs there.
+        # The host reads control messages, so keep them off the accelerator, which it would have to wait for.
         if "cpu" in kinds:
             return torch.device("cpu")
         if self._gradient_device is not None:

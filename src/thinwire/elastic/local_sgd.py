@@ -418,6 +418,6 @@ def _check_meets_at_once(delay_steps: object, warmup_steps: object) -> None:
         )
     if warmup_steps != 0:
         raise ConfigError(
-            f"warmup_steps must be 0 where members come and go, got {warmup_steps!r}: who joins later would "
-            "not have had it; train on one machine first, and start members from what it has saved"
+            f"warmup_steps must be 0 where members come and go, got {warmup_steps!r}: members that join "
+            "later would skip it; train on one machine first, and start members from what it has saved"
         )

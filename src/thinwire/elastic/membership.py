@@ -41,7 +41,7 @@ class _Doubt:
 
 
 class _TryAgainError(Exception):
-    """This averaging can't be, and no message has failed: all who are there know, and repeat it."""
+    """This averaging is not possible, but no message failed; every member knows, so all retry."""
 
 
 class _TooFewError(_TryAgainError):
@@ -49,7 +49,7 @@ class _TooFewError(_TryAgainError):
 
 
 class Membership:
-    """Lets a front average with whoever is there, as often as it takes; keeps book of who they are.
+    """Lets a front average with whoever is there, as often as it takes; keeps track of the members.
 
     An averaging is committed by all members or by none. The last of its messages says that everybody has
     received everything. A member that misses just that message is in doubt: it keeps what it has prepared,
@@ -191,7 +191,7 @@ class Membership:
         if self._device.type != "cpu":
             # On a thread of torchft's, whose stream does not wait for the one that the training runs on.
             torch.accelerator.synchronize(self._device)
-        # What it is about to start from itself: its own model is nobody's yet.
+        # Send what it is about to load: its own model is not shared yet.
         return self._front.state() if self._group.received is None else self._group.received
 
     def _note_received(self) -> None:

@@ -453,7 +453,7 @@ def torchft_module(name: str) -> Any:
     Raises:
         MissingExtraError: torchft is not installed.
     """
-    # It logs every quorum in a language of its own, on standard error, unless it is told otherwise.
+    # By default it logs every quorum to standard error, in its own format.
     os.environ.setdefault("RUST_LOG", "error")
     logging.getLogger("torchft.manager").addFilter(_says_something)
     try:

@@ -21,7 +21,7 @@ _entered: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictio
 
 @contextmanager
 def averaging_model(owner: object, module: nn.Module, transport: Transport) -> Iterator[None]:
-    """Let it be known, until the context ends, that a model is averaged.
+    """Mark a model as being averaged while the context is open.
 
     Args:
         owner: What averages it.

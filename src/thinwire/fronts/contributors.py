@@ -35,7 +35,7 @@ class Shadow(JoinHook):
         self._step()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Let all processes end with one model. Collective."""
+        """Copy the last active process's model to all. Collective."""
         leave_join(self._front)
         self._end(is_last_joiner)
 

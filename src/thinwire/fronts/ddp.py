@@ -220,7 +220,7 @@ class BucketFront:
                 self._finish(self._step)
                 self._release()
         except BaseException:
-            # Their futures stay open: the exception ends the pass before DDP waits for them.
+            # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
             self._waiting = []
             self.engine.abandon()
             raise

@@ -137,7 +137,7 @@ def refuse_training_of_copies(model: DistributedDataParallel) -> None:
         memo[id(model)] = copied
         # As pickle would: DDP leaves its reducer out, and makes another one.
         state = model.__getstate__()  # type: ignore[no-untyped-call]
-        # Bound to the original: on the copy it would make copies of that one.
+        # This bound method belongs to the original; on the copy it would copy the original again.
         del state["__deepcopy__"]
         copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         copied.register_forward_pre_hook(_hooked_by_refusal)

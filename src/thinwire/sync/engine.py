@@ -73,15 +73,14 @@ class Engine:
         parts: Parts = (),
     ) -> None:
         self.transport = transport
-        # Around it, and not in its place: what is agreed upon or saved is no gradient's message, so it is
-        # neither counted nor met by faults.
+        # A wrapper, not a replacement: agreement and checkpoint traffic is neither counted nor
+        # fault-injected.
         self.metered = Metered(transport, traffic)
         self.wire: Transport = self.metered
         self.clock = StepClock() if clock is None else clock
         self.observers: list[Callable[[bool], None]] = []
         self._lanes = Lanes(algorithm, transport, self.traffic, specs, settings, parts)
-        # Those that are open, and until the next one begins those that have ended: what they have sent may
-        # still be under way.
+        # Open steps, and finished ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
         self._gradient_bytes = 0
         self._has_warned = False
@@ -451,7 +450,7 @@ class Engine:
             agree(self.transport, lanes.described("state_dict()"), purpose)
             # Before the residual is averaged, which changes what they are made of.
             self._kept_errors = self._errors()
-            # Here as well: who resumes does not have it, and must go on to the same bits as who has saved.
+            # Drop these here too: a resumed run won't have them, and both must continue bit for bit alike.
             for slot, tensors in lanes.memory.slots.items():
                 if slot.is_local and not slot.is_saved:
                     tensors.clear()

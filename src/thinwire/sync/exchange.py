@@ -190,7 +190,7 @@ class Exchange:
             CommunicationError: A collective failed.
             ConfigError: The algorithm asks for something that there is not.
         """
-        # By what was started, and not by what has arrived: so all members send the same at the same buckets.
+        # Decide by what was started, not by what arrived, so every member sends in the same order.
         previous, self._previous = self._previous, self._rounds[-1]
         if previous is None:
             return
@@ -205,7 +205,7 @@ class Exchange:
                 each.answer()
             del self._rounds[:end]
             _compute_jointly(tasks)
-            # Whose exchange has come to its commit stands there until all have.
+            # An exchange that reaches its commit waits there for the others.
             waiting = [task for task in tasks if not isinstance(task.request, Commit)]
             if waiting:
                 purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
@@ -238,7 +238,7 @@ class Exchange:
             # All before anything is sent: so the next messages of all buckets travel as one.
             for each in self._rounds:
                 each.answer()
-            # Let go of, all of them: messages hold their buffers, and Gloo's the threads of its group.
+            # Drop the references: a message keeps its buffers alive, and a Gloo work its group's threads.
             self._rounds, self._previous = [], None
             _compute_jointly(self.tasks)
             waiting = [
@@ -264,7 +264,7 @@ class Exchange:
 
     @property
     def commits(self) -> Sequence[Commit]:
-        """What the tasks stand at, or have passed early, once `advance` has returned False."""
+        """The commits that tasks wait at, or have already passed, once `advance` has returned False."""
         standing = [task.request for task in self.tasks if isinstance(task.request, Commit)]
         return [*self._passed, *standing]
 

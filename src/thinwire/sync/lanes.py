@@ -214,7 +214,8 @@ class Lanes:
         for slot, tensors in self.memory.slots.items():
             for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
                 tensor.mul_(error_scale)
-        # Of those who were here only some have loaded, or averaged their errors: it must not differ.
+        # Only some members may have loaded a state or averaged their residuals; both must be the same on all
+        # members, so reset them.
         self._loaded_checksum, self.local_is_mean = None, False
         self._plan_anew()
 
@@ -239,7 +240,7 @@ class Lanes:
             self._forget_stale()
 
     def _forget_stale(self) -> None:
-        """Drop what belongs to routes that there are no more: of other buckets, or of an algorithm before."""
+        """Drop memory of routes that no longer exist: of earlier buckets, or of an earlier algorithm."""
         labels = {label for plan in self._plans for label in plan.labels}
         here = {spec.name for plan in self._plans for spec in plan.specs}
         for slot, tensors in self.memory.slots.items():

@@ -123,7 +123,7 @@ class Step:
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
         lanes = self._all_lanes
         scale = lanes.settings.loss_scale
-        # Asked in each step, for a `GradScaler` changes it; a tensor, for to read it would wait for the
+        # Asked in each step, since a `GradScaler` changes it. Kept as a tensor: reading it would wait for the
         # device.
         loss_scale = None if scale is None else scale(flat.device).reshape(())
         bucket = Bucket(lane.specs, flat, loss_scale, self._wire.rank)

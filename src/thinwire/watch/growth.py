@@ -45,7 +45,7 @@ class GrowthAlarm:
         if count < MIN_SAMPLES or count & (count - 1):
             return None
         growth = _ratio(samples[count // 2 :], samples[count // 4 : count // 2])
-        # A residual that grew and has levelled off since is none of the user's business.
+        # A residual that grew and then levelled off is no cause for a warning.
         lately = _ratio(samples[-count // 4 :], samples[count // 2 : -count // 4])
         grew_before, self._grew = self._grew, growth > MAX_GROWTH
         alarms = self._grew and grew_before and lately > STILL_GROWING and step >= MIN_STEPS

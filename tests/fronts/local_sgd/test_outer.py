@@ -66,7 +66,7 @@ def test_an_outer_rate_that_one_process_has_changed_is_refused() -> None:
         return message, all(torch.equal(before[name], after[name]) for name in before) and member.agreed()
 
     for message, unchanged in run(3, body):
-        assert message.startswith("StepError: the outer optimizer of process 1 has another learning rate")
+        assert message.startswith("StepError: the outer optimizer's settings on process 1 differ")
         assert unchanged
 
 

@@ -1,1 +1,1 @@
-"""Few bits a number: packing, codes with scales, and the averaging of what is sent so."""
+"""Quantization: bit packing, codes of blocks with scales, and averaging them."""

@@ -44,7 +44,7 @@ class Coded:
 
     @classmethod
     def empty(cls, num_blocks: int, rows: int, share: int, size: int) -> Coded:
-        """Return room for blocks on the CPU. Those that only fill up the last rows are zeros.
+        """Allocate blocks on the CPU. Padding blocks in the last rows are zero.
 
         Args:
             num_blocks: That will be written.

@@ -102,7 +102,7 @@ def _kept(memory: Memory, group: MatrixGroup, like: torch.Tensor) -> torch.Tenso
 def orthonormal_bases(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Return bases of the rows of factors, in which dead rows are replaced.
 
-    One function for all: buckets whose `Jointly` names it are served by one call.
+    A module-level function, so that the requests of all buckets (`Jointly`) are served by one call.
 
     Args:
         items: Of each batch the factors, (matrices, r, columns), and what replaces dead rows, (r, columns).

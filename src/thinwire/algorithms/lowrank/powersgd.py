@@ -240,7 +240,7 @@ class PowerSGD(LowRank):
             )
         if any(spec.cut is not None for spec in specs) and self.factor_bits is not None:
             raise ConfigError("factor_bits does not go with whole_matrices=True; leave out one of them")
-        # Whatever is asked for, matrix rank 1 is the least that a budget can come down to.
+        # A budget never goes below matrix rank 1.
         routes = replace(self, matrix_rank=1, matrix_ranks=()).plan(specs).routes
         # In a bucket of its own what is not compressed travels in its own type.
         lowest = sum(min(route.message_bytes, route.gradient_bytes) for route in routes)

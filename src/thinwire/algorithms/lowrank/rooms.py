@@ -33,9 +33,9 @@ class Wanted(NamedTuple):
 def all_laid(items: Sequence[Wanted]) -> list[list[Rooms]]:
     """Return where to write the residuals of all buckets, for `Jointly`: of each bucket one for each group.
 
-    They are the tensors of memory, if those lie so that few launches write them; else new ones, that hold
-    what was kept. Where the kernels want it, all of one shape lie side by side, whatever buckets they are of;
-    else those of a bucket lie to each other as their matrices do.
+    They are the tensors of memory if their layout needs few launches, else new ones with the same contents.
+    If the kernels want it, all residuals of one shape lie side by side, whatever their buckets; else those of
+    a bucket lie to each other as their matrices do.
     """
     together: dict[object, list[tuple[MatrixGroup, Wanted]]] = defaultdict(list)
     for item in items:
@@ -63,7 +63,7 @@ def all_laid(items: Sequence[Wanted]) -> list[list[Rooms]]:
 def _laid_by_shape(
     groups: Sequence[MatrixGroup], kept: Mapping[str, torch.Tensor], dtype: torch.dtype, length: int
 ) -> dict[int, Rooms]:
-    """Return rooms in one memory, those of one shape side by side, by the identity of their group.
+    """Allocate one buffer with residuals grouped by shape; return views of it, keyed by `id(group)`.
 
     Args:
         groups: Of one device.

@@ -175,7 +175,7 @@ class Averagings:
     def _send_rounds(self, flight: Flight, num_rounds: float, asked: Consensus | None) -> None:
         """Wait for rounds and send the next ones, until so many were sent or all have come."""
         while flight.num_rounds < num_rounds:
-            # Of what comes after an answer that differs nothing would ever come.
+            # After answers that differ, later messages would never be matched.
             self._read(flight.consensus)
             if not flight.advance():
                 return
@@ -204,7 +204,7 @@ class Averagings:
     # What members ask each other.
 
     def _agree_within(self, changes: Changes) -> None:
-        """Refuse on all alike before a subgroup, and perhaps the group, averages. Collective; blocks.
+        """Check consistency before averaging, so that all members raise together. Collective; blocks.
 
         The subgroup is asked first each time, so that members at different steps meet there, and not in
         different groups. If they disagree, they ask the group at once, where the others, the next time that

@@ -91,10 +91,9 @@ class Consensus:
             usual = Counter(answer.outer for answer in answers).most_common(1)[0][0]
             others = [place for place, answer in enumerate(answers) if answer.outer != usual]
             raise StepError(
-                f"the outer optimizer of process {_listed(others)} has another learning rate, or other "
-                "settings, than the other processes', so models would differ; nothing was averaged. Step a "
-                "schedule of local.outer on all processes alike, and not by what differs between them, such "
-                "as a loss of their own"
+                f"the outer optimizer's settings on process {_listed(others)} differ from the other "
+                "processes', so models would differ; nothing was averaged. Step a schedule of local.outer on "
+                "all processes alike, not by what differs between them, such as their own losses"
             )
         return answers
 

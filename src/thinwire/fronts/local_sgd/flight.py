@@ -1,4 +1,4 @@
-"""Changes under way: sent round by round, until they are their means."""
+"""Averagings in flight: changes are sent round by round until they are averaged."""
 
 from __future__ import annotations
 
