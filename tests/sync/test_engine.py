@@ -605,6 +605,7 @@ def test_a_handle_and_its_stats_are_printed_in_some_lines_with_the_ratio() -> No
         f"sent {stats.message_bytes:,} bytes in 9 messages, in place of 75,924 bytes: compression ratio 9.8"
     )
     assert lines[2].startswith("seconds: 0.")
+    assert lines[2].endswith(f"; {stats.exposed_seconds:.2f} not hidden behind the backward pass")
     assert lines[3].startswith("relative error of the last step: 0.")
     assert f"so far: {lines[0]}\n{lines[1]}" in str(sync)
 

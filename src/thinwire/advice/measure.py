@@ -76,8 +76,8 @@ def advise(
     The model is copied (a DDP model's options are not); a step of the copy is timed with every algorithm
     on this process, without any network, noting which message would have been sent when. The probe tells
     how long each would have been under way, and of as many steps as there are processes the slowest sets
-    the pace. Of a model that `fully_shard` holds the processes of a replica time steps together, with
-    FSDP2's own messages between them and none to other replicas; all of them share the link of the one
+    the pace. With a model on which you called `fully_shard`, the processes of a replica time steps together,
+    with FSDP2's own messages between them and none to other replicas; all of them share the link of the one
     process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those that were
     measured with small models, by optimizer and number of members (`loss_gaps.json` beside this module):
     yours may be others.

@@ -67,8 +67,8 @@ def run(
     and takes the model of the others. Ctrl-C and SIGTERM are handed on as SIGTERM, so that members leave
     in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER.
 
-    Exits with 0 if nobody died for good, or as many as `--min` (with `--lighthouse`: one) have ended well,
-    else with what the first has died of (128 + the signal).
+    Exits with 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well; else
+    with the exit code of the first that died for good (128 + the signal that ended it).
 
     Example: `thinwire run --min 2 --max 8 train.py --epochs 1`
     """

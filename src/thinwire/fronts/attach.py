@@ -48,10 +48,10 @@ def attach(
     Args:
         model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
             backend, over any process group, with any of DDP's options but `mixed_precision` and
-            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook, as DDP has it, and raises
-            when it is trained before it is attached itself. Or an FSDP2 model: one that `fully_shard` has
-            sharded over a mesh of one dimension, the shards of one replica, or that `replicate` holds. What
-            differs then stands in docs/sharded.md; replicas become equal here, parameters and buffers.
+            `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook. Training it raises an error
+            until you attach it. Or an FSDP2 model: one on which you called `fully_shard` over a mesh of one
+            dimension, the shards of one replica; or one on which you called `replicate`. docs/sharded.md says
+            what differs then; replicas become equal here, parameters and buffers.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
             warns.
         process_group: Of an FSDP2 model: the processes that hold the same shard of different replicas. Not
@@ -61,14 +61,9 @@ def attach(
         grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
             function that returns what the loss of the step under way was multiplied by. Error memory is
             then kept in unscaled units, so that a change of scale changes no result.
-        host_check: Whether the host looks in each step whether all means were finite, for which it waits for
-            the device. With False it does not wait, except in steps that send what another algorithm has
-            left in the residual, with `warm_start=False`, and for a function as `grad_scaler` that returns
-            a tensor on the device. A step that is not finite then still leaves the error memory as it was
-            and makes the gradients NaN, but it counts in `steps`, in a warm-up and in the turns of
-            `alternating` (which then starts from random factors). Give it on all processes alike; not with
-            `find_unused_parameters`. Cost on accelerators: without Triton `PowerSGD` takes an eighth more
-            launches; other algorithms with memory copy what one bucket has there, while it is written.
+        host_check: Whether the host waits for the device in each step to see whether all means are finite.
+            With False it mostly does not wait, and steps that are not finite count in `steps`; see
+            docs/ddp.md#without-a-host-check.
         on_nonfinite: What becomes of a step in which a mean is not finite, on all processes alike. The error
             memory stays as it was in any case. "nan": all gradients are NaN, so that a `GradScaler` skips the
             step; without one the model is lost, and that is logged once. "zero": all are zeros; an

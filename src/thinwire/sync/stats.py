@@ -59,8 +59,8 @@ class Stats:
             steps,
             f"sent {self.message_bytes:,} bytes in {self.messages:,} messages, in place of "
             f"{self.gradient_bytes:,} bytes: compression ratio {self.compression_ratio:.1f}",
-            f"seconds: {self.waiting_seconds:.2f} waiting, {self.arithmetic_seconds:.2f} arithmetic, "
-            f"{self.exposed_seconds:.2f} exposed",
+            f"seconds: {self.waiting_seconds:.2f} waiting, {self.arithmetic_seconds:.2f} arithmetic; "
+            f"{self.exposed_seconds:.2f} not hidden behind the backward pass",
         ]
         if self.relative_error:
             # The extremes and one name: a model has hundreds of routes.

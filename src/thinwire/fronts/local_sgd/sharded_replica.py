@@ -22,7 +22,7 @@ class ShardedReplica(Replica):
     """A replica whose processes hold a shard of it each.
 
     Args:
-        module: Of which `fully_shard` holds all trained parameters.
+        module: One on which `fully_shard` was called; it has all trained parameters.
         process_group: As of `LocalSGD`.
         mesh: As of `LocalSGD`.
 

@@ -41,7 +41,7 @@ def attach_sharded(
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
     Args:
-        model: Of which `fully_shard` or `replicate` holds all trained parameters.
+        model: One on which `fully_shard` or `replicate` was called; they have all trained parameters.
         algorithm: As of `attach`.
         process_group: As of `attach`.
         mesh: As of `attach`.
