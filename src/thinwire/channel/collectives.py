@@ -94,7 +94,7 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
     Raises:
         CommunicationError: The collective failed.
     """
-    # Of 64 bits, in which counts of steps and bytes stay what they are.
+    # 64 bits hold counts of steps and bytes exactly.
     own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
     rows = own.new_empty(transport.size, len(numbers))
     transport.all_gather(rows, own, purpose).wait()
@@ -115,7 +115,7 @@ def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]
         CommunicationError: The collective failed.
     """
     lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
-    # Of one length on all, and never empty, which `frombuffer` refuses.
+    # Pad to one length on all members; never empty, since `frombuffer` refuses that.
     padded = torch.frombuffer(bytearray(data.ljust(max(lengths) + 1)), dtype=torch.uint8)
     own = padded.to(transport.control_device)
     rows = own.new_empty(transport.size, len(own))
@@ -152,7 +152,7 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
         raise CommunicationError(
             f"all processes must gather one shape and type, got {'; '.join(kinds)}; pad or cast first"
         )
-    # Not before they are compared: where only some have so many, the others would wait for them.
+    # Check only after comparing: if only some members raised, the others would wait for them.
     if tensor.dim() > MAX_DIMENSIONS:
         raise CommunicationError(
             f"a tensor of {tensor.dim()} dimensions can't be gathered, at most {MAX_DIMENSIONS}"

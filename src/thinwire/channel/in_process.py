@@ -127,7 +127,7 @@ class _Turn(Generic[Result]):
         self._stopped.acquire()
         # A daemon: where one member hangs for good in code of its own, the process can still end.
         self._thread = threading.Thread(target=self._run, args=(rank, body), daemon=True)
-        # Of each thread its own, and on in a new one: a body must run as if it were called.
+        # Each thread has its own grad mode, on by default; the body must run with the caller's.
         self._grad_enabled = torch.is_grad_enabled()
 
     def _run(self, rank: int, body: Callable[[int], Result]) -> None:
@@ -160,7 +160,7 @@ class _Turn(Generic[Result]):
         self._is_interrupted = True
         if self._thread.ident is None or not self._thread.is_alive():
             return
-        # Where it runs, from its next line on; where it waits, it sees that it was interrupted.
+        # A running thread gets the exception at its next line; a waiting one checks the flag.
         if self._awaited is None:
             number = ctypes.c_ulong(self._thread.ident)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(KeyboardInterrupt))
@@ -181,8 +181,8 @@ class _Turn(Generic[Result]):
             if self._is_interrupted:
                 raise KeyboardInterrupt
             if self.is_stuck:
-                # Found by who hands out the turns, when all that are left wait: nothing can come any more.
-                # Said of this wait alone: where members come and go, those who are left go on.
+                # Set by the scheduler when all remaining members wait: nothing can arrive any more. Reset for
+                # this wait only: if members come and go, the others continue.
                 self.is_stuck = False
                 raise CommunicationError(awaited.who_is_missing())
             self._awaited = awaited
@@ -270,7 +270,7 @@ class InProcessTransport(Transport):
                 total = total + other if operation == "sum" else torch.maximum(total, other)
             tensor.copy_(total)
 
-        # Overwritten while others still read what this member has brought.
+        # A copy: `tensor` is overwritten while others still read this member's values.
         return self._meet(tensor.clone(), purpose, (operation, tensor.shape, tensor.dtype), take)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
@@ -346,6 +346,6 @@ class _InProcessWork:
         self.is_taken = True
         self.take([self.meeting.brought[rank] for rank in range(self.room.size)])
         self.meeting.num_taken += 1
-        # By the last one, and no sooner: until then the others have yet to read what was brought.
+        # The last member removes the meeting; until then others still read from it.
         if self.meeting.num_taken == self.room.size:
             del self.room.meetings[self.meeting.place]

@@ -51,7 +51,7 @@ def message_bytes_of(collective: Collective, handed_bytes: int, members: int) ->
         >>> [message_bytes_of(kind, 300, 4) for kind in ("all_reduce", "all_gather", "all_to_all")]
         [300, 600, 150]
     """
-    # Of a gather and an exchange, the n for which that is what `wire_bytes` counts.
+    # For gathers and exchanges: the size of the all-reduce with the same `wire_bytes`.
     return {
         "all_reduce": handed_bytes,
         "all_gather": handed_bytes * members // 2,

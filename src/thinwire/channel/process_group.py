@@ -85,7 +85,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def fast_device(self) -> torch.device:
-        """Where messages of the fastest backend lie: on this process's GPU with NCCL, else on the CPU.
+        """The device of the fastest backend's messages: this process's GPU with NCCL, else the CPU.
 
         Raises:
             ConfigError: It is a GPU, and nobody has said which.
@@ -99,7 +99,7 @@ class ProcessGroupTransport(Transport):
 
     @cached_property
     def _backends(self) -> dict[str, str]:
-        """By kind of device."""
+        """The backend's name for each kind of device."""
         # `dist.get_backend` has no name for several, nor for torch's own choice.
         pairs = [each.split(":") for each in dist.get_backend_config(self.group).split(",")]
         return {pair[0]: pair[1] for pair in pairs}
@@ -138,7 +138,7 @@ class ProcessGroupTransport(Transport):
         if self.backend_for(tensor.device) != "nccl":
             tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
             return self.all_reduce(tensor, purpose)
-        # Of a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
+        # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
         operation = dist.ReduceOp.SUM if self.size == 1 else dist.ReduceOp.AVG
         return self._started(
             f"{purpose}: the average of {tensor.numel()} × {tensor.dtype}",
@@ -167,7 +167,7 @@ class ProcessGroupTransport(Transport):
         received, sent = _as_bytes(output), _as_bytes(tensor)
 
         def start(to: torch.Tensor, piece: torch.Tensor, sizes: list[int]) -> dist.Work:
-            # Of None torch makes equal parts; an empty list would be none at all.
+            # None means equal parts to torch; an empty list would mean no parts.
             lengths = sizes or None
             work = dist.all_to_all_single(to, piece, lengths, lengths, group=self.group, async_op=True)
             return cast(dist.Work, work)
@@ -288,7 +288,7 @@ def checked_group(group: object, name: str = "process_group") -> dist.ProcessGro
     Raises:
         AttachError: `torch.distributed` is not initialised, this process is no member, or it is no group.
     """
-    # What `new_group` returns to those whom it leaves out: a number, for None is the default group.
+    # `new_group` returns this number to processes that are not members; None means the default group.
     is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
     if is_member and not isinstance(group, dist.ProcessGroup | None):
         raise AttachError(f"{name} must be a torch.distributed process group or None, got {group!r}")

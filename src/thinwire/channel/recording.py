@@ -61,7 +61,7 @@ class Recording(Wrapped):
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
         """As `Wrapped.send`; note it, and when it is waited for."""
-        # Of the tensor its shape and type alone: kept whole, it would keep a gradient's memory.
+        # Keep only the tensor's shape and type: the tensor itself would hold a gradient's memory.
         note = Note(collective, tuple(tensor.shape), tensor.dtype, purpose, self._clock())
         self.notes.append(note)
         return _NotedWork(start(), note, self._clock)

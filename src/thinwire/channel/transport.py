@@ -49,7 +49,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def control_device(self) -> torch.device:
-        """Where small messages for the host are cheapest."""
+        """The device on which small messages for the host are cheapest."""
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:

@@ -61,7 +61,7 @@ class Wrapped(Transport):
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
         """As `Transport.mean`."""
-        # Not `Transport.mean` over `all_reduce`: the other transport may divide in the same pass.
+        # Call the inner transport's own `mean`, which may divide in the same pass.
         return self.send("all_reduce", tensor, purpose, lambda: self.transport.mean(tensor, purpose))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:

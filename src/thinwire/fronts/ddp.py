@@ -64,7 +64,7 @@ def attach_ddp(
         GradientError: A parameter's gradient can't be averaged by the algorithm.
     """
     model = _checked_model(ddp_model)
-    # Where gradients will be: DDP may be given device_ids, but its parameters tell for CPUs as well.
+    # Gradients are on the parameters' device, which is known on CPUs too, where DDP has no device_ids.
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
     front = front_of(
@@ -188,21 +188,21 @@ class BucketFront:
             self._is_static = self._num_expected > 0
         is_begun = self._step is not None and self._step.is_open
         if self._is_static and not num_trained and not (bucket.is_last() and is_begun):
-            # Frozen ones only: behind those that are trained they would begin a step of their own.
+            # Only frozen parameters: after the trained ones, this bucket would begin a step of its own.
             return completed_future(flat)
         try:
-            # A look at the pass's end whether all buckets came; one inside another has an end of its own. -1:
-            # outside of any pass, where a process without input shadows the others.
+            # Check at the end of each backward pass, also of a nested one, that all buckets came. -1: outside
+            # of any pass, where a process without input shadows the others.
             current = torch._C._current_graph_task_id()
             if current not in (-1, self._watched_pass):
                 self._watched_pass = current
                 Variable._execution_engine.queue_callback(self._check_finished)
             divide_by_contributors(bucket.parameters(), flat)
-            # As one: gradients that wait until a lane is opened, for processes to agree, are ready.
+            # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
             with self.engine.clock.inside(self.engine.traffic):
                 lane = self._lane_of(bucket, flat.device)
                 if self._step is None or not self._step.is_open:
-                    # Of a hook of one's own the model is not known: it may average within a machine only.
+                    # The model of a user's own hook is unknown; it may average within a machine only.
                     if self._model is not None:
                         refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
                     self._step, self._num_taken = self.engine.begin(pipelined=True), 0
@@ -233,7 +233,7 @@ class BucketFront:
             AttachError: The model has an option under which DDP does not hand over all gradients.
         """
         model = ddp_model_of(parameters) if self._model is None else self._model()
-        # Nobody knows then of a static graph, and DDP's word for which bucket is the last is taken.
+        # Then it is unknown whether the graph is static, so trust DDP on which bucket is the last.
         if model is None:
             return 0
         check_options(model)
@@ -249,9 +249,9 @@ class BucketFront:
         # Inside another pass, such as a checkpoint's: the outer one has an end of its own.
         if not num_started or torch._C._current_autograd_node() is not None:
             return
-        # A thread: this one will stand in DDP's code, which nothing but a result of the futures ends.
+        # On a thread of its own: this one will block in DDP's code until the futures have results.
         alarm = threading.Timer(PATIENCE_SECONDS, self._give_up)
-        # Or a process that fails meanwhile would not end before it.
+        # A daemon, so that a process that fails meanwhile can end.
         alarm.daemon = True
         alarm.start()
 
@@ -300,7 +300,7 @@ class BucketFront:
     def _lane_of(self, bucket: GradBucket, device: torch.device) -> Lane:
         """Return the bucket's lane, opened once."""
         parameters = bucket.parameters()
-        # By identity, which `_names` guards: every step comes by here, and names and shapes take longer.
+        # Look up by identity, which `_names` keeps valid: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
         lane = self._lanes.get(key)
         if lane is None or not lane.is_current:

@@ -156,8 +156,8 @@ class _StillWhole:
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        # Not the model itself, which holds this. fully_shard gives each module that it takes another class:
-        # looking for that is 50 times as fast as asking all classes for their bases, and each step does it.
+        # Don't keep the model, which holds this object. fully_shard changes the class of each module that it
+        # takes: comparing classes is 50 times as fast as asking for their bases, and each step does it.
         self._type = type(model)
         self._types = [(module, type(module)) for module in model.module.modules()]
 
@@ -219,7 +219,7 @@ def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[tor
         module: Not wrapped.
         ignored: Names that a DDP model around it leaves out.
     """
-    # Of a parameter that modules share, the first of its names that DDP does not ignore: DDP sends it.
+    # A shared parameter has several names: take the first that DDP does not ignore, since DDP sends it.
     names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in ignored:
@@ -236,12 +236,12 @@ def ddp_model_of(parameters: Iterable[torch.Tensor]) -> DistributedDataParallel 
     holding = [
         each for each in _ddp_models() if wanted <= set(map(id, each.__dict__.get("_module_parameters", ())))
     ]
-    # Of several models that share parameters none can be said to be the one.
+    # If several models share the parameters, the model is ambiguous.
     return holding[0] if len(holding) == 1 else None
 
 
 def _ddp_models() -> list[DistributedDataParallel]:
-    # By the type: isinstance would ask every object for its __class__, and proxies answer with a side effect.
+    # Look at types: isinstance asks every object for its __class__, which has side effects on proxies.
     return [each for each in gc.get_objects() if DistributedDataParallel in type(each).__mro__]
 
 
@@ -265,7 +265,7 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
             f"the gradient of a parameter of shape {tuple(flat.shape)} is sparse and can't be averaged; "
             "build its Embedding with sparse=False"
         )
-    # Later ones hand them over as real numbers, twice as many.
+    # Later versions of torch hand complex gradients over as pairs of real numbers.
     if flat.is_complex():
         raise GradientError(
             f"DDP of torch {torch.__version__} hands over gradients of {flat.dtype}, expected them as pairs "
@@ -277,7 +277,7 @@ def dense_buffer(bucket: GradBucket) -> torch.Tensor:
 
 def new_future(device: torch.device) -> Future[torch.Tensor]:
     """Return a future that DDP can wait for, of a tensor on `device`."""
-    # With its device named, the future makes DDP's stream wait for what was queued; a CPU is none to it.
+    # With a device, the future makes DDP's stream wait for queued work. It takes no CPU as a device.
     return Future(devices=None if device.type == "cpu" else [device])
 
 
@@ -324,7 +324,7 @@ def is_sharded(model: object) -> bool:
 
 
 def _has_part(model: object, kinds: Sequence[str]) -> bool:
-    # By name along the classes: FSDP2 makes a class of its own for each kind of module.
+    # Compare names of base classes: FSDP2 makes a new class for each kind of module.
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     return any(kind in kinds for module in modules for kind in _kinds(module))
 

@@ -60,7 +60,7 @@ def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
             stored.
     """
     for tensor in tensors:
-        # By type and not by isinstance: a class of its own may answer for its shape and bytes as it likes.
+        # Compare types exactly: a subclass may report any shape and size.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested
         if not is_plain or tensor.layout != torch.strided or tensor.is_meta:
             raise StateError(
@@ -69,7 +69,7 @@ def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
             )
     shape_bytes = sum(math.prod(tensor.shape) * tensor.itemsize for tensor in tensors)
     storages = [tensor.untyped_storage() for tensor in tensors]
-    # By address: two tensors on one storage have its bytes once.
+    # Count each storage once: several tensors may share it.
     stored_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     if shape_bytes > stored_bytes:
         raise StateError(
@@ -106,7 +106,7 @@ def _plain(value: object, tensors: list[torch.Tensor]) -> object:
     if isinstance(value, list | tuple):
         return [_plain(each, tensors) for each in value]
     for kind in (bool, int, float, str):
-        # Of the plain value, which is what arrives: NumPy's float64 is a float that calls itself otherwise.
+        # Use the plain type's repr: NumPy's float64 is a float too, but prints differently.
         if isinstance(value, kind):
             return kind.__repr__(value)
     return repr(value)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, as the host sees it; what did not overlap, as an accelerator does."""
+"""Times a step: the host's share by its own clock, what did not overlap by the accelerator's events."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StepClock:
     def end_step(self) -> None:
         """Note that all means are there."""
         start, device, event = self._ready
-        # Of the same device: there is no time between events of two.
+        # Both events on one device: two devices have no common clock.
         end = None if event is None else marked(device)
         # The host is ahead of an accelerator: its own clock would tell when the work was issued.
         if event is None or end is None:

@@ -201,7 +201,7 @@ class Engine:
             if not step.is_open:
                 step.drain()
         self._steps = [step for step in self._steps if step.is_open]
-        # Those under way count, so that errors of steps side by side name different ones.
+        # Count open steps too, so that errors of steps side by side name different numbers.
         number = self.steps + len(self._steps)
         step = Step(
             self._lanes, self.wire, self.traffic, self.clock, number, self._ended, pipelined=pipelined

@@ -145,7 +145,7 @@ class Exchange:
 
     def __init__(self, transport: Transport, name: str, shards: Transport | None = None) -> None:
         self.tasks: list[Task] = []
-        # Of `close_with`: all, which commit last, and those whose first message is not sent yet.
+        # Tasks of `close_with`, which commit last; `_joining` are those whose first message is not sent yet.
         self._closing: list[Task] = []
         self._joining: list[Task] = []
         self._ways = Ways(transport, shards)
@@ -172,12 +172,12 @@ class Exchange:
         """
         with shown("thinwire: round 1"):
             task = Task(requests)
-            # Of this bucket alone: to wait for the others' would take the first message out of the backward
-            # pass.
+            # Compute this bucket alone: waiting for the others would delay the first message until after the
+            # backward pass.
             _compute_jointly([task])
             purpose = f"{self._name}, round 1 of the bucket of {name}"
             self._rounds.append(_Round([task], self._ways, purpose))
-        # Not before it is sent: of a bucket that was not, nothing is in flight.
+        # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
 
     def advance_earlier(self) -> None:
@@ -275,7 +275,7 @@ class Exchange:
             ConfigError: A commit's function returns something else.
         """
         asked = [commit.is_healthy for commit in self.commits]
-        # Of all buckets at once: on an accelerator what counts is how many launches it takes.
+        # Check all buckets at once: on an accelerator the number of launches is what costs.
         received = [tensor for ask in asked if isinstance(ask, AllFinite) for tensor in ask.tensors]
         answers = [_one_bool(ask()) for ask in asked if not isinstance(ask, AllFinite)]
         if received:

@@ -212,7 +212,7 @@ def engine_of(target: GradientSync | Synced) -> Engine:
         AttachError: `target` is not attached yet.
     """
     sync = target if isinstance(target, GradientSync) else target.sync
-    # Not a public attribute: what a handle shows is the user's, and an engine is what drives it.
+    # Kept private: the handle is the user's view, and fronts drive the engine.
     return sync._engine
 
 

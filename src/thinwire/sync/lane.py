@@ -12,7 +12,7 @@ __all__ = ["Lane"]
 
 @dataclass(eq=False)
 class Lane:
-    """Where the gradients of one bucket go, step by step.
+    """The route of one bucket's gradients, step by step.
 
     It lives from the bucket's first step until its engine plans anew. Its front keeps it that long: what is
     done once for a bucket (processes compared, plan made, memory put in order) is in no later step's way.

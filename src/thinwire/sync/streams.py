@@ -37,7 +37,7 @@ class Streams:
         """Take note that a bucket is started on the current stream of its device."""
         stream, used = current_stream(device), self._used.setdefault(device, [])
         if stream is not None and stream not in used:
-            # Behind the buckets before it, which may have made what is kept for all.
+            # Wait for earlier buckets, which may have made tensors that all buckets share.
             for earlier in used:
                 stream.wait_stream(earlier)
             used.append(stream)

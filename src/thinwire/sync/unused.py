@@ -27,7 +27,7 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
     few launches.
     """
     if accelerators.pays_per_launch(bucket.flat.device):
-        # A sum of magnitudes, and not the largest: of no elements there is none.
+        # Sum of magnitudes: a maximum is not defined for tensors without elements.
         return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
     flags = []
     for gradient in bucket.gradients:
@@ -45,7 +45,7 @@ def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], mem
         flags: Of each bucket, from `used_flags`.
         memory: Its residual takes up the means that DDP will not apply.
     """
-    # A mean of flags, and not their maximum: it travels in a message that is sent anyway.
+    # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
     used = yield Mean(torch.cat([each.to(flags[0].device) for each in flags]))
     yield Commit(lambda: torch.tensor(True))
     parts = [
