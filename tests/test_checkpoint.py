@@ -233,6 +233,25 @@ def test_whoever_loads_while_others_save_reads_a_whole_file(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_a_file_that_is_replaced_while_it_is_loaded_is_read_to_its_end(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, path, replaced = trained_state(), tmp_path / name, []
+    save(state, path)
+    save(resumed(state, AllReduce(), 1).state_dicts()[0], tmp_path / f"other {name}")
+    open_file = Path.open
+
+    def then_replaced(self: Path, *options: Any) -> Any:
+        file = open_file(self, *options)
+        replaced.append((tmp_path / f"other {name}").replace(path))
+        return file
+
+    monkeypatch.setattr(Path, "open", then_replaced)
+    assert_same_state(load(path), state)
+    assert replaced == [path]
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_parts_of_others_are_let_be_and_links_are_not_written_through(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

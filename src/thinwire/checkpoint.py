@@ -95,26 +95,30 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state that `save` or `torch.save` wrote, for `load_state_dict`.
 
+    It is opened once, so a save to the same path meanwhile does not matter. Cost: the file's size in memory,
+    beside the state.
+
     Raises:
         StateError: The file is damaged, empty, or not a Thinwire state.
         MissingExtraError: safetensors is not installed.
         OSError: The file can't be opened.
     """
     path = Path(path)
-    with path.open("rb") as file:
-        if not file.read(1):
-            raise StateError(f"{path} can't be read: it is empty; load an earlier one")
     safetensors = _safetensors() if path.suffix == SAFETENSORS else None
-    try:
-        if safetensors is None:
-            # Weights only: any other pickle may run what its writer likes.
-            state = torch.load(path, weights_only=True, map_location="cpu")
-        else:
-            with safetensors.safe_open(path, framework="pt") as tensors:
-                state = _nested(tensors)
-        checked_state(state, specs=None)
-    except Exception as error:  # readers raise what they like for what they can't read
-        raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
+    # Opened once: who saves meanwhile puts a different file in its place.
+    with path.open("rb") as file:
+        if not file.peek(1):
+            raise StateError(f"{path} can't be read: it is empty; load an earlier one")
+        try:
+            if safetensors is None:
+                # Weights only: any other pickle may run what its writer likes.
+                state = torch.load(file, weights_only=True, map_location="cpu")
+            else:
+                data = file.read()
+                state = _nested(safetensors.load(data), data)
+            checked_state(state, specs=None)
+        except Exception as error:  # readers raise what they like for what they can't read
+            raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
     return dict(state)
 
 
@@ -126,9 +130,11 @@ def _flat(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, 
     return tensors, {"thinwire": json.dumps(plain)}
 
 
-def _nested(file: Any) -> dict[str, Any]:
-    """Return what `_flat` was given."""
-    state = dict(json.loads(file.metadata()["thinwire"]))
+def _nested(tensors: Mapping[str, torch.Tensor], data: bytes) -> dict[str, Any]:
+    """Return what `_flat` was given: `tensors` as safetensors has read them from `data`."""
+    # A header of JSON, and before it its length in 8 bytes.
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    state = dict(json.loads(header["__metadata__"]["thinwire"]))
     # JSON has lists for tuples, and the checksum is of tuples as of lists; but a state is to be what it was.
     state["parameters"] = tuple((name, tuple(shape)) for name, shape in state["parameters"])
     if "buckets" in state:
@@ -144,10 +150,10 @@ def _nested(file: Any) -> dict[str, Any]:
         if "slots" in state
         else [slot.name for slot in SLOTS.values() if slot.is_saved]
     )
-    stored = sorted(file.keys())
+    stored = sorted(tensors)
     for key in slots:
         names = [name.removeprefix(f"{key}/") for name in stored if name.startswith(f"{key}/")]
-        state[key] = tuple((name, file.get_tensor(f"{key}/{name}")) for name in names)
+        state[key] = tuple((name, tensors[f"{key}/{name}"]) for name in names)
     return state
 
 
