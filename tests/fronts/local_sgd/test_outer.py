@@ -70,6 +70,36 @@ def test_an_outer_rate_that_one_process_has_changed_is_refused() -> None:
         assert unchanged
 
 
+class Interrupted(torch.optim.SGD):
+    """Raises in its second step, before it has stepped anything."""
+
+    num_steps = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        if self.num_steps == 2:
+            raise KeyboardInterrupt
+        super().step()
+
+
+def test_what_an_outer_step_that_raises_was_given_is_not_applied_by_the_next_one() -> None:
+    assert run(2, _interrupted) == [(True, False)] * 2
+
+
+def _interrupted(member: Member) -> tuple[bool, bool]:
+    """Return whether the next step left each of the fragments alone, that of the interrupted one first."""
+    with member.local(every_steps=2, fragments=2, outer=partial(Interrupted, lr=1.0)) as local:
+        lasts = [torch.cat(fragment.last) for fragment in local._averagings.fragments]
+        member.train(1)
+        assert not torch.equal(lasts[0], torch.cat(local._averagings.fragments[0].last))
+        lasts = [torch.cat(fragment.last) for fragment in local._averagings.fragments]
+        with pytest.raises(KeyboardInterrupt):
+            member.train(1, 2)
+        member.train(2, 3)
+        after = [torch.cat(fragment.last) for fragment in local._averagings.fragments]
+    return torch.equal(lasts[1], after[1]), torch.equal(lasts[0], after[0])
+
+
 def test_what_is_saved_of_an_outer_optimizer_lies_on_the_cpu() -> None:
     """What lay on a GPU, all processes of a machine would load onto that one."""
     with FakeTensorMode(allow_non_fake_inputs=True):

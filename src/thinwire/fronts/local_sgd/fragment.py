@@ -116,15 +116,12 @@ class Fragment(Buckets):
             # In the means' own memory: their sum needs no other.
             each.value.copy_(mean.add_(last.to(mean.device)))
 
-    def move(
-        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, mix: float = 0.0
-    ) -> None:
-        """Make the last average the last average plus mean changes, which are overwritten; the model follows.
+    def step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
+        """Make the last average the last average plus mean changes, which are overwritten.
 
         Args:
             means: By bucket.
             outer: Steps the parameters, with minus their mean change as gradient; None for the mean itself.
-            mix: The share that the model keeps of what it holds; the rest is of the new average.
         """
         for (each, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
             # A statistic is no parameter: a step with momentum could make a variance negative.
@@ -133,10 +130,24 @@ class Fragment(Buckets):
             else:
                 # An optimizer steps against its gradient, and the model is to follow the change.
                 last.grad = change.neg_().to(last.device)
-        # It holds all fragments' parameters, and leaves those alone that have no gradient.
         if outer is not None:
-            outer.step()
-            outer.zero_grad(set_to_none=True)
+            try:
+                outer.step()
+            finally:
+                # It holds all fragments' parameters, and leaves those alone that have no gradient.
+                outer.zero_grad(set_to_none=True)
+
+    def move(
+        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, mix: float = 0.0
+    ) -> None:
+        """As `step`, and let the model follow.
+
+        Args:
+            means: As of `step`.
+            outer: As of `step`.
+            mix: The share that the model keeps of what it holds; the rest is of the new average.
+        """
+        self.step(means, outer)
         for each, last in self.lasts:
             if mix:
                 each.value.mul_(mix).add_(last.to(each.value.device), alpha=1 - mix)
