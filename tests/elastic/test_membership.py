@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -21,9 +22,9 @@ from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.reconfigurable import ReconfigurableTransport
-from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, local_sgd, member
+from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps, local_sgd, member
 from thinwire.elastic.plain import packed, unpacked
-from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StepError
+from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
 
 EVERY = 2
 VOTE = "whether all have received everything"
@@ -480,6 +481,80 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
             assert held.keys() == (sent.keys() if is_sent else set())
             assert all(torch.equal(sent[0][key], held[0][key]) for place in held for key in sent[place])
         assert fronts[0]._front.described()["optimizer"] == ("SGD, AdamW" if is_sent else "each its own")
+
+
+def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
+    """Return a member of a group by itself, after two steps."""
+    model = nn.Linear(32, 16)
+    optimizers = [torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])]
+    group = InProcessGroup(InProcessLighthouse())
+    member = opened.enter_context(front(model, optimizers, group=group, leave_on_sigterm=False))
+    for _ in range(2):
+        model(torch.randn(1, 32)).sum().backward()
+        for stepping in [member] if front is STEPS else optimizers:
+            stepping.step()
+    return member
+
+
+DILOCO, STEPS = partial(DiLoCo, every_steps=2), partial(Steps, algorithm=FEW_BITS)
+UNFIT: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "a later version": (lambda state: {"version": 9}, "of version 9 with"),
+    "a version that is a tensor": (lambda state: {"version": torch.ones(2)}, "of version tensor"),
+    "a step that is text": (lambda state: {"step": "3"}, "step must be a whole number"),
+    "a long step": (lambda state: {"step": 10**5000}, "16610 bits"),
+    "residuals of a number": (
+        lambda state: {"residual_of": 3},
+        "residual_of must be a list of str, got a int",
+    ),
+    "parameters that are no mapping": (lambda state: {"not_averaged": 3}, "not_averaged is of other tensors"),
+    "too few optimizers": (
+        lambda state: {"optimizers": state["optimizers"][:1]},
+        "of . optimizers, expected .",
+    ),
+    "too many optimizers": (
+        lambda state: {"optimizers": [*state["optimizers"], {}]},
+        "of . optimizers, expected .",
+    ),
+    "a tensor for optimizers": (lambda state: {"optimizers": torch.ones(2)}, "got a Tensor"),
+    "a tensor as a state": (
+        lambda state: {"optimizers": [state["optimizers"][0], torch.ones(2)]},
+        "optimizers must be a list of Mapping",
+    ),
+    "a tensor as a parameter's state": (
+        lambda state: {
+            "optimizers": [state["optimizers"][0], {**state["optimizers"][1], "state": {0: torch.ones(2)}}]
+        },
+        "of another AdamW than this member's",
+    ),
+    "the second one of another kind": (
+        lambda state: {
+            "optimizers": [state["optimizers"][0], {**state["optimizers"][1], "param_groups": []}]
+        },
+        "of another AdamW than this member's",
+    ),
+    "the second one empty": (
+        lambda state: {"optimizers": [state["optimizers"][0], {}]},
+        "of another AdamW than this member's",
+    ),
+}
+
+
+@pytest.mark.parametrize("front", [DILOCO, STEPS], ids=["DiLoCo", "Steps"])
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
+    case: str, front: Callable[..., Any]
+) -> None:
+    change, told = UNFIT[case]
+    with ExitStack() as opened:
+        first, second = entered(front, opened), entered(front, opened)
+        sent = unpacked(*packed(first._front.state()))
+        held = unpacked(*packed(second._front.state()))
+        assert held["checksum"] != sent["checksum"]
+        with pytest.raises(StateError, match=told):
+            second._front.adopt(sent | change(sent) | {"checksum": None})
+        assert second._front.state()["checksum"] == held["checksum"]
+        second._front.adopt(sent)  # nothing stands in its way
+        assert second._front.state()["optimizers"][1]["state"]
 
 
 def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from functools import cache
@@ -176,6 +177,7 @@ def test_the_state_of_another_shape_is_refused_where_parameters_become_known_buc
 
 
 HUGE = (2**20, 2**20)  # four terabytes
+TOO_LONG = 10**5000  # Python turns no number of more than 4 300 digits into text
 SHARED = torch.zeros(2**20)
 
 Change = Callable[[dict[str, Any]], Any]
@@ -196,6 +198,12 @@ def meant(**values: Any) -> Change:
     return lambda state: state.update(values, checksum=None)
 
 
+def nested(depth: int) -> list[Any]:
+    """Return a list in a list in a list."""
+    innermost: list[Any] = []
+    return functools.reduce(lambda inner, _: [inner], range(depth), innermost)
+
+
 BAD: dict[str, tuple[Change, str]] = {
     "not a mapping": (lambda s: [1, 2], "made by state_dict.*list"),
     "another mapping": (lambda s: {"model": 1}, "made by state_dict.*'model'"),
@@ -203,6 +211,17 @@ BAD: dict[str, tuple[Change, str]] = {
     "a key too many": (lambda s: s.update(more=1), "made by state_dict.*'more'"),
     "a later version": (lambda s: s.update(version=4), "version 4"),
     "a later version with another key": (lambda s: s.update(version=4, more=1), "version 4"),
+    "a version that is a tensor": (lambda s: s.update(version=torch.ones(2)), "version.*tensor"),
+    "a version of 5 000 digits": (lambda s: s.update(version=TOO_LONG), "16610 bits, expected at most 64"),
+    "a step of 4 300 digits": (meant(step=10**4299), "14281 bits, expected at most 64"),
+    "a long number in a list": (meant(algorithm=[TOO_LONG]), "16610 bits"),
+    "a long number as a key": (lambda s: s.update({TOO_LONG: 1}), "16610 bits"),
+    "a long number in a set": (meant(algorithm={TOO_LONG}), "can't be read: Exceeds the limit"),
+    "lists in lists in lists": (meant(algorithm=nested(10**5)), "can't be read: maximum recursion depth"),
+    "an error that requires a gradient": (
+        put("error", "head.weight", torch.zeros(64, 32, requires_grad=True)),
+        r"shape \(64, 32\) that requires a gradient",
+    ),
     "an earlier version": (lambda s: s.update(version=1), "version 1.*reads version 3"),
     "a version that is no number": (lambda s: s.update(version=True), "version.*True"),
     "parameters of another shape": (

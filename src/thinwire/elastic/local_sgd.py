@@ -16,14 +16,15 @@ from thinwire.checks import checked_scaler, number, true_or_false
 from thinwire.elastic.group import Group
 from thinwire.elastic.member import (
     Member,
-    another_version,
     check_like,
     check_plans_once,
+    check_received,
     checked_optimizers,
     group_of_environment,
+    load_optimizers,
     plain_module,
 )
-from thinwire.errors import ConfigError, LeftError, StateError, StepError
+from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.fronts.local_sgd.division import fragments_of
 from thinwire.fronts.local_sgd.flight import Flight, are_finite
 from thinwire.fronts.local_sgd.fragment import Buckets, Fragment, Fragments
@@ -33,7 +34,7 @@ from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer,
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.fronts.local_sgd.validation import checked_device
 from thinwire.sync import Engine
-from thinwire.sync.checksum import check_undamaged, with_checksum
+from thinwire.sync.checksum import with_checksum
 
 __all__ = ["LocalSGD"]
 
@@ -345,24 +346,15 @@ class _Front:
     def adopt(self, state: Mapping[str, Any]) -> None:
         """As `Front.adopt`."""
         local = self._local
-        if state.keys() != KEYS or state["version"] != STATE_VERSION:
-            raise another_version(state, STATE_VERSION)
-        check_undamaged(state)
+        check_received(state, KEYS, STATE_VERSION)
         lasts = {each.name: last for each, last in local._fragments.lasts}
         others = local._not_averaged()
         check_like("last_average", state["last_average"], lasts)
         check_like("not_averaged", state["not_averaged"], others)
         loaded = local._engine.check_state_dict(state["sync"])
         outers = [] if local._outer is None else [local._outer]
-        sent = [state["outer"]] * len(outers) + list(state["optimizers"])
-        # As many of either: the agreement has compared their kinds.
-        for optimizer, its_state in zip(outers + list(local._sent_optimizers), sent, strict=True):
-            try:
-                optimizer.load_state_dict(dict(its_state))
-            except (ValueError, TypeError) as error:
-                raise StateError(
-                    f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
-                ) from error
+        sent = [*[state["outer"]] * len(outers), *state["optimizers"]]
+        load_optimizers([*outers, *local._sent_optimizers], sent)
         local._load(loaded, state["residual_of"])
         for fragment in local._fragments:
             fragment.take(state["last_average"])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.checks import whole_number
 from thinwire.elastic.front import Front
 from thinwire.elastic.group import Group
 from thinwire.elastic.membership import Membership
@@ -27,17 +29,19 @@ from thinwire.fronts.local_sgd.model import AveragedModel, unwrapped
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.validation import checked_optimizer
 from thinwire.sync import Engine, GradientSync
+from thinwire.sync.checksum import check_readable, check_undamaged
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
 from thinwire.sync.stats import Stats
 
 __all__ = [
     "Member",
-    "another_version",
     "check_like",
     "check_plans_once",
+    "check_received",
     "checked_optimizers",
     "group_of_environment",
+    "load_optimizers",
     "plain_module",
 ]
 
@@ -251,7 +255,7 @@ def checked_optimizers(
     return optimizers
 
 
-def check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+def check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> None:
     """Refuse what the group has sent, if it is of other tensors than this member's.
 
     Args:
@@ -262,8 +266,13 @@ def check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, 
     Raises:
         StateError: They differ in names, shapes or types.
     """
-    if tensors.keys() != own.keys() or any(
-        tensors[name].shape != own[name].shape or tensors[name].dtype != own[name].dtype for name in own
+    if (
+        not isinstance(tensors, Mapping)
+        or tensors.keys() != own.keys()
+        or not all(isinstance(each, torch.Tensor) for each in tensors.values())
+        or any(
+            tensors[name].shape != own[name].shape or tensors[name].dtype != own[name].dtype for name in own
+        )
     ):
         raise StateError(
             f"the group's {key} is of other tensors than this member's model; start the same script as the "
@@ -271,18 +280,63 @@ def check_like(key: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, 
         )
 
 
-def another_version(state: Mapping[str, object], expected: int) -> StateError:
-    """Return the error for what the group has sent, where its keys or its version are not this member's.
+def check_received(state: Mapping[str, Any], keys: Set[str], version: int) -> None:
+    """Refuse what the group has sent to start from, if it is damaged or not of this member's kind.
 
     Args:
         state: As it was sent.
-        expected: This member's version of it.
+        keys: That it must have.
+        version: Of this member's states.
+
+    Raises:
+        StateError: It is damaged, has other keys or is of another version; or its counts are none.
     """
-    got = f"version {state.get('version')!r} with {sorted(map(str, state))}"
-    return StateError(
-        f"what the group has sent to start from is of {got[:400]}, expected version {expected} of Thinwire's "
-        "states; install the same Thinwire on all members"
-    )
+    check_readable(state)
+    if state.keys() != keys or type(state["version"]) is not int or state["version"] != version:
+        got = f"version {state.get('version')!r} with {sorted(map(str, state))}"
+        raise StateError(
+            f"what the group has sent to start from is of {got[:400]}, expected version {version} of "
+            "Thinwire's states; install the same Thinwire on all members"
+        )
+    check_undamaged(state)
+    for key in sorted({"step", "turns"} & keys):
+        whole_number(key, state[key], minimum=0, error=StateError)
+    for key, kind in ("residual_of", str), ("optimizers", Mapping):
+        listed = state[key]
+        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
+            raise StateError(
+                f"the group's {key} must be a list of {kind.__name__}, got a {type(listed).__name__}"
+            )
+
+
+def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
+    """Let optimizers go on from what the group has sent: all of them, or none.
+
+    Args:
+        optimizers: This member's.
+        states: A state for each, as sent.
+
+    Raises:
+        StateError: They are not as many, or one is not of its optimizer.
+    """
+    if len(states) != len(optimizers):
+        raise StateError(
+            f"the group has sent the states of {len(states)} optimizers, expected {len(optimizers)}; start "
+            "the same script as the others"
+        )
+    before = [(each.state, each.param_groups) for each in optimizers]
+    for optimizer, its_state in zip(optimizers, states, strict=True):
+        try:
+            # Loading does not look into them, and the next step would.
+            if not all(isinstance(each, Mapping) for each in its_state["state"].values()):
+                raise TypeError("it has a parameter's state that is no mapping")
+            optimizer.load_state_dict(dict(its_state))
+        except Exception as error:  # optimizers raise what they like
+            for each, (state, groups) in zip(optimizers, before, strict=True):
+                each.state, each.param_groups = state, groups
+            raise StateError(
+                f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
+            ) from error
 
 
 @contextmanager

@@ -15,19 +15,20 @@ from thinwire.checks import number, true_or_false
 from thinwire.elastic.group import Group
 from thinwire.elastic.member import (
     Member,
-    another_version,
     check_like,
     check_plans_once,
+    check_received,
     checked_optimizers,
     group_of_environment,
+    load_optimizers,
     plain_module,
 )
-from thinwire.errors import LeftError, StateError, StepError
+from thinwire.errors import LeftError, StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.fragment import Buckets
 from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.sync import Engine
-from thinwire.sync.checksum import check_undamaged, with_checksum
+from thinwire.sync.checksum import with_checksum
 from thinwire.sync.step import Step
 
 __all__ = ["Steps"]
@@ -251,22 +252,13 @@ class _Front:
     def adopt(self, state: Mapping[str, Any]) -> None:
         """As `Front.adopt`."""
         steps = self._steps
-        if state.keys() != KEYS or state["version"] != STATE_VERSION:
-            raise another_version(state, STATE_VERSION)
-        check_undamaged(state)
+        check_received(state, KEYS, STATE_VERSION)
         held = steps._held()
         others = steps._not_averaged()
         check_like("averaged", state["averaged"], held)
         check_like("not_averaged", state["not_averaged"], others)
         loaded = steps._engine.check_state_dict(state["sync"])
-        # As many of either: the agreement has compared their kinds.
-        for optimizer, its_state in zip(steps._optimizers, state["optimizers"], strict=True):
-            try:
-                optimizer.load_state_dict(dict(its_state))
-            except (ValueError, TypeError) as error:
-                raise StateError(
-                    f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
-                ) from error
+        load_optimizers(steps._optimizers, state["optimizers"])
         steps._load(loaded, state["residual_of"])
         for name, tensor in (held | others).items():
             tensor.copy_((state["averaged"] | state["not_averaged"])[name])

@@ -13,7 +13,7 @@ from thinwire.algorithms.registry import SLOTS
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
 from thinwire.plan import SHARD_MARK, ParameterSpec
-from thinwire.sync.checksum import check_undamaged
+from thinwire.sync.checksum import check_readable, check_undamaged
 from thinwire.sync.state import (
     DTYPES,
     KEYS,
@@ -48,6 +48,7 @@ def checked_state(
 
     Cost: a copy of its tensors, made once their kinds, shapes and what is stored of them have been checked.
     """
+    check_readable(state)
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
     version = _count(state, "version")

@@ -12,7 +12,9 @@ import torch
 
 from thinwire.errors import StateError
 
-__all__ = ["check_undamaged", "with_checksum"]
+__all__ = ["check_readable", "check_undamaged", "with_checksum"]
+
+MAX_NUMBER_BITS = 64
 
 
 def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
@@ -28,6 +30,20 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
         'crc32:7022cc1c'
     """
     return {**state, "checksum": _checksum(state)}
+
+
+def check_readable(state: object) -> None:
+    """Refuse values that can't be shown or sent: first of all, so that every other check may show them.
+
+    Raises:
+        StateError: There is a whole number of more than 64 bits, or it is nested too deeply.
+    """
+    try:
+        _plain(state, [])
+    except StateError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise StateError(f"the state can't be read: {error}; load a state as state_dict() made it") from error
 
 
 def check_undamaged(state: Mapping[str, object]) -> str:
@@ -53,11 +69,11 @@ def check_undamaged(state: Mapping[str, object]) -> str:
 
 
 def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that are not stored number by number.
+    """Refuse tensors that are not stored number by number, or require gradients.
 
     Raises:
-        StateError: One is sparse, without values, of a class of its own, or they have more elements than are
-            stored.
+        StateError: One is sparse, without values, of a class of its own, or requires a gradient, or they have
+            more elements than are stored.
     """
     for tensor in tensors:
         # Compare types exactly: a subclass may report any shape and size.
@@ -66,6 +82,11 @@ def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
             raise StateError(
                 f"the state has a {type(tensor).__name__} of layout {tensor.layout} on {tensor.device}, "
                 "expected dense tensors with values; load a state as state_dict() made it"
+            )
+        if tensor.requires_grad:
+            raise StateError(
+                f"the state has a {type(tensor).__name__} of shape {tuple(tensor.shape)} that requires a "
+                "gradient, expected plain values; load a state as state_dict() made it"
             )
     shape_bytes = sum(math.prod(tensor.shape) * tensor.itemsize for tensor in tensors)
     storages = [tensor.untyped_storage() for tensor in tensors]
@@ -101,7 +122,14 @@ def _plain(value: object, tensors: list[torch.Tensor]) -> object:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return f"{tuple(value.shape)} {value.dtype}"
+    # Python turns no number of 4 300 digits into text, and members compare numbers of 64 bits.
+    if isinstance(value, int) and value.bit_length() > MAX_NUMBER_BITS:
+        raise StateError(
+            f"the state has a whole number of {value.bit_length()} bits, expected at most {MAX_NUMBER_BITS}; "
+            "load an earlier one"
+        )
     if isinstance(value, Mapping):  # sorted: what has stored it may have changed the order
+        _plain(list(value), [])
         return [[str(key), _plain(value[key], tensors)] for key in sorted(value, key=str)]
     if isinstance(value, list | tuple):
         return [_plain(each, tensors) for each in value]

@@ -160,13 +160,14 @@ def _compressed_warmup(algorithm: Algorithm) -> tuple[int, float, float, float, 
 
 
 def test_a_warm_up_is_resumed_to_the_bit(pool2: Pool) -> None:
-    for is_equal, kept, refusal in pool2.run(_resumed_warmup):
+    for is_equal, kept, refusal, steps_of_refused in pool2.run(_resumed_warmup):
         assert is_equal
         assert kept
         assert refusal.startswith("the state was saved in a warm-up with an algorithm of its own")
+        assert steps_of_refused == 0
 
 
-def _resumed_warmup() -> tuple[bool, bool, str]:
+def _resumed_warmup() -> tuple[bool, bool, str, int]:
     warmup = Quantize(bits=2, rounding="stochastic", error_feedback=True)
     settings: dict[str, Any] = {"every_steps": 2, "algorithm": Quantize(bits=4)}
 
@@ -196,7 +197,18 @@ def _resumed_warmup() -> tuple[bool, bool, str]:
     without = LocalSGD(model, optimizer, warmup_steps=6, **settings)
     with pytest.raises(StateError) as refused:
         without.load_state_dict(saved["local"])
-    return torch.equal(through, flat(model)), "warmup" in saved["local"], str(refused.value)
+    # Where the warm-up's part is refused, the other part is not loaded either.
+    torn = saved["local"] | {"warmup": {}, "checksum": None}
+    torn["sync"] = torn["sync"] | {"step": 5, "checksum": None}
+    refusing = LocalSGD(model, optimizer, warmup_steps=6, warmup_algorithm=warmup, **settings)
+    with pytest.raises(StateError, match="expected a state made by state_dict"):
+        refusing.load_state_dict(torn)
+    return (
+        torch.equal(through, flat(model)),
+        "warmup" in saved["local"],
+        str(refused.value),
+        refusing.sync.steps,
+    )
 
 
 def test_a_ddp_model_can_be_used_again(pool2: Pool) -> None:

@@ -153,7 +153,27 @@ def _go_on(member: Member, saved: dict[str, Any]) -> list[Tensor]:
 STATES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "no state": (lambda state: [1], "made by LocalSGD.state_dict()"),
     "version": (lambda state: state | {"version": 9}, "reads version 3"),
+    "version of no kind": (
+        lambda state: state | {"version": torch.ones(2)},
+        "version must be a whole number",
+    ),
+    "version too long": (lambda state: state | {"version": 10**5000}, "16610 bits, expected at most 64"),
     "step": (lambda state: state | {"step": -1}, "step must be a whole number"),
+    "steps too long": (lambda state: state | {"sent_after": (10**5000,)}, "16610 bits, expected at most 64"),
+    "a fragment's number": (
+        lambda state: state | {"in_flight": ((torch.ones(2), {}),)},
+        "in_flight must hold pairs",
+    ),
+    "gradient": (
+        lambda state: (
+            state | {"last_average": {**state["last_average"], "0.bias": torch.ones(48).requires_grad_()}}
+        ),
+        "a Tensor of shape (48,) that requires a gradient",
+    ),
+    "graph": (
+        lambda state: state | {"outer": {"state": {0: torch.ones(2).requires_grad_() * 2}}},
+        "a Tensor of shape (2,) that requires a gradient",
+    ),
     "names": (lambda state: state | {"last_average": {"x": torch.ones(1)}}, "differ in ['0.bias'"),
     "kind": (lambda state: state | {"last_average": 3}, "must map names to tensors"),
     "shape": (
@@ -236,16 +256,46 @@ def _bad_state(member: Member, case: str) -> tuple[str, int]:
     return error_of(lambda: local.load_state_dict(state)), local.stats().steps
 
 
-def test_the_state_of_another_outer_optimizer_is_refused() -> None:
-    messages = run(2, _other_outer)
+def buffer_of(value: object) -> Callable[[dict[str, Any]], object]:
+    """Put something in the place of the first parameter's momentum."""
+    return lambda outer: outer["state"][0].update(momentum_buffer=value)
+
+
+NO_STEP = "SGD can't make a step with the outer optimizer's state"
+OUTERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "no groups": (lambda outer: outer.update(param_groups=[]), "the state is of another outer optimizer"),
+    "no state": (lambda outer: outer.pop("state"), NO_STEP),
+    "a list of states": (lambda outer: outer.update(state=[1]), NO_STEP),
+    "a tensor as state": (lambda outer: outer["state"].update({0: torch.ones(2)}), NO_STEP),
+    "a place that is text": (lambda outer: outer["state"].update({"0": {}}), NO_STEP),
+    "a momentum of another shape": (buffer_of(torch.ones(3)), NO_STEP),
+    "a momentum that is text": (buffer_of("0.9"), NO_STEP),
+    "a momentum that is a number": (buffer_of(3), NO_STEP),
+    "a rate that is text": (lambda outer: outer["param_groups"][0].update(lr="0.7"), NO_STEP),
+}
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("case", OUTERS)
+def test_an_outer_optimizers_state_that_would_end_the_next_averaging_is_refused_on_entry(
+    case: str, fragments: int
+) -> None:
+    messages = run(2, _bad_outer, case, fragments)
     assert len(messages) == 2
-    assert all(message.startswith("StateError: the state is of another outer") for message in messages)
+    for message, is_unchanged in messages:
+        assert message.startswith(f"StateError: {OUTERS[case][1]}")
+        assert is_unchanged
 
 
-def _other_outer(member: Member) -> str:
-    with member.local(every_steps=1, outer=NESTEROV) as local:
+def _bad_outer(member: Member, case: str, fragments: int) -> tuple[str, bool]:
+    settings = {"every_steps": 2, "outer": NESTEROV, "fragments": fragments}
+    with member.local(**settings) as local:
+        member.train(3)
         state = local.state_dict()
-    state["outer"]["param_groups"], state["checksum"] = [], None
-    other = member.local(every_steps=1, outer=NESTEROV)
+    OUTERS[case][0](state["outer"])
+    state["checksum"] = None
+    before = flat(member.model)
+    other = member.local(**settings)
     other.load_state_dict(state)
-    return error_of(other.__enter__)
+    message = error_of(other.__enter__)
+    return message, torch.equal(before, flat(member.model)) and other.outer is None

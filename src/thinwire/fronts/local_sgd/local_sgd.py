@@ -591,16 +591,18 @@ class LocalSGD(Joinable):
             has_outer=self._make_outer is not None,
             has_warmup=self._warmup is not self._exact["group"],
         )
-        # First what may refuse: then nothing else has changed.
-        self.sync.load_state_dict(loaded.sync)
-        if loaded.warmup is not None:
-            self._warmup.load_state_dict(loaded.warmup)
         loaded = loaded._replace(
             last_average=replica.own(loaded.last_average),
             in_flight=[(place, replica.own(means)) for place, means in loaded.in_flight],
         )
         # A copy: it is used on entry, and the caller's own may have changed by then.
-        self._loaded = copy.deepcopy(loaded)
+        loaded = copy.deepcopy(loaded)
+        warmup = None if loaded.warmup is None else self._warmup.check_state_dict(loaded.warmup)
+        # First what may refuse: then nothing else has changed.
+        self.sync.load_state_dict(loaded.sync)
+        if warmup is not None:
+            self._warmup.load(warmup)
+        self._loaded = loaded
         self._averagings.step = loaded.step
 
     def distributed_state(self) -> DistributedState:

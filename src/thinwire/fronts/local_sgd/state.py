@@ -17,7 +17,7 @@ from thinwire.fronts.local_sgd.fragment import Fragments
 from thinwire.fronts.local_sgd.outer import load_outer, saved_outer
 from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_undamaged, with_checksum
+from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
 from thinwire.sync.state import DTYPES
 
 __all__ = ["DistributedState", "LoadedState", "checked_state", "go_on_from", "packed_state"]
@@ -106,9 +106,8 @@ def go_on_from(
     Raises:
         StateError: The state is of another outer optimizer.
     """
-    # First, for it may refuse: then no fragment has changed.
     if outer is not None and loaded.outer is not None:
-        load_outer(outer, fragments.last_names, replica, loaded.outer)
+        _load_outer(outer, fragments, replica, loaded)
     sent_after = loaded.sent_after
     # Saved with another number of them: as if all had waited as long as the one that has waited longest.
     if len(sent_after) != len(fragments):
@@ -120,6 +119,31 @@ def go_on_from(
     return [
         Flight({fragments[place]: fragments[place].flat(means)}, None) for place, means in loaded.in_flight
     ]
+
+
+def _load_outer(
+    outer: torch.optim.Optimizer, fragments: Fragments, replica: Replica, loaded: LoadedState
+) -> None:
+    """Let an outer optimizer go on from a state, with which it has made a step of nothing first.
+
+    Raises:
+        StateError: It could not.
+    """
+    assert loaded.outer is not None
+    # What its state must hold only the optimizer knows: of another kind, it would end the next averaging.
+    try:
+        load_outer(outer, fragments.last_names, replica, loaded.outer)
+        for fragment in fragments:
+            fragment.take(loaded.last_average)
+            fragment.step([flat.zero_() for flat in fragment.empty()], outer)
+    except StateError:
+        raise
+    except Exception as error:  # optimizers raise what they like
+        raise StateError(
+            f"{type(outer).__name__} can't make a step with the outer optimizer's state: {error}; load an "
+            "earlier one, or pass outer= as when it was saved"
+        ) from error
+    load_outer(outer, fragments.last_names, replica, loaded.outer)  # again: that step is in no average
 
 
 def checked_state(
@@ -141,9 +165,10 @@ def checked_state(
         StateError: It is none of LocalSGD's, of another version, damaged, or of another model; or something
             was in flight, in other fragments.
     """
+    check_readable(state)
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("expected a state made by LocalSGD.state_dict()")
-    version = state["version"]
+    version = whole_number("version", state["version"], minimum=0, error=StateError)
     if version not in (2, STATE_VERSION):
         raise StateError(
             f"the state is of version {version!r}, this Thinwire reads version {STATE_VERSION}; "
@@ -189,7 +214,8 @@ def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple
             f"{len(shapes)}; pass fragments={num_saved}, or save after average()"
         )
     for item in state["in_flight"]:
-        if not isinstance(item, list | tuple) or len(item) != 2 or item[0] not in range(num_saved):
+        is_pair = isinstance(item, list | tuple) and len(item) == 2 and type(item[0]) is int
+        if not is_pair or item[0] not in range(num_saved):
             raise StateError("in_flight must hold pairs of a fragment's number and its mean changes")
         _check_tensors(f"in_flight of fragment {item[0]}", item[1], shapes[item[0]])
 
