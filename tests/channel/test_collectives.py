@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from thinwire.channel import (
     gather_stacked,
     run_members,
 )
+from thinwire.channel.collectives import in_messages
 from thinwire.errors import CommunicationError
 
 
@@ -148,3 +151,19 @@ def test_a_model_is_copied_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for tensors, sent in run_members(2, body):
         assert sent == [4 * (10 + 15), 4, 4 * 60, 4 * 2]
         assert [float(each[0]) for each in tensors] == [10.0 + length for length in lengths]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 7, 20, 10**6])
+def test_many_items_travel_in_few_messages_and_each_is_looked_at_a_few_times(limit: int) -> None:
+    items, asked = [place % 9 for place in range(2000)], list[int]()
+
+    def size(item: int) -> int:
+        asked.append(item)
+        return item
+
+    messages = list(in_messages(items, limit, size))
+    assert [item for message in messages for item in message] == items
+    assert all(message and (len(message) == 1 or sum(message) <= limit) for message in messages)
+    assert all(sum(one) + other[0] > limit for one, other in pairwise(messages))
+    assert len(asked) <= 2 * len(items)
+    assert list(in_messages([], limit, size)) == []

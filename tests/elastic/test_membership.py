@@ -20,9 +20,19 @@ from elastic.in_turns import InTurns, Killed, Reached, Turn, clean_lives
 from thinwire import Watch, read_run
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import InProcessTransport, Work
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.reconfigurable import ReconfigurableTransport
-from thinwire.elastic import DiLoCo, InProcessGroup, InProcessLighthouse, LocalSGD, Steps, local_sgd, member
+from thinwire.elastic import (
+    DiLoCo,
+    InProcessGroup,
+    InProcessLighthouse,
+    LocalSGD,
+    Steps,
+    handing,
+    local_sgd,
+    member,
+)
 from thinwire.elastic.plain import packed, unpacked
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
 
@@ -398,14 +408,47 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     assert caplog.messages == ["waiting for more members: 1 member is there, and min_members=2 are needed"]
 
 
-def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them() -> None:
+HANDED_OVER = "what a member that leaves has not transmitted"
+
+
+def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has the whole timeout: else a large model could not be handed over on a slow link."""
+    sent: list[int] = []
+    broadcast = InProcessTransport.broadcast
+
+    def noted(self: InProcessTransport, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        sent.extend([tensor.nbytes] * (purpose == HANDED_OVER and self.rank == source))
+        return broadcast(self, tensor, source, purpose)
+
+    monkeypatch.setattr(InProcessTransport, "broadcast", noted)
+    in_one = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
+    residual_bytes = sum(error.nbytes for error in in_one.fronts[0]._engine.memory[ERROR].values())
+    assert sent == [residual_bytes]
+    sent.clear()
+    monkeypatch.setattr(handing, "PART_BYTES", 500)
+    in_parts = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
+    assert sum(sent) == residual_bytes > 4 * max(sent) >= 4 * 500
+    assert in_parts.results == in_one.results == ["done", "left", "done"]
+    assert torch.equal(in_parts.owed(0), in_one.owed(0))
+
+
+@pytest.mark.parametrize("part", [1, 2, 5])
+def test_what_leavers_could_not_hand_over_is_lost_of_all_of_them(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what has come of it before the link was cut."""
+    monkeypatch.setattr(handing, "PART_BYTES", 500)
     calm = Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")})
-    words = "what a member that leaves has not transmitted"
-    run = Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")}, faults={0: (words, 1)})
-    lost = [each.error_norm for each in run.fronts[0]._membership._present if each.is_leaving]
+    cut = [
+        Run([0, 0, 0], steps=4, ends={1: (2, "leave"), 2: (2, "leave")}, faults={0: (HANDED_OVER, place)})
+        for place in (1, part)
+    ]
+    lost = [each.error_norm for each in cut[1].fronts[0]._membership._present if each.is_leaving]
     assert calm.fronts[0].membership().lost_error == 0
     assert len(lost) == 2
-    assert run.fronts[0].membership().lost_error == pytest.approx(sum(lost))
+    assert cut[1].fronts[0].membership().lost_error == pytest.approx(sum(lost))
+    assert torch.equal(cut[1].owed(0), cut[0].owed(0))
+    assert not torch.equal(cut[1].owed(0), calm.owed(0))
 
 
 def test_a_member_with_other_settings_is_refused_and_the_others_go_on() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 from thinwire.channel.transport import Transport
 from thinwire.errors import CommunicationError
 
-__all__ = ["copy_from", "gather_bytes", "gather_numbers", "gather_stacked", "true_for_all"]
+__all__ = ["copy_from", "gather_bytes", "gather_numbers", "gather_stacked", "in_messages", "true_for_all"]
+
+Item = TypeVar("Item")
 
 MAX_DIMENSIONS = 16
 
@@ -43,7 +46,7 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
         source = int(offered)
         if source < 0:
             raise CommunicationError("no process of the group offers its tensors to the others")
-        for some in _in_pieces(copied):
+        for some in in_messages(copied, COPIED_BYTES, lambda tensor: tensor.nbytes):
             # Many in one message: a model has hundreds of tensors, and each would cost a latency.
             flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in some])
             transport.broadcast(flat, source, "copying tensors").wait()
@@ -53,15 +56,24 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
                 tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def _in_pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors that are copied in one message."""
-    some: list[torch.Tensor] = []
-    for tensor in tensors:
-        if some and sum(each.nbytes for each in some) + tensor.nbytes > COPIED_BYTES:
+def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield items in order, as many at a time as are within a limit together; one that is larger by itself.
+
+    Args:
+        items: Of any kind.
+        limit: Of the sizes together.
+        size: Returns that of an item.
+    """
+    some: list[Item] = []
+    total = 0
+    for item in items:
+        total += size(item)
+        if some and total > limit:
             yield some
-            some = []
-        some.append(tensor)
-    yield some
+            some, total = [], size(item)
+        some.append(item)
+    if some:
+        yield some
 
 
 def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a newcomer starts from, from member to member: a header and tensors, in parts of bounded size."""
+"""What members hand over, in parts of bounded size: what newcomers start from, and what leavers still owe."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 
 import torch
 
+from thinwire.channel import Transport
+from thinwire.channel.collectives import in_messages
 from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.elastic.plain import MAX_HEADER_BYTES, packed, sizes, unpacked
 from thinwire.errors import StateError
 
-__all__ = ["receive_state", "send_state"]
+__all__ = ["broadcast_residual", "receive_state", "send_state"]
 
-# So that between these two the timeout is one of a part, not of the whole: who stands still is found out, and
-# a slow link is not taken for that. (The other members wait meanwhile, in one message.)
+# So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
+# not taken for that. (While a newcomer is served, the other members wait in one message.)
 PART_BYTES = 1 << 22
 PURPOSE = "handing a newcomer what it starts from"
 
@@ -40,6 +42,27 @@ def send_state(
         transport.send(torch.tensor([len(header)]), newcomer, PURPOSE).wait()
         for part in chain(_parts([described]), _parts(tensors)):
             transport.send(torch.cat(part), newcomer, PURPOSE).wait()
+
+
+def broadcast_residual(
+    errors: Iterable[torch.Tensor], transport: Transport, source: int
+) -> list[torch.Tensor]:
+    """Return what a member that leaves has not transmitted. Collective.
+
+    Args:
+        errors: What this member has not transmitted, flat; as large on all.
+        transport: Over the group.
+        source: The rank of the member that leaves.
+
+    Raises:
+        CommunicationError: A message failed.
+    """
+    arrived = [each if transport.rank == source else torch.empty_like(each) for each in errors]
+    for part in _parts(each.view(torch.uint8) for each in arrived):
+        flat = torch.cat(part)
+        transport.broadcast(flat, source, "what a member that leaves has not transmitted").wait()
+        _divide(flat, part)
+    return arrived
 
 
 def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
@@ -70,22 +93,18 @@ def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
 
 def _fill(tensors: Sequence[torch.Tensor], transport: ReconfigurableTransport, source: int) -> None:
     for part in _parts(tensors):
-        lengths = list(map(len, part))
-        arrived = torch.empty(sum(lengths), dtype=torch.uint8)
+        arrived = torch.empty(sum(map(len, part)), dtype=torch.uint8)
         transport.receive(arrived, source, PURPOSE).wait()
-        for piece, its_bytes in zip(part, arrived.split_with_sizes(lengths), strict=True):
-            piece.copy_(its_bytes)
+        _divide(arrived, part)
+
+
+def _divide(arrived: torch.Tensor, part: Sequence[torch.Tensor]) -> None:
+    for piece, its_bytes in zip(part, arrived.split_with_sizes(list(map(len, part))), strict=True):
+        piece.copy_(its_bytes)
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Yield views of all bytes in order, as many at a time as are sent as one part."""
+    pieces = chain.from_iterable(torch.split(tensor, PART_BYTES) for tensor in tensors)
     # Each part costs a round trip, so small tensors (biases, counts of steps) share one.
-    part: list[torch.Tensor] = []
-    for tensor in tensors:
-        for piece in torch.split(tensor, PART_BYTES):
-            if sum(map(len, part)) + len(piece) > PART_BYTES:
-                yield part
-                part = []
-            part.append(piece)
-    if part:
-        yield part
+    return in_messages(pieces, PART_BYTES, len)

@@ -19,6 +19,7 @@ from thinwire.channel import gather_bytes, gather_numbers
 from thinwire.channel.agreement import check_same
 from thinwire.elastic.front import Front, Prepared
 from thinwire.elastic.group import Group
+from thinwire.elastic.handing import broadcast_residual
 from thinwire.elastic.presence import MembershipStats, Presence, count_changes, kept_lineage
 from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
 from thinwire.sync import Engine
@@ -374,9 +375,8 @@ class Membership:
         if not stayers or not names:
             return
         for place, rank in enumerate(leavers):
-            flat = torch.cat([errors[name].view(torch.uint8) for name in names])
             try:
-                transport.broadcast(flat, rank, "what a member that leaves has not transmitted").wait()
+                arrived = broadcast_residual([errors[name] for name in names], transport, rank)
             except CommunicationError as error:
                 # No message comes behind one that has failed, so those of the other leavers are lost, too.
                 logger.warning(
@@ -385,10 +385,8 @@ class Membership:
                 self.stats.lost_error += sum(present[each].error_norm for each in leavers[place:])
                 return
             if transport.rank in stayers:
-                arrived = flat.split_with_sizes([errors[name].nbytes for name in names])
                 for name, part in zip(names, arrived, strict=True):
-                    # Cloned: bytes that begin anywhere can't be viewed as a type of several bytes.
-                    errors[name].add_(part.clone().view(errors[name].dtype), alpha=1 / len(stayers))
+                    errors[name].add_(part, alpha=1 / len(stayers))
 
 
 def _drawn() -> int:

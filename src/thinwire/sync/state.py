@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from thinwire.algorithms import Algorithm, Choices, Memory, Slot
 from thinwire.algorithms.registry import SLOTS
 from thinwire.channel import Transport
+from thinwire.channel.collectives import in_messages
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.sync.checksum import with_checksum
@@ -115,15 +117,8 @@ def average_local(
 
 def _messages(specs: Iterable[ParameterSpec]) -> Iterator[list[ParameterSpec]]:
     """Yield parameters whose tensors of one slot, of one type, travel in one message."""
-    some: list[ParameterSpec] = []
-    for spec in specs:
-        at_once = sum(each.numel for each in (*some, spec)) * spec.memory_dtype.itemsize
-        if some and (spec.memory_dtype != some[0].memory_dtype or at_once > MEAN_BYTES):
-            yield some
-            some = []
-        some.append(spec)
-    if some:
-        yield some
+    for dtype, of_one_type in groupby(specs, lambda spec: spec.memory_dtype):
+        yield from in_messages(of_one_type, MEAN_BYTES // dtype.itemsize, lambda spec: spec.numel)
 
 
 def packed_state(
