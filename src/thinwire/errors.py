@@ -81,4 +81,4 @@ class LeftError(ThinwireError, RuntimeError):
 
 
 class MissingExtraError(ThinwireError, ImportError):
-    """A package that an integration needs is not installed, or too old. The import's error is the cause."""
+    """A package that an integration needs is not installed, or of a version that does not do."""

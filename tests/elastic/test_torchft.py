@@ -112,6 +112,28 @@ def test_a_torchft_that_is_too_old_is_refused(found: str, is_too_old: bool) -> N
             assert torchft_group._checked_version() == found
 
 
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # of torchft itself
+@pytest.mark.parametrize("name", ["_client", "_quorum_future", "_quorum_id"])
+def test_a_torchft_without_what_is_used_of_it_is_refused_before_the_run(job: Job, name: str) -> None:
+    torchft = import_module("torchft")
+    made: list[Any] = []
+
+    class Manager(torchft.Manager):  # type: ignore[misc, name-defined]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            delattr(self, name)
+            made.append(self)
+
+        def shutdown(self, wait: bool = True) -> None:
+            super().shutdown(wait)
+            made.append("ended")
+
+    told = rf"need torchft 0\.2, got torchft 0.*, whose Manager has no {name}; pip install"
+    with patch.object(torchft, "Manager", Manager), pytest.raises(MissingExtraError, match=told):
+        TorchftGroup(job.address, hostname="127.0.0.1")
+    assert made[1:] == ["ended"]
+
+
 def test_who_starts_after_its_launcher_was_killed_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()

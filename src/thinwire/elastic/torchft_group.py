@@ -42,6 +42,11 @@ REACH_SECONDS = 5.0
 PATIENCE_SECONDS = 10.0  # before a member that waits says so
 HEARTBEAT = timedelta(milliseconds=500)
 OLDEST = (0, 2)  # of torchft: its major and minor version
+PRIVATE = (
+    "_client",
+    "_quorum_future",
+    "_quorum_id",
+)  # of its Manager, used here: the next version may lack them
 
 
 class TorchftGroup(Group):
@@ -67,7 +72,7 @@ class TorchftGroup(Group):
 
     Raises:
         ConfigError: An argument is wrong, or there is no address.
-        MissingExtraError: torchft is not installed, or is older than 0.2.
+        MissingExtraError: torchft is not installed, is older than 0.2, or is too new for this.
     """
 
     def __init__(
@@ -131,6 +136,13 @@ class TorchftGroup(Group):
                 f"there is no lighthouse at {lighthouse}: {error}. Start torchft_lighthouse there, or see "
                 "whether this machine reaches it"
             ) from error
+        missing = [name for name in PRIVATE if not hasattr(self._manager, name)]
+        if missing:
+            self._manager.shutdown(wait=False)
+            raise MissingExtraError(
+                f"elastic members need torchft {OLDEST[0]}.{OLDEST[1]}, got {self.kind}, whose Manager has "
+                f"no {', '.join(missing)}; pip install '.[elastic]' in a clone of Thinwire"
+            )
         self._line = _Line(lighthouse)
         self._manager._client = _Client(self._manager._client, self._manager, self._group, self._line)
 
