@@ -35,6 +35,7 @@ from thinwire.elastic import (
 )
 from thinwire.elastic.plain import packed, unpacked
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
+from thinwire.fronts.local_sgd.fragment import Fragment
 
 EVERY = 2
 VOTE = "whether all have received everything"
@@ -653,6 +654,22 @@ def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
     ]
     assert torch.equal(lasts[0], lasts[1])
     assert torch.equal(lasts[0], lasts[2])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_changes_are_computed_once_an_averaging(fragments: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Fragment] = []
+    changes = Fragment.changes
+
+    def noted(self: Fragment) -> list[torch.Tensor]:
+        computed.append(self)
+        return changes(self)
+
+    monkeypatch.setattr(Fragment, "changes", noted)
+    run = Run([0, 0], fragments=fragments)
+    run.check_equal()
+    # On entry they are looked at, too, and nobody has any.
+    assert len(computed) == sum(front.membership().averagings + 1 for front in run.fronts.values())
 
 
 def test_who_has_left_takes_no_step() -> None:

@@ -284,6 +284,7 @@ class _Front:
 
     def __init__(self, local: LocalSGD) -> None:
         self._local = local
+        self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
 
     @property
     def step(self) -> int:
@@ -299,7 +300,8 @@ class _Front:
     def is_finite(self, turns_ahead: int = 0) -> bool:
         """As `Front.is_finite`."""
         fragment = self._local._fragments[self._turn(turns_ahead)]
-        return are_finite({fragment: fragment.changes()}, None)
+        self._changes = {fragment: fragment.changes()}
+        return are_finite(self._changes, None)
 
     def _turn(self, turns_ahead: int) -> int:
         return (self._local._turns + turns_ahead) % len(self._local._fragments)
@@ -346,6 +348,7 @@ class _Front:
     def adopt(self, state: Mapping[str, Any]) -> None:
         """As `Front.adopt`."""
         local = self._local
+        self._changes = {}
         check_received(state, KEYS, STATE_VERSION)
         lasts = {each.name: last for each, last in local._fragments.lasts}
         others = local._not_averaged()
@@ -370,7 +373,7 @@ class _Front:
         """As `Front.prepare`."""
         local = self._local
         fragment = local._fragments[local._due]
-        changes = fragment.changes()
+        changes = self._changes.pop(fragment, None) or fragment.changes()
         # Before it is sent: scaled afterwards, the residual would be in another unit than the next change.
         for flat in changes:
             flat.mul_(scale)
@@ -383,6 +386,7 @@ class _Front:
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""
         local = self._local
+        self._changes = {}
         if not was_averaged:
             # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
             if local._pending_steps and not has_newcomers:

@@ -208,6 +208,7 @@ class _Front:
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
+        self._flats: list[torch.Tensor] = []  # the gradients as last looked at, until they are sent
 
     @property
     def step(self) -> int:
@@ -220,7 +221,8 @@ class _Front:
 
     def is_finite(self, turns_ahead: int = 0) -> bool:
         """As `Front.is_finite`."""
-        return bool(all_finite(*self._steps._gradients()))
+        self._flats = self._steps._gradients()
+        return bool(all_finite(*self._flats))
 
     def described(self) -> Description:
         """As `Front.described`."""
@@ -252,6 +254,7 @@ class _Front:
     def adopt(self, state: Mapping[str, Any]) -> None:
         """As `Front.adopt`."""
         steps = self._steps
+        self._flats = []
         check_received(state, KEYS, STATE_VERSION)
         held = steps._held()
         others = steps._not_averaged()
@@ -268,7 +271,8 @@ class _Front:
     def prepare(self, scale: float) -> _Prepared:
         """As `Front.prepare`."""
         steps = self._steps
-        engine, flats = steps._engine, steps._gradients()
+        engine, flats = steps._engine, self._flats or steps._gradients()
+        self._flats = []
         for flat in flats:
             flat.mul_(scale)
         engine.agree()
@@ -282,6 +286,7 @@ class _Front:
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""
         steps = self._steps
+        self._flats = []
         if not was_averaged:
             # Not while this member joins, and not for a newcomer's sake: next time it puts something in.
             if steps._is_inside and not has_newcomers:
