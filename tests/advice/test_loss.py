@@ -401,10 +401,11 @@ def test_between_averagings_the_noise_of_single_steps_evens_out() -> None:
     assert tied(ways) == [few]
 
 
-def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing(dtype: torch.dtype) -> None:
     """A model of one layer can't be averaged in two fragments: that way is not offered."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(64, 32))
+    model = nn.Sequential(nn.Linear(64, 32, dtype=dtype))
     before = [parameter.clone() for parameter in model.parameters()]
     with ExitStack() as entered:
         benches = local_benches(model, Stopwatch(4), entered)
@@ -415,11 +416,12 @@ def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing() -> None
     assert len(found) == len(LOCAL_VARIANTS) - 1
     assert not any("fragments" in name for name in found)
     plain, few = found["LocalSGD(every_steps=10)"], found["DiLoCo(every_steps=30)"]
-    parameter_bytes = 4 * (64 * 32 + 32)
-    assert parameter_bytes <= 10 * plain.bytes_per_step(4)[0] < 1.1 * parameter_bytes
-    assert 30 * few.bytes_per_step(4)[0] < parameter_bytes / 5
-    assert plain.averaging.memory_bytes == parameter_bytes
-    assert few.averaging.memory_bytes == 2 * parameter_bytes
+    numel = 64 * 32 + 32
+    assert 1 <= 10 * plain.bytes_per_step(4)[0] / (numel * dtype.itemsize) < 1.1
+    assert 30 * few.bytes_per_step(4)[0] < 4 * numel / 5
+    # In fp32 whatever the parameters are in.
+    assert plain.averaging.memory_bytes == 4 * numel
+    assert few.averaging.memory_bytes == 2 * 4 * numel
     others = found["DiLoCo(every_steps=30, outer_lr=1.0, outer_momentum=0.5)"]
     assert others.averaging is few.averaging
     assert all(map(torch.equal, before, model.parameters()))

@@ -656,6 +656,36 @@ def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
     assert torch.equal(lasts[0], lasts[2])
 
 
+def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_them_over() -> None:
+    last, outer = nn.Parameter(torch.ones(())), dict[str, Any](lr=2**-6, momentum=0.5)
+    reference = torch.optim.SGD([last], nesterov=True, **outer)
+    members = []
+    with ExitStack() as opened:
+        for _ in range(2):
+            model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+            model.weight.data.fill_(1.0)
+            model.weight.grad = torch.full_like(model.weight, -1.0)
+            optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
+            group = InProcessGroup(InProcessLighthouse())
+            options: Any = {"every_steps": 2, "algorithm": AllReduce(), "leave_on_sigterm": False}
+            options |= {"outer_lr": outer["lr"], "outer_momentum": outer["momentum"]}
+            members.append(opened.enter_context(DiLoCo(model, optimizer, group=group, **options)))
+        weight = members[0].module.weight
+        for _ in range(16):
+            members[0]._optimizers[0].step()
+            members[0]._optimizers[0].step()
+            last.grad = torch.tensor(-(2.0**-4))
+            assert last.bfloat16() + outer["lr"] * 2**-4 == last.bfloat16()
+            reference.step()
+            assert (weight == last.bfloat16()).all()
+        assert last.bfloat16() != 1
+        members[1]._front.adopt(unpacked(*packed(members[0]._front.state())))
+        for front in members:
+            assert torch.equal(front.module.weight, weight)
+            assert all((flat == last).all() for fragment in front._fragments for flat in fragment.last)
+            assert front._front.state()["outer"]["state"][0]["momentum_buffer"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_changes_are_computed_once_an_averaging(fragments: int, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[Fragment] = []

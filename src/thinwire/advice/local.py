@@ -54,8 +54,12 @@ class Averaging:
             for value in of_parameter.values()
             if isinstance(value, torch.Tensor)
         )
-        # Each averaged tensor has a copy of what all held after the last averaging.
-        last_bytes = sum(_held_bytes(each) for each in self.front.module.parameters() if each.requires_grad)
+        # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
+        last_bytes = sum(
+            _held_bytes(each) * max(4, each.itemsize) // each.itemsize
+            for each in self.front.module.parameters()
+            if each.requires_grad
+        )
         self.memory_bytes = engine_of(self.front).memory_bytes() + state_bytes + last_bytes
 
 

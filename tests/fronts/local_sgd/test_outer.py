@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from members import Member, run
 from thinwire.fronts.local_sgd.outer import saved_outer
 from thinwire.fronts.local_sgd.replica import Replica
+from thinwire.fronts.local_sgd.schedule import Schedule
 from training import batch_of, error_of, flat, new_model, train_step
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -68,6 +71,80 @@ def test_an_outer_rate_that_one_process_has_changed_is_refused() -> None:
     for message, unchanged in run(3, body):
         assert message.startswith("StepError: the outer optimizer's settings on process 1 differ")
         assert unchanged
+
+
+SMALL = partial(torch.optim.SGD, lr=2**-6, momentum=0.5, nesterov=True)
+STREAMING: dict[str, dict[str, Any]] = {
+    "whole": {"every_steps": 2},
+    "fragments": {"every_steps": 4, "fragments": 2},
+    "delay": {"every_steps": 4, "fragments": 2, "delay_steps": 1, "mix": 0},
+}
+
+
+@pytest.mark.parametrize("settings", STREAMING.values(), ids=STREAMING)
+def test_outer_steps_that_16_bits_would_round_away_add_up(settings: dict[str, Any]) -> None:
+    """As in a reference that keeps the last averages in fp32; a run that resumes in the middle, too."""
+    for held, expected, dtypes in run(2, _small_outer_steps, settings):
+        assert dtypes == {torch.float32}
+        assert held == expected
+        lasts, values = held
+        assert 1.0 not in torch.tensor(lasts).bfloat16()
+        if "fragments" not in settings:
+            assert values == torch.tensor(lasts).bfloat16().tolist()
+
+
+Held = tuple[list[float], list[float]]  # a number of each fragment: of its last average, and of the model
+
+
+def _small_outer_steps(member: Member, settings: dict[str, Any]) -> tuple[Held, Held, set[torch.dtype]]:
+    member.take(new_model(dtype=torch.bfloat16))
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(torch.ones_like(flat(member.model)), member.model.parameters())
+    member.optimizer = torch.optim.SGD(member.model.parameters(), lr=2**-7)
+    for parameter in member.model.parameters():
+        parameter.grad = torch.full_like(parameter, -1.0 - 2 * member.rank)
+    saved: dict[str, Any] = {}
+    model: dict[str, Tensor] = {}
+    for _ in range(2):
+        local = member.local(**settings, outer=SMALL)
+        if saved:
+            local.load_state_dict(saved)
+            member.model.load_state_dict(model)  # without the averaging at the end of the context
+        with local:
+            for _ in range(12):
+                member.optimizer.step()
+            saved, model = local.state_dict(), copy.deepcopy(member.model.state_dict())
+            fragments = local._averagings.fragments
+            lasts = [fragment.last[0][0].item() for fragment in fragments]
+            values = [next(iter(fragment)).value.view(-1)[0].item() for fragment in fragments]
+    kept = [*saved["last_average"].values()]
+    kept += [state["momentum_buffer"] for state in saved["outer"]["state"].values()]
+    return (lasts, values), _in_32_bits(local._schedule, member.rank), {each.dtype for each in kept}
+
+
+def _in_32_bits(schedule: Schedule, rank: int) -> Held:
+    """Two members with a number a fragment, in bf16, their last averages in fp32; what one of them holds."""
+    lasts = [nn.Parameter(torch.ones(())) for _ in range(schedule.num_fragments)]
+    outers = [SMALL([last]) for last in lasts]
+    own = [[torch.ones((), dtype=torch.bfloat16) for _ in lasts] for _ in range(2)]
+    sent: dict[int, tuple[int, Tensor]] = {}
+    for step in range(1, 25):
+        for place, values in enumerate(own):
+            for value in values:
+                value.add_(2**-7 * (1.0 + 2 * place))
+        for place in schedule.fragments_after(step):
+            start = lasts[place].detach().bfloat16()
+            change = torch.stack([values[place] - start for values in own]).mean()
+            assert start + 2**-6 * change == start
+            sent[place] = step, change.float()
+        for place, (sent_after, change) in tuple(sent.items()):
+            if step == sent_after + schedule.delay_steps:
+                lasts[place].grad = -change
+                outers[place].step()
+                for values in own:
+                    values[place].copy_(lasts[place].detach())
+                del sent[place]
+    return [last.item() for last in lasts], [value.item() for value in own[rank]]
 
 
 class Interrupted(torch.optim.SGD):

@@ -35,12 +35,19 @@ class Buckets:
     def __iter__(self) -> Iterator[Averaged]:
         return chain.from_iterable(self._buckets)
 
-    def empty(self, device: torch.device | None = None) -> list[torch.Tensor]:
-        """Return what is flat, by bucket, not written yet; on the device of the tensors if none is given."""
-        return [
-            bucket[0].value.new_empty(sum(spec.numel for spec in specs), device=device)
-            for bucket, specs in zip(self._buckets, self.layout, strict=True)
-        ]
+    def empty(self, device: torch.device | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
+        """Return what is flat, by bucket, not written yet.
+
+        Args:
+            device: None for that of the tensors.
+            is_kept: Whether small steps add up in it, which 16 bits would round away; it has at least 32.
+        """
+        flats = []
+        for bucket, specs in zip(self._buckets, self.layout, strict=True):
+            value = bucket[0].value
+            dtype = torch.promote_types(value.dtype, torch.float32) if is_kept else value.dtype
+            flats.append(value.new_empty(sum(spec.numel for spec in specs), dtype=dtype, device=device))
+        return flats
 
     def parts(self, flats: Iterable[torch.Tensor]) -> list[tuple[Averaged, torch.Tensor]]:
         """Return each tensor with its part of what is flat, a view in its shape and order of memory."""
@@ -64,7 +71,7 @@ class Fragment(Buckets):
         device: Where the copy is; None for where the model's tensors are.
 
     Attributes:
-        last: The copy, flat, by bucket.
+        last: The copy, flat, by bucket; in fp32 of what has 16 bits.
         lasts: Each tensor with its part of it, always the same tensors.
         sent_after: Steps so far when its change was last sent, or the copy taken.
         num_rounds: That its last averaging over the group took.
@@ -73,7 +80,7 @@ class Fragment(Buckets):
     def __init__(self, averaged: Iterable[Averaged], device: torch.device | None = None) -> None:
         super().__init__(averaged)
         self.sent_after, self.num_rounds = 0, 1
-        self.last = self.empty(device)
+        self.last = self.empty(device, is_kept=True)
         self.lasts = self.parts(self.last)
 
     def take(self, last_average: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -101,7 +108,8 @@ class Fragment(Buckets):
         """Return by bucket, flat, what has changed since the last averaging on this process."""
         changes = self.empty()
         for (each, change), (_, last) in zip(self.parts(changes), self.lasts, strict=True):
-            # The copy may be on another device, so it is subtracted where the change is.
+            # The copy may be on another device, so it is subtracted where the change is. And as the model was
+            # given it: what of it 16 bits could not hold is no change.
             change.copy_(last)
             # Infinite entries of a mask that stayed the same would give inf - inf.
             is_same = each.value == change if each.is_buffer else None
@@ -114,7 +122,7 @@ class Fragment(Buckets):
         """Make the model the last average, which stays, plus mean changes, which are overwritten."""
         for (each, last), (_, mean) in zip(self.lasts, self.parts(means), strict=True):
             # In the means' own memory: their sum needs no other.
-            each.value.copy_(mean.add_(last.to(mean.device)))
+            each.value.copy_(mean.add_(last.to(mean)))
 
     def step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
         """Make the last average the last average plus mean changes, which are overwritten.
@@ -129,7 +137,7 @@ class Fragment(Buckets):
                 last.add_(change.to(last.device))
             else:
                 # An optimizer steps against its gradient, and the model is to follow the change.
-                last.grad = change.neg_().to(last.device)
+                last.grad = change.neg_().to(last)
         if outer is not None:
             try:
                 outer.step()

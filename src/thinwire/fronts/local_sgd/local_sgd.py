@@ -133,9 +133,9 @@ class LocalSGD(Joinable):
     those that hold the same shards of other replicas, whose changes, last average and outer state are of
     that shard. No weights are gathered. A replica counts as one member, and as what a subgroup is.
 
-    Cost: a copy of what is averaged, a second one during an averaging, and what `algorithm` and `outer`
-    keep. An averaging first sends 24 bytes for each process, to compare step counts, and synchronises
-    with the host three times.
+    Cost: a copy of what is averaged (in fp32 of what has 16 bits), a second one during an averaging, and what
+    `algorithm` and `outer` keep. An averaging first sends 24 bytes for each process, to compare step counts,
+    and synchronises with the host three times.
 
     Attributes:
         sync: What averages the changes every `every_steps` steps: its plan, and switching the algorithm.
