@@ -147,7 +147,7 @@ def test_the_public_names() -> None:
         "AgreementError", "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CheckpointError",
         "CommunicationError",
         "ConfigError", "DiLoCo",
-        "GradientError", "GradientSync", "LocalSGD", "MissingExtraError", "NonfiniteError",
+        "GradientError", "GradientSync", "LeftError", "LocalSGD", "MissingExtraError", "NonfiniteError",
         "Plan", "PowerSGD", "Quantize", "StateError",
         "Stats", "StepError", "ThinwireError", "TopK", "__version__", "attach", "hooks", "join",
         "check_replicas",

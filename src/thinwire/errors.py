@@ -81,4 +81,4 @@ class LeftError(ThinwireError, RuntimeError):
 
 
 class MissingExtraError(ThinwireError, ImportError):
-    """A package that an integration needs is not installed, or of a version that does not do."""
+    """An integration needs a package that is not installed, too old or too new; an import error is the cause."""

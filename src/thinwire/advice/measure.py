@@ -40,7 +40,7 @@ from thinwire.channel import (
     wire_bytes,
 )
 from thinwire.checks import number
-from thinwire.errors import ConfigError
+from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
@@ -109,8 +109,9 @@ def advise(
 
     Raises:
         ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
-            devices or all frozen, the probe does not know the link's rate, or an argument is out of range.
-        AttachError: There is no process group; or a sharded model is none that `attach` takes.
+            devices, the probe does not know the link's rate, or an argument is out of range.
+        AttachError: There is no process group; or the model is all frozen; or a sharded model is none that
+            `attach` takes.
         GradientError: Gradients are sparse.
     """
     name = None if optimizer is None else optimizer_name(optimizer)
@@ -211,6 +212,7 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
 
     Raises:
         ConfigError: It is none that one process can train by itself, on one device.
+        AttachError: It trains nothing.
     """
     # Of a compiled model the module inside: what is compiled can't be copied.
     given = getattr(model, "_orig_mod", model)
@@ -222,7 +224,7 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
             "parameters; shard it with fully_shard, or pass the plain module if it fits on each device"
         )
     if not any(each.requires_grad for each in given.parameters()):
-        raise ConfigError("no parameter of the model is trained, so there is nothing to average")
+        raise AttachError("no parameter of the model is trained, so there is nothing to average")
     devices = {parameter.device for parameter in given.parameters()}
     if len(devices) > 1:
         places = " and ".join(sorted(map(str, devices)))

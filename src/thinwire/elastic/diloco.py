@@ -43,7 +43,7 @@ class DiLoCo(LocalSGD):
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
-        AttachError: A DDP or a sharded model.
+        AttachError: A DDP or a sharded model, or one that is all frozen.
         GradientError: A parameter can't be averaged by the algorithm.
     """
 

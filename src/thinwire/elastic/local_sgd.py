@@ -94,7 +94,7 @@ class LocalSGD(Member):
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model, or not all of it though
             its state is sent; or the algorithm chooses anew at run time (a budget of PowerSGD).
-        AttachError: A DDP or a sharded model.
+        AttachError: A DDP or a sharded model, or one that is all frozen.
         GradientError: A parameter can't be averaged by the algorithm.
     """
 

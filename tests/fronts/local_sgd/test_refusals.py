@@ -145,7 +145,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
         lambda member: with_model(member, half_on_meta(), member.optimizer),
         "AttachError: 1.running_mean is on the meta device and has no values yet",
     ),
-    "nothing to train": (frozen, "ConfigError: no parameter of the model is trained"),
+    "nothing to train": (frozen, "AttachError: no parameter of the model is trained"),
     "no optimizer": (
         lambda member: with_model(member, member.model, "SGD"),
         "ConfigError: expected a torch.optim.Optimizer",

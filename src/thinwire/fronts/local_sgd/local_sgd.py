@@ -143,7 +143,7 @@ class LocalSGD(Joinable):
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model.
         AttachError: No process group, or one this process is not in, or a DDP model that can't be driven, or
-            one whose parameters have no values yet.
+            a model whose parameters have no values yet, or are all frozen.
         GradientError: A parameter can't be averaged by the algorithm.
 
     Examples:

@@ -49,8 +49,8 @@ class AveragedModel:
         save (masks, position tables) are constants.
 
         Raises:
-            AttachError: A parameter or buffer has no values yet.
-            ConfigError: It trains nothing, or a parameter has no shape yet.
+            AttachError: It trains nothing, or a parameter or buffer has no values yet.
+            ConfigError: A parameter has no shape yet.
             GradientError: A parameter is sharded by others than FSDP2.
         """
         # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
@@ -71,7 +71,7 @@ class AveragedModel:
                 )
             found.append(Averaged(name, parameter, is_buffer=False))
         if not found:
-            raise ConfigError("no parameter of the model is trained, so there is nothing to average")
+            raise AttachError("no parameter of the model is trained, so there is nothing to average")
         # Module by module: which buffers are not saved only the module knows that has them. One that modules
         # share is averaged once.
         seen: set[int] = set()
