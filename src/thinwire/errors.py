@@ -81,4 +81,4 @@ class LeftError(ThinwireError, RuntimeError):
 
 
 class MissingExtraError(ThinwireError, ImportError):
-    """An integration needs a package that is not installed, too old or too new; an import error is the cause."""
+    """A package that an integration needs is missing, too old or too new. An import's error is the cause."""

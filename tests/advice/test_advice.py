@@ -379,7 +379,7 @@ def test_what_can_not_be_advised(pool2: Pool) -> None:
 
 
 def _refused() -> list[str]:
-    messages = []
+    messages: list[str] = []
     for options in (
         {"one_step": lambda model: None},
         {"one_step": one_step, "budget_seconds": 0.0},

@@ -215,7 +215,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "a version of 5 000 digits": (lambda s: s.update(version=TOO_LONG), "16610 bits, expected at most 64"),
     "a step of 4 300 digits": (meant(step=10**4299), "14281 bits, expected at most 64"),
     "a long number in a list": (meant(algorithm=[TOO_LONG]), "16610 bits"),
-    "a long number as a key": (lambda s: s.update({TOO_LONG: 1}), "16610 bits"),
+    "a long number as a key": (lambda s: s.update(dict[Any, Any]({TOO_LONG: 1})), "16610 bits"),
     "a long number in a set": (meant(algorithm={TOO_LONG}), "can't be read: Exceeds the limit"),
     "lists in lists in lists": (meant(algorithm=nested(10**5)), "can't be read: maximum recursion depth"),
     "an error that requires a gradient": (
