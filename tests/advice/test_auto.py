@@ -56,7 +56,8 @@ def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not() 
     assert names_within("SGD", 2, 0.005) == [*careful, "PowerSGD(matrix_rank=16)"]
     adamw = names_within("AdamW", 4, 0.001)
     assert adamw[:2] == careful
-    assert sorted(adamw[2:]) == ["Quantize(bits=2)", "Quantize(bits=3)", "Quantize(bits=8)"]
+    # Gaps of +0.1 and −0.3 % are none, so neither is beyond any budget.
+    assert adamw[2:] == ["Quantize(bits=8)", "Quantize(bits=4)", "Quantize(bits=2)"]
     # Without a bound, what is unknown as well: last.
     assert "TopK(density=1 / 32)" in names_within("SGD", 2, math.inf)[-6:]
 
@@ -64,7 +65,7 @@ def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not() 
 def trial(name: str, order: int, ms: float, *, spread: float = 0.0, waited: float = 50.0) -> Trial:
     loss = EXACT_LOSS if order < 2 else ExpectedLoss("measured", 0.3, 0.1, 0.5)
     return Trial(
-        Candidate(name, AllReduce(), loss, order),
+        Candidate(name, AllReduce(), loss, is_lossy=order > 1),
         ms / 1e3,
         (ms - spread) / 1e3,
         (ms + spread) / 1e3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,12 +29,17 @@ from thinwire.advice.loss import (
     published_gap,
 )
 from thinwire.advice.measure import _notes, _predicted_local
+from thinwire.advice.replicated import OVERFLOWING, priced
 from thinwire.advice.result import Advice, Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
+from thinwire.advice.trials import Candidate, Trial, best_of
 from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
 from thinwire.advice.words import losses_of, sources, verdict
-from thinwire.channel import Collective
+from thinwire.algorithms import Algorithm
+from thinwire.channel import Collective, InProcessTransport
+from thinwire.plan import ParameterSpec
 from thinwire.probe import Probe, Timing
+from thinwire.sync import Engine
 
 ROOT = Path(__file__).parents[2]
 
@@ -149,7 +155,7 @@ def test_the_shipped_table_tells_what_the_pages_tell() -> None:
     """docs/adamw.md, docs/choosing.md."""
     two_bits = expected_loss("Quantize(bits=2)", Training("AdamW", 4, 10**7))
     assert two_bits.short == "-0.3"
-    assert two_bits.order == 0
+    assert two_bits.order == expected_loss("Quantize(bits=4)", Training("AdamW", 4, 10**7)).order == 0
     assert two_bits.is_tied_with(expected_loss("Quantize(bits=8)", Training("AdamW", 4, 10**7)))
     assert not two_bits.is_tied_with(expected_loss("DiLoCo(every_steps=30)", Training("AdamW", 4, 10**7)))
     assert expected_loss("Quantize(bits=2)", Training("AdamW", 2, 10**8)).short == "+3.8"
@@ -223,7 +229,6 @@ def way(name: str, low_ms: float, high_ms: float, loss: ExpectedLoss, **others: 
         message_bytes=10,
         memory_bytes=0,
         is_lossy=True,
-        loss_gap_order=1,
         loss=loss,
     )
     return replace(plain, **others)  # type: ignore[arg-type]
@@ -234,8 +239,8 @@ def measured(percent: float) -> ExpectedLoss:
     return ExpectedLoss("measured", percent, gap.low_percent, gap.high_percent, (gap,))
 
 
-EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, loss_gap_order=0, message_bytes=1000)
-SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, loss_gap_order=0, message_bytes=500)
+EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, message_bytes=1000)
+SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, message_bytes=500)
 FOUR = way("Quantize(bits=4)", 60, 62, measured(0.1))
 TWO = way("Quantize(bits=2)", 50, 52, measured(0.3))
 ONE = way("Quantize(bits=1)", 40, 42, measured(4.5))
@@ -258,7 +263,7 @@ def advice_of(*predictions: Prediction, budget: float) -> Advice:
         tuple(ranked),
         SIXTEEN,
         choose(ranked, 0.05, budget),
-        tuple(tied(within)),
+        tuple(tied(within, 0.05)),
         1e8,
         0.01,
         0.05,
@@ -272,7 +277,7 @@ EVERYTHING = (FOUR, TWO, ONE, ALSO_ONE, UNKNOWN, LOCAL)
 
 @pytest.mark.parametrize(
     ("budget", "best"),
-    [(0.0, SIXTEEN), (0.001, FOUR), (0.005, TWO), (0.05, ONE), (0.2, LOCAL), (math.inf, UNKNOWN)],
+    [(0.0, TWO), (0.005, TWO), (0.05, ONE), (0.2, LOCAL), (math.inf, UNKNOWN)],
 )
 def test_the_fastest_within_the_budget_is_advised(budget: float, best: Prediction) -> None:
     advice = advice_of(*EVERYTHING, budget=budget)
@@ -280,9 +285,119 @@ def test_the_fastest_within_the_budget_is_advised(budget: float, best: Predictio
     assert advice.is_within_budget(best)
 
 
+# One rule: `choose`, the run's own choice, and the pages
+
+
+STEP_SECONDS, HIDDEN_SECONDS = 0.1, 0.06
+
+
+def test_of_ties_in_time_and_loss_the_most_bits_win_in_advice_and_in_the_run() -> None:
+    """Two bits' gap in the table is −0.3 %, and that of four bits +0.1 %."""
+    training = Training("AdamW", 4, 10**6)
+    ways = [
+        SIXTEEN,
+        *(
+            way(f"Quantize(bits={bits})", ms - 2, ms + 2, expected_loss(f"Quantize(bits={bits})", training))
+            for bits, ms in ((4, 72.7), (2, 72.3))
+        ),
+    ]
+    ways = [replace(each, message_bytes=size) for each, size in zip(ways, (500, 140, 70), strict=True)]
+    assert best_names(ways) == {"Quantize(bits=4)"}
+    # On a quiet machine too: what wins no more than `least_gain` is not worth rougher messages.
+    quiet = [replace(e, low_seconds=e.step_seconds, high_seconds=e.step_seconds) for e in ways]
+    assert best_names(quiet) == {"Quantize(bits=4)"}
+    faster = [*quiet[:2], replace(quiet[2], step_seconds=0.069, low_seconds=0.069, high_seconds=0.069)]
+    assert best_names(faster) == {"Quantize(bits=2)"}
+
+
+def best_names(ways: list[Prediction]) -> set[str]:
+    """What is advised, and what a run goes on with that has measured the same."""
+    ranked = sorted(ways, key=lambda each: each.step_seconds)
+    trials = [
+        Trial(
+            Candidate(each.name, thinwire.AllReduce(), each.loss, each.is_lossy),
+            *(each.step_seconds, each.low_seconds, each.high_seconds),
+            *(0.0, 0.0, 0.0),
+            each.message_bytes,
+        )
+        for each in ways
+    ]
+    return {choose(ranked, 0.05).name, best_of(trials, 0.05).candidate.name}
+
+
+def on_links(optimizer: str, budget_loss: float) -> list[str]:
+    """What the rule says from the fastest link to the slowest, for a step that hides 60 of its 100 ms."""
+    training = Training(optimizer, 4, 10**6)
+    # As wide as in the trainings of the table: there matrix rank 16 sends 6 times fewer bytes.
+    specs = [ParameterSpec.of("weight", torch.zeros(192, 192))]
+    group = InProcessTransport.group(4)[0]
+
+    def bytes_of(algorithm: Algorithm) -> float:
+        return Engine(algorithm, group, specs).plan.message_bytes
+
+    ways = [
+        way(
+            code,
+            0,
+            0,
+            expected_loss(
+                str(variant.algorithm),
+                training,
+                loses_more_than=variant.loses_more_than,
+                loses_less_than=variant.loses_less_than,
+            ),
+            is_lossy=not variant.keeps_16_bits,
+            message_bytes=bytes_of(variant.algorithm),
+        )
+        for code, variant in priced().items()
+        if code != OVERFLOWING
+    ]
+    ways += [
+        way(
+            each.name,
+            0,
+            0,
+            expected_loss(each.name, training, loses_more_than=each.loses_more_than),
+            message_bytes=bytes_of(each.options.get("algorithm", thinwire.Quantize(bits=4)))
+            / each.every_steps,
+        )
+        for each in LOCAL_VARIANTS
+    ]
+    found: list[str] = []
+    for exponent in range(400):
+        seconds_per_byte = 1.05**exponent * 1e-11
+        timed = []
+        for each in ways:
+            hidden = 0.0 if "every_steps" in each.name else HIDDEN_SECONDS
+            seconds = STEP_SECONDS + max(0.0, seconds_per_byte * each.message_bytes - hidden)
+            timed.append(replace(each, step_seconds=seconds, low_seconds=seconds, high_seconds=seconds))
+        best = choose(sorted(timed, key=lambda each: each.step_seconds), 0.05, budget_loss).name
+        if best not in found[-1:]:
+            found.append(best)
+    return found
+
+
+def test_the_pages_tell_what_is_advised() -> None:
+    """docs/choosing.md line by line; the other pages where they name one."""
+    choosing = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    rows = choosing.partition("| messages |")[2].partition("| why |")[0].splitlines()[2:]
+    cells = [[re.findall("`(.+?)`", cell)[:1] for cell in row.split("|")[2:4]] for row in rows]
+    for column, optimizer in enumerate(("SGD", "AdamW")):
+        told = [name.replace("TopK()", str(thinwire.TopK())) for (name,) in (row[column] for row in cells)]
+        assert on_links(optimizer, 0.01) == ["AllReduce()", *told[:-1]]
+        assert on_links(optimizer, 0.03) == ["AllReduce()", *told]
+    adamw = (ROOT / "docs" / "adamw.md").read_text(encoding="utf-8").partition("## Which")[2]
+    assert re.findall(r"\| `(.+?)` \| [\d.]+ \|", adamw)[:4] == on_links("AdamW", 0.01)[1:]
+    for page in ("README.md", "docs/quickstart.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert "thinwire.attach(model, thinwire.Quantize(bits=4))" in text
+    assert "With AdamW and a link that is too slow for 8 bits, that is four bits" in choosing
+
+
 def test_the_frontier_and_ties_on_it() -> None:
     advice = advice_of(*EVERYTHING, budget=0.005)
-    assert advice.frontier == (LOCAL, ONE, TWO, FOUR, SIXTEEN)
+    # Four bits are slower than two, and a gap of 0.1 can't be told from one of 0.3.
+    assert advice.frontier == (LOCAL, ONE, TWO)
     assert advice.ties_of(ONE) == [ALSO_ONE]
     assert advice.ties_of(TWO) == []  # nearly the same loss, but not the same time
     told = verdict(advice)
@@ -398,7 +513,7 @@ def test_between_averagings_the_noise_of_single_steps_evens_out() -> None:
         (1.0125 - 0.05 / 3, 1.0125, 1.0125 + 0.05 / 3)
     )
     assert often.low_seconds == pytest.approx(1.05 - 0.05 / 3)
-    assert tied(ways) == [few]
+    assert tied(ways, 0.0) == [few]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

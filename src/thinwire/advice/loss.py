@@ -20,6 +20,7 @@ from thinwire.errors import ConfigError
 
 __all__ = [
     "EXACT_LOSS",
+    "NOISE_PERCENT",
     "UNKNOWN_LOSS",
     "ExpectedLoss",
     "LossGap",
@@ -33,7 +34,8 @@ __all__ = [
     "signed",
 ]
 
-# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md).
+# Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md). Smaller gaps count as
+# none.
 NOISE_PERCENT = 0.5
 
 # With which all of the project's trainings with SGD were made.
@@ -158,8 +160,10 @@ class ExpectedLoss:
 
     @property
     def order(self) -> float:
-        """By which losses are ranked; what lost less than exact averaging did so by chance."""
-        return math.inf if self.percent is None else max(0.0, self.percent)
+        """By which losses are ranked, in percent: 0 for a gap that the table can't tell from none."""
+        if self.percent is None:
+            return math.inf
+        return self.percent if self.percent > NOISE_PERCENT else 0.0
 
     @property
     def short(self) -> str:

@@ -164,7 +164,7 @@ def advise(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == subject.baseline),
         best=choose(advisable, least_gain, budget_loss),
-        tied=tuple(tied(within)),
+        tied=tuple(tied(within, least_gain)),
         break_even_bits_per_second=_break_even(
             predictions,
             [each.name for each in within if each.is_lossy],
@@ -237,7 +237,7 @@ def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:
 
 
 def _with_losses(found: Sequence[Prediction], bench: _Bench, training: Training) -> list[Prediction]:
-    """Add what is known of the loss, and the place of each among all."""
+    """Add what is known of the loss."""
     local = {each.way.name: each.way for each in bench.local}
     with_loss = []
     for each in found:
@@ -258,12 +258,7 @@ def _with_losses(found: Sequence[Prediction], bench: _Bench, training: Training)
                 published=published_gap(name, training),
             )
         )
-    # Equal gaps have one place: then time decides. Unknown ones are infinite, and come last.
-    orders = sorted({each.loss.order for each in with_loss if each.is_lossy})
-    return [
-        replace(each, loss_gap_order=1 + orders.index(each.loss.order)) if each.is_lossy else each
-        for each in with_loss
-    ]
+    return with_loss
 
 
 def _notes(
@@ -431,7 +426,6 @@ def _predicted(
         message_bytes=timelines[-1].message_bytes(world_size),
         memory_bytes=memory_bytes,
         is_lossy=not variant.keeps_16_bits,
-        loss_gap_order=0,
         sent_bytes=timelines[-1].wire_bytes(world_size),
         received_bytes=timelines[-1].wire_bytes(world_size),
     )
@@ -456,7 +450,6 @@ def _predicted_local(
         message_bytes=message_bytes,
         memory_bytes=local.averaging.memory_bytes,
         is_lossy=True,
-        loss_gap_order=0,
         averages_less_often=True,
         sent_bytes=sent_bytes,
         received_bytes=sent_bytes,

@@ -28,8 +28,6 @@ class Prediction:
         message_bytes: What a process sends per step, counted as of an all-reduce.
         memory_bytes: What it keeps between steps.
         is_lossy: Whether the mean is rougher than 16 bits, or the models drift apart for some steps.
-        loss_gap_order: 0 for what is not lossy; else its place among all by their loss gaps, from 1, the
-            smallest, on; what has no known gap comes last.
         averages_less_often: Whether whole models are averaged now and then, in place of gradients.
         sent_bytes: What leaves a process on the wire, mean per step; of a sharded model, all processes of a
             replica together.
@@ -46,7 +44,6 @@ class Prediction:
     message_bytes: float
     memory_bytes: int
     is_lossy: bool
-    loss_gap_order: int
     averages_less_often: bool = False
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
@@ -61,12 +58,9 @@ class Advice:
     Attributes:
         predictions: Of everything that was considered.
         baseline: Averaging in 16 bits, to compare with.
-        best: What is advised: of those within the loss budget that tie with the fastest of them, the one with
-            the smallest loss gap, but an approximation only if it wins more than `least_gain` over the
-            fastest of the others, and is at most a tenth slower than the fastest. Never fp16, whose range
-            large gradients leave: bf16 sends the same.
-        tied: Within the loss budget the fastest, and those that are no slower for sure: their quartiles
-            overlap with its own.
+        best: What is advised, by the rule of `choose`. Never fp16, whose range large gradients leave: bf16
+            sends the same.
+        tied: Within the loss budget the fastest, and those that are about as fast; see `tied`.
         break_even_bits_per_second: The link rate below which the fastest compression within the loss budget
             wins so much over the baseline; 0 if never, infinite if always. Where none is within it, of any
             compression.
@@ -172,7 +166,11 @@ def is_within(prediction: Prediction, budget_loss: float) -> bool:
 
 
 def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float = math.inf) -> Prediction:
-    """Return what to advise; see `Advice.best`.
+    """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
+
+    Of what is within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
+    least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
+    nothing. Anything rougher must win more than `least_gain` over the faster of those two.
 
     Args:
         ranked: Predictions, fastest first.
@@ -182,17 +180,30 @@ def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float =
     within = [each for each in ranked if is_within(each, budget_loss)]
     careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds
-    # An approximation has a price, known or not, so it must win something over what has none.
     # Where steps are noisy, quartiles overlap with those of half the speed: a smaller gap is worth less time.
     slowest = MAX_SLOWDOWN * within[0].step_seconds
     worth = [
         each
-        for each in tied(within)
+        for each in tied(within, least_gain)
         if not each.is_lossy or (each.step_seconds < max_seconds and each.step_seconds <= slowest)
     ]
-    return min(worth or tied(careful), key=lambda each: (each.loss_gap_order, each.step_seconds))
+    return min(
+        worth or tied(careful, least_gain),
+        key=lambda each: (each.is_lossy, each.is_lossy and each.loss.order, -each.message_bytes),
+    )
 
 
-def tied(ranked: Sequence[Prediction]) -> list[Prediction]:
-    """Return the first, and those whose quartiles overlap with its own."""
-    return [each for each in ranked if each.low_seconds <= ranked[0].high_seconds]
+def tied(ranked: Sequence[Prediction], least_gain: float) -> list[Prediction]:
+    """Return the fastest, and those over which it wins at most `least_gain`, or nothing for sure.
+
+    Args:
+        ranked: Predictions, fastest first.
+        least_gain: A share of a step.
+    """
+    fastest = ranked[0]
+    return [
+        each
+        for each in ranked
+        if each.low_seconds <= fastest.high_seconds
+        or fastest.step_seconds >= (1 - least_gain) * each.step_seconds
+    ]

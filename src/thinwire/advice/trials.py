@@ -39,18 +39,13 @@ class Candidate:
         name: As it is written in code.
         algorithm: The same.
         loss: The gap to exact averaging's loss that is to be expected.
-        order: Place by loss: 0 is exact averaging, 1 is 16 bits, and equal gaps have one place.
+        is_lossy: Whether it is rougher than 16 bits.
     """
 
     name: str
     algorithm: Algorithm
     loss: ExpectedLoss
-    order: int
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether it is rougher than 16 bits."""
-        return self.order > 1
+    is_lossy: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,15 +95,13 @@ def candidates_for(training: Training, budget_loss: float, notes: tuple[str, ...
         each.name: expected_loss(each.name, training, loses_more_than=each.loses_more_than)
         for each in LOCAL_VARIANTS
     }
-    ranked = sorted(lossy, key=lambda code: lossy[code].order)
-    orders = sorted({loss.order for loss in lossy.values()})
     within = [
-        Candidate(EXACT, variants[EXACT].algorithm, EXACT_LOSS, 0),
+        Candidate(EXACT, variants[EXACT].algorithm, EXACT_LOSS, is_lossy=False),
         # Of the two kinds of 16 bits the one that no gradient is too large for.
-        Candidate(BASELINE, variants[BASELINE].algorithm, EXACT_LOSS, 1),
+        Candidate(BASELINE, variants[BASELINE].algorithm, EXACT_LOSS, is_lossy=False),
         *(
-            Candidate(code, variants[code].algorithm, lossy[code], 2 + orders.index(lossy[code].order))
-            for code in ranked
+            Candidate(code, variants[code].algorithm, lossy[code])
+            for code in sorted(lossy, key=lambda code: lossy[code].order)
             # Of what is unknown the order is infinite, as a budget without bound is.
             if lossy[code].order <= 100 * budget_loss
         ),
@@ -181,18 +174,14 @@ def nothing_to_win(trials: Sequence[Trial], least_gain: float) -> bool:
 
 
 def best_of(trials: Sequence[Trial], least_gain: float) -> Trial:
-    """Return what to go on with: by the rule of `thinwire.advise`, on measured steps.
-
-    Of what can't be distinguished from the fastest, the one that loses least; but an approximation only if it
-    wins more than `least_gain` over the faster of exact and 16-bit averaging.
+    """Return what to go on with: by `choose`, the rule of `thinwire.advise`, on measured steps.
 
     Args:
         trials: Of exact and 16-bit averaging at least.
         least_gain: As of `auto`.
     """
     predictions = {_as_prediction(each): each for each in trials}
-    ranked = sorted(predictions, key=lambda each: (each.step_seconds, each.loss_gap_order))
-    return predictions[choose(ranked, least_gain)]
+    return predictions[choose(sorted(predictions, key=lambda each: each.step_seconds), least_gain)]
 
 
 def has_changed(before: Trial, now: Trial) -> bool:
@@ -282,8 +271,6 @@ def _as_prediction(trial: Trial) -> Prediction:
         message_bytes=trial.message_bytes,
         memory_bytes=0,
         is_lossy=candidate.is_lossy,
-        # Exact comes before 16 bits: of a tie the one that rounds nothing.
-        loss_gap_order=candidate.order,
         loss=candidate.loss,
     )
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 
-from thinwire.advice.loss import signed
+from thinwire.advice.loss import NOISE_PERCENT, signed
 from thinwire.advice.result import Advice, Prediction
 
 __all__ = ["LOSS_LEGEND", "losses_of", "sources", "verdict"]
 
 LOSS_LEGEND = (
-    "loss: the gap to exact averaging's held-out loss to be expected, in percent. p: published by others; ≤: "
-    "not measured itself, but what loses more was; >: what loses less was; ?: not known. Measured with small "
-    "models; yours may differ."
+    "loss: the gap to exact averaging's held-out loss to be expected, in percent; up to "
+    f"{NOISE_PERCENT:g} counts as none. p 4.4: published by others. ≤ 4.4: not measured; a rougher setting "
+    "lost 4.4. > 12: not measured; a finer setting lost 12. ?: not known. Measured with small models; yours "
+    "may differ."
 )
 
 
@@ -32,14 +33,14 @@ def verdict(advice: Advice) -> list[str]:
         # A name has commas of its own: DiLoCo(every_steps=30, fragments=2).
         names = "all of them" if is_all else "; ".join(each.name for each in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
-        tie = f"Not distinguishable from the fastest: {names}."
-        if advice.best in advice.tied:
-            gap = (
-                "the smallest loss gap of those that win enough, within a tenth of the fastest"
-                if advice.best.is_lossy
-                else "no loss gap"
+        tie = f"These take about the same time: {names}."
+        if advice.best in advice.tied and advice.best.is_lossy:
+            tie += (
+                f" Of those that win enough, {advice.best.name} is expected to lose the least; of equal gaps "
+                "the most bits win."
             )
-            tie += f" {advice.best.name} has {gap}."
+        elif advice.best in advice.tied:
+            tie += f" Of these, {advice.best.name} loses nothing, and has the most bits."
         lines.append(tie)
     # It knows of no spread, and what is advised counts it: said, where the two could contradict each other.
     who = "Compressed messages" if advice.best.is_lossy else "By medians alone, compressed messages"

@@ -135,7 +135,6 @@ REGISTRY: tuple[Registered, ...] = (
             Variant("Quantize(bits=4)", Quantize(bits=4), tolerance=0.3, is_checked=True, is_priced=True),
             Variant("Quantize(bits=2)", Quantize(bits=2), tolerance=0.7, is_checked=True, is_priced=True),
         ),
-        priced_too=(Variant("Quantize(bits=3)", Quantize(bits=3)),),
     ),
     Registered(
         "powersgd",
