@@ -381,6 +381,7 @@ def test_what_can_not_be_advised(pool2: Pool) -> None:
         assert "probe must be what thinwire.probe or Probe.load returned, or None, got 'probe" in messages[6]
         assert "expected a torch.nn.Module, got <function" in messages[7]
         assert "no parameter of the model is trained, so there is nothing to average" in messages[8]
+        assert "budget_loss must be a share of at most 0.2, or math.inf for any, got 50" in messages[9]
 
 
 def _refused() -> list[str]:
@@ -395,6 +396,7 @@ def _refused() -> list[str]:
         {"one_step": one_step, "probe": "probe.json"},
         {"one_step": one_step, "model": new_model},
         {"one_step": one_step, "model": new_model().requires_grad_(False)},
+        {"one_step": one_step, "budget_loss": 50},
     ):
         given: dict[str, Any] = {"model": new_model(), "probe": network(1e8, 0.001), **options}
         with pytest.raises(AttachError if len(messages) == 8 else ConfigError) as caught:
@@ -476,7 +478,7 @@ def test_the_command(folder: Path) -> None:
         (["--model=mine:number", "--step=mine:step"], "mine:number must return a torch.nn.Module, got 7"),
         (
             ["--model=mine:build", "--step=mine:step", "--budget-loss=much"],
-            "--budget-loss must be a share from 0 to below 1, such as 0.5%, or any; got 'much'",
+            "--budget-loss must be from 0 to 20%, such as 0.5%, or any; got 'much'",
         ),
         (["--model=mine:build", "--step=mine:number"], "mine:number failed: TypeError"),
     ],

@@ -351,6 +351,23 @@ def test_stopped_or_after_a_single_choice_it_stays_with_what_it_has(
     assert not any(engine.observers for engine in simulated.engines)
 
 
+def test_a_log_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    simulated = Simulation(AllReduce(), buckets(), num_workers=2)
+
+    def log(text: str) -> None:
+        raise OSError("no space left")
+
+    choosers = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, log))
+    for step in range(ALL_TRIALS + 1):
+        step_with(simulated, step)
+    assert [str(each.algorithm) for each in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
+    assert choosers[0].chosen == choosers[1].chosen
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "log raised OSError('no space left'), training goes on; it was given: from step"
+    )
+
+
 def test_other_arguments_on_another_member_are_refused() -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
 
@@ -372,6 +389,11 @@ def test_other_arguments_on_another_member_are_refused() -> None:
     [
         ({"budget_loss": -0.1}, "budget_loss must be a number of at least 0, got -0.1"),
         ({"budget_loss": "1 %"}, "budget_loss must be a number of at least 0"),
+        ({"budget_loss": 50}, "got 50; if that is meant as percent, write 0.01 for one percent"),
+        (
+            {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
+            "the optimizer holds none of the model's trainable parameters",
+        ),
         ({"least_gain": 1}, "least_gain must be a share below 1"),
         ({"probe_steps": 1}, "probe_steps must be a whole number of at least 2, got 1"),
         ({"every_steps": 0}, "every_steps must be a whole number of at least 2, got 0"),

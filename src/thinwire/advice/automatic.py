@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
+from thinwire.advice.loss import (
+    Training,
+    checked_budget,
+    optimizer_name,
+    optimizer_notes,
+    unwrapped_optimizer,
+)
 from thinwire.advice.trials import (
     Candidate,
     Candidates,
@@ -29,6 +35,7 @@ from thinwire.channel import CALL, agree, gather_numbers
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.attach import attach
+from thinwire.fronts.local_sgd.validation import check_trains
 from thinwire.sync import GradientSync, engine_of
 
 __all__ = ["Auto", "auto"]
@@ -93,14 +100,16 @@ def auto(
         model: As of `attach`.
         optimizer: What trains the model, or its name: loss gaps depend on it. With another one than was
             measured with, the largest gap of those counts, and it is said.
-        budget_loss: The largest expected gap to exact averaging's loss, as a share of it: 0.01 is 1 %.
-            `math.inf` for any, known or not. Gaps were measured with small models; yours may differ.
+        budget_loss: The largest expected gap to exact averaging's loss, as a share of it: 0.01 is 1 %; at
+            most 0.2. `math.inf` for any, known or not. Gaps were measured with small models; yours may
+            differ.
         least_gain: What an approximation must win over the faster of exact and 16-bit averaging, as a share
             of the step.
         probe_steps: Timed steps with each algorithm; two more come before them.
         every_steps: From one look at the link to the next; None for a single choice.
         enabled: False for exact averaging, as of `attach(model, AllReduce())`, with nothing chosen.
         log: Gets what was chosen and why, on the first process; None for the logger "thinwire", level INFO.
+            If it raises, that is a warning in the log, and training goes on.
         settings: All else that `attach` takes.
 
     Returns:
@@ -110,7 +119,8 @@ def auto(
     16 bits at a look; a message of 48 bytes from each process after each trial and each look.
 
     Raises:
-        ConfigError: An argument is out of range. Nothing was changed.
+        ConfigError: An argument is out of range, or the optimizer is of a different model. Nothing was
+            changed.
         AgreementError: The processes were given different arguments.
         ThinwireError: As of `attach`.
 
@@ -125,7 +135,7 @@ def auto(
         (True, AllReduce())
     """
     name = optimizer_name(optimizer)
-    budget_loss = number("budget_loss", budget_loss, minimum=0)
+    budget_loss = checked_budget(budget_loss)
     if not number("least_gain", least_gain, minimum=0) < 1:
         raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
     probe_steps = whole_number("probe_steps", probe_steps, minimum=MIN_STEPS)
@@ -134,6 +144,10 @@ def auto(
     if log is not None and not callable(log):
         raise ConfigError(f"log must be a function that takes a text, such as print, or None, got {log!r}")
     enabled = true_or_false("enabled", enabled)
+    trainer = unwrapped_optimizer(optimizer)
+    # What is no model, `attach` refuses.
+    if isinstance(trainer, torch.optim.Optimizer) and isinstance(model, torch.nn.Module):
+        check_trains(trainer, (each for each in model.parameters() if each.requires_grad))
     sync = attach(model, AllReduce(), **settings)
     trained = [each for each in model.parameters() if each.requires_grad]
     training = Training.of(model, name, engine_of(sync).transport.size)
@@ -332,4 +346,8 @@ class Auto:
 
     def _tell(self, text: str) -> None:
         if all(group.rank == 0 for group in self._groups):
-            self._log(f"thinwire.auto: {text}")
+            try:
+                self._log(f"thinwire.auto: {text}")
+            except Exception as error:
+                # It is called in the backward pass, where the other processes go on.
+                logger.warning("log raised %r, training goes on; it was given: %s", error, text)

@@ -16,15 +16,18 @@ from typing import Literal
 import torch
 from torch import nn
 
+from thinwire.checks import number
 from thinwire.errors import ConfigError
 
 __all__ = [
     "EXACT_LOSS",
+    "MAX_BUDGET_LOSS",
     "NOISE_PERCENT",
     "UNKNOWN_LOSS",
     "ExpectedLoss",
     "LossGap",
     "Training",
+    "checked_budget",
     "expected_loss",
     "known_optimizers",
     "loss_gaps",
@@ -32,11 +35,15 @@ __all__ = [
     "optimizer_notes",
     "published_gap",
     "signed",
+    "unwrapped_optimizer",
 ]
 
 # Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md). Smaller gaps count as
 # none.
 NOISE_PERCENT = 0.5
+
+# More than that nobody gives up for speed, but may have typed in percent.
+MAX_BUDGET_LOSS = 0.2
 
 # With which all of the project's trainings with SGD were made.
 SGD_MOMENTUM = 0.9
@@ -214,7 +221,7 @@ def optimizer_name(optimizer: object) -> str:
     Raises:
         ConfigError: It is neither an optimizer nor a name.
     """
-    optimizer = _unwrapped(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         # One's own kind of SGD trains as SGD does.
         names = [kind.__name__ for kind in type(optimizer).__mro__]
@@ -238,7 +245,7 @@ def optimizer_notes(optimizer: object) -> tuple[str, ...]:
     known = known_optimizers()
     if optimizer is None:
         return (f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own.",)
-    name, given = optimizer_name(optimizer), _unwrapped(optimizer)
+    name, given = optimizer_name(optimizer), unwrapped_optimizer(optimizer)
     if name not in known:
         return (
             f"No loss gap was measured with {name}, only with {' and '.join(known)}: the largest of them "
@@ -256,11 +263,26 @@ def optimizer_notes(optimizer: object) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _unwrapped(optimizer: object) -> object:
+def unwrapped_optimizer(optimizer: object) -> object:
     """Return the optimizer inside of frameworks' wrappers."""
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return optimizer
+
+
+def checked_budget(budget_loss: object) -> float:
+    """Return a loss budget as a share; `math.inf` for any.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    budget = number("budget_loss", budget_loss, minimum=0)
+    if MAX_BUDGET_LOSS < budget < math.inf:
+        raise ConfigError(
+            f"budget_loss must be a share of at most {MAX_BUDGET_LOSS}, or math.inf for any, got "
+            f"{budget_loss}; if that is meant as percent, write 0.01 for one percent"
+        )
+    return budget
 
 
 def expected_loss(

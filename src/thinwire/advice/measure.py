@@ -22,6 +22,7 @@ from thinwire.advice.local import LocalBench, local_benches
 from thinwire.advice.loss import (
     EXACT_LOSS,
     Training,
+    checked_budget,
     expected_loss,
     optimizer_name,
     optimizer_notes,
@@ -95,7 +96,7 @@ def advise(
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
-            0.01 is 1 %. `math.inf` for any, known or not.
+            0.01 is 1 %; at most 0.2. `math.inf` for any, known or not.
         optimizer: What trains the model, or its name, such as "AdamW": loss gaps depend on it. With another
             one than was measured with, and with None, the largest gap of those counts.
         progress: Gets what is being measured, in words.
@@ -115,7 +116,7 @@ def advise(
         GradientError: Gradients are sparse.
     """
     name = None if optimizer is None else optimizer_name(optimizer)
-    budget_loss = number("budget_loss", budget_loss, minimum=0)
+    budget_loss = checked_budget(budget_loss)
     if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
         raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
     if not number("least_gain", least_gain, minimum=0) < 1:

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import nn
 
 from thinwire.advice.lines import lines_to_paste
+from thinwire.advice.loss import MAX_BUDGET_LOSS
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import Advice
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
@@ -154,9 +155,9 @@ def _share(text: str) -> float:
     except ValueError:
         share = math.nan
     # NaN fails this, too; and "inf" is not how the option is spelled.
-    if not 0 <= share < 1 and text != "any":
+    if not 0 <= share <= MAX_BUDGET_LOSS and text != "any":
         raise ConfigError(
-            f"--budget-loss must be a share from 0 to below 1, such as 0.5%, or any; got {text!r:.50}"
+            f"--budget-loss must be from 0 to {MAX_BUDGET_LOSS:.0%}, such as 0.5%, or any; got {text!r:.50}"
         )
     return share
 

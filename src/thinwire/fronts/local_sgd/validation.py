@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,23 @@ def check_gradient_settings(
         )
 
 
+def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse the optimizer of a different model.
+
+    Args:
+        optimizer: As the user gave it.
+        parameters: Of which it must hold some.
+
+    Raises:
+        ConfigError: It holds none.
+    """
+    if not held_by(optimizer) & {id(each) for each in parameters}:
+        raise ConfigError(
+            "the optimizer holds none of the model's trainable parameters; build it from this model: "
+            "optimizer = torch.optim.SGD(model.parameters(), …)"
+        )
+
+
 def checked_optimizer(
     optimizer: object, averaged: Sequence[Averaged], module: nn.Module
 ) -> torch.optim.Optimizer:
@@ -89,14 +106,9 @@ def checked_optimizer(
         raise ConfigError(
             f"{type(optimizer).__name__} wraps an optimizer and takes no hooks; pass the one inside it"
         )
-    held = held_by(optimizer)
-    if not held & {id(each.tensor) for each in averaged}:
-        raise ConfigError(
-            "the optimizer holds none of the model's trainable parameters; build it from this model: "
-            "optimizer = torch.optim.SGD(model.parameters(), …)"
-        )
+    check_trains(optimizer, (each.tensor for each in averaged))
     # Fewer than the model's are fine: several optimizers may train it.
-    foreign = len(held - {id(p) for p in module.parameters()})
+    foreign = len(held_by(optimizer) - {id(p) for p in module.parameters()})
     if foreign:
         raise ConfigError(
             f"the optimizer holds {foreign} parameters that are not the model's: they would never be "
