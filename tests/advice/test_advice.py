@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise, product
@@ -36,9 +38,11 @@ from thinwire.advice.variants import LOCAL_VARIANTS
 from thinwire.algorithms.registry import Variant
 from thinwire.channel import InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
+from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.probe import Probe, Timing
 from thinwire.probe.result import ring_share
 from thinwire.report.advice import advice_page
+from thinwire.sync import Engine, engine_of
 
 
 def network(bits_per_second: float, latency_seconds: float, world_size: int = 2) -> Probe:
@@ -368,6 +372,51 @@ def _where_fp16_takes_nothing(variant: Variant, *given: Any) -> Prediction:
     found = _predicted(variant, *given)
     is_fp16 = variant.code == 'Cast("fp16")'
     return replace(found, step_seconds=0.0, low_seconds=0.0, high_seconds=0.0) if is_fp16 else found
+
+
+def test_one_algorithm_alone_takes_memory_at_a_time(pool2: Pool) -> None:
+    """Without the garbage collector, which does not know how much memory a device has left."""
+    for world_size, num_variants, alive in pool2.run(_alive):
+        assert world_size == 2
+        assert num_variants == len(priced()) + len(LOCAL_VARIANTS)
+        assert max(map(len, alive)) == 1
+        # All that remember something were there.
+        assert len(set().union(*alive)) > 8
+
+
+def _alive() -> tuple[int, int, list[list[str]]]:
+    made: weakref.WeakSet[Engine | LocalSGD] = weakref.WeakSet()
+    alive: list[list[str]] = []
+
+    def note() -> None:
+        holding = {each for each in made if isinstance(each, Engine) and each.memory_bytes()}
+        # One that was entered holds the last averages, and its engine's memory.
+        entered = {each for each in made if isinstance(each, LocalSGD)}
+        alive.append([str(each.algorithm) for each in holding - set(map(engine_of, entered))])
+        alive[-1] += map(str, entered)
+
+    def noted(kind: type[Any], name: str) -> Any:
+        wrapped = getattr(kind, name)
+
+        def wrapper(own: Any, *given: Any, **settings: Any) -> Any:
+            found = wrapped(own, *given, **settings)
+            made.add(own)
+            note()
+            return found
+
+        return patch.object(kind, name, wrapper)
+
+    def step(model: nn.Module) -> None:
+        note()
+        one_step(model)
+
+    gc.disable()
+    try:
+        with noted(Engine, "__init__"), noted(LocalSGD, "__enter__"):
+            advice = thinwire.advise(new_model(), step, network(1e8, 0.001), budget_seconds=0.1)
+    finally:
+        gc.enable()
+    return dist.get_world_size(), len(advice.predictions), alive
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:

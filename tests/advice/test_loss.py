@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
@@ -522,11 +521,10 @@ def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing(dtype: to
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(64, 32, dtype=dtype))
     before = [parameter.clone() for parameter in model.parameters()]
-    with ExitStack() as entered:
-        benches = local_benches(model, Stopwatch(4), entered)
-        for averaging in {each.averaging for each in benches}:
-            averaging.make()
-            averaging.note_memory()
+    benches = local_benches(model, Stopwatch(4))
+    for averaging in {each.averaging for each in benches}:
+        averaging.take_turn(1, 2)
+        assert len(averaging.timelines) == 2
     found = {each.way.name: each for each in benches}
     assert len(found) == len(LOCAL_VARIANTS) - 1
     assert not any("fragments" in name for name in found)

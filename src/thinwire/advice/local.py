@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,43 +25,54 @@ class Averaging:
     """A front that averages a whole model after every step of an optimizer which changes nothing.
 
     Attributes:
-        front: Entered.
-        optimizer: That it follows.
+        make: Makes it, for an optimizer.
+        trained: What the optimizer holds.
         stopwatch: Times it.
-        timelines: Of all averagings so far.
+        timelines: Of all averagings that were timed so far.
         memory_bytes: Kept between steps, as last counted.
     """
 
-    front: LocalSGD
-    optimizer: torch.optim.Optimizer
+    make: Callable[[torch.optim.Optimizer], LocalSGD]
+    trained: list[torch.Tensor]
     stopwatch: Stopwatch
     timelines: list[Timeline] = field(default_factory=list)
     memory_bytes: int = 0
 
-    def make(self) -> None:
-        """Average once."""
-        # The optimizer finds no gradients, so all that is timed is the averaging that follows its step.
-        self.stopwatch.start()
-        self.optimizer.step()
-        self.timelines.append(self.stopwatch.timeline())
+    def take_turn(self, untimed: int, timed: int) -> None:
+        """Average some times, with a front that is made for this turn alone.
 
-    def note_memory(self) -> None:
-        """Count what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
-        outer = self.front.outer
-        kept: list[Any] = [] if outer is None else list(outer.state.values())
-        state_bytes = sum(
-            _held_bytes(value)
-            for of_parameter in kept
-            for value in of_parameter.values()
-            if isinstance(value, torch.Tensor)
-        )
-        # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
-        last_bytes = sum(
-            _held_bytes(each) * max(4, each.itemsize) // each.itemsize
-            for each in self.front.module.parameters()
-            if each.requires_grad
-        )
-        self.memory_bytes = engine_of(self.front).memory_bytes() + state_bytes + last_bytes
+        Args:
+            untimed: Averagings before those that are timed.
+            timed: Those.
+        """
+        optimizer = torch.optim.SGD(self.trained, lr=0.0)
+        with self.make(optimizer) as front:
+            for number in range(untimed + timed):
+                # The optimizer finds no gradients, so all that is timed is the averaging after its step.
+                self.stopwatch.start()
+                optimizer.step()
+                timeline = self.stopwatch.timeline()
+                if number >= untimed:
+                    self.timelines.append(timeline)
+            self.memory_bytes = _kept_bytes(front)
+
+
+def _kept_bytes(front: LocalSGD) -> int:
+    """Return what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
+    kept: list[Any] = [] if front.outer is None else list(front.outer.state.values())
+    state_bytes = sum(
+        _held_bytes(value)
+        for of_parameter in kept
+        for value in of_parameter.values()
+        if isinstance(value, torch.Tensor)
+    )
+    # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
+    last_bytes = sum(
+        _held_bytes(each) * max(4, each.itemsize) // each.itemsize
+        for each in front.module.parameters()
+        if each.requires_grad
+    )
+    return engine_of(front).memory_bytes() + state_bytes + last_bytes
 
 
 def _held_bytes(tensor: torch.Tensor) -> int:
@@ -116,24 +128,21 @@ class LocalBench:
         )
 
 
-def local_benches(module: nn.Module, stopwatch: Stopwatch, entered: ExitStack) -> list[LocalBench]:
+def local_benches(module: nn.Module, stopwatch: Stopwatch) -> list[LocalBench]:
     """Return a bench for each way that this model allows.
 
     Args:
         module: Is averaged; its parameters stay what they are.
         stopwatch: Of the steps.
-        entered: Leaves the fronts again.
     """
-    trained = [each for each in module.parameters() if each.requires_grad]
+    trained: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
     found: list[LocalBench] = []
     for way in LOCAL_VARIANTS:
-        # Of its own: each front hangs on an optimizer's steps.
-        optimizer = torch.optim.SGD(trained, lr=0.0)
         try:
             # With all its settings: what a model does not allow (more fragments than layers) is not offered.
             way.front(
                 module,
-                optimizer,
+                torch.optim.SGD(trained, lr=0.0),
                 every_steps=way.every_steps,
                 process_group=stopwatch.transport,
                 **way.options,
@@ -152,7 +161,7 @@ def local_benches(module: nn.Module, stopwatch: Stopwatch, entered: ExitStack) -
         )
         if alike is None:
             given = {"algorithm": way.options["algorithm"]} if "algorithm" in way.options else {}
-            front = way.front(module, optimizer, every_steps=1, process_group=stopwatch.transport, **given)
-            alike = Averaging(entered.enter_context(front), optimizer, stopwatch)
+            make = partial(way.front, module, every_steps=1, process_group=stopwatch.transport, **given)
+            alike = Averaging(make, trained, stopwatch)
         found.append(LocalBench(way, alike))
     return found

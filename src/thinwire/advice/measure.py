@@ -52,10 +52,10 @@ if TYPE_CHECKING:
 
 __all__ = ["BASELINE", "EXACT", "advise", "priced"]
 
-# DDP arranges its buckets anew after its first step; fronts agree, plan and compile in theirs.
-UNTIMED_ROUNDS = 2
-# Below, there are no quartiles.
-MIN_ROUNDS = 5
+# Of a turn: in their first step fronts agree, plan and compile, and in the second they have a residual.
+UNTIMED_STEPS, TIMED_STEPS = 2, 3
+# One in each direction, so that no algorithm is always the first.
+MIN_ROUNDS = 2
 
 OneStep = Callable[[nn.Module], object]
 
@@ -74,13 +74,13 @@ def advise(
 ) -> Advice:
     """Predict the step time of each algorithm for a model, on the network that was probed, and its loss gap.
 
-    The model is copied (a DDP model's options are not); a step of the copy is timed with every algorithm
-    on this process, without any network, noting which message would have been sent when. The probe tells
-    how long each would have been under way, and of as many steps as there are processes the slowest sets
-    the pace. With a model on which you called `fully_shard`, the processes of a replica time steps together,
-    with FSDP2's own messages between them and none to other replicas; all of them share the link of the one
-    process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those that were
-    measured with small models, by optimizer and number of members (`loss_gaps.json` beside this module):
+    The model is copied (a DDP model's options are not); steps of the copy are timed with one algorithm after
+    the other on this process, without any network, noting which message would have been sent when. The probe
+    tells how long each would have been under way, and of as many steps as there are processes the slowest
+    sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
+    together, with FSDP2's own messages between them and none to other replicas; all of them share the link of
+    the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those that
+    were measured with small models, by optimizer and number of members (`loss_gaps.json` beside this module):
     yours may be others.
 
     Args:
@@ -91,8 +91,8 @@ def advise(
         probe: Of the network; None to probe the default process group now, which is collective. Of a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
         mesh: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
-        budget_seconds: About how long the measuring may take. Seven steps with each algorithm are made in any
-            case, of which two are not timed: of a large model, and of a sharded one, they take longer.
+        budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
+            case, of which four are not timed: of a large model, and of a sharded one, they take longer.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
             advised, as a share of the step.
         budget_loss: The largest expected gap to exact averaging's loss that is advised, as a share of it:
@@ -105,8 +105,8 @@ def advise(
     one replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do
     so in every process alike.
 
-    Cost: a copy of the model (or of this process's shards) and its gradients, and for each algorithm what it
-    keeps between steps, while it runs.
+    Cost: a copy of the model (or of this process's shards) and its gradients, and what the algorithm whose
+    turn it is keeps between steps, while it runs.
 
     Raises:
         ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
@@ -141,7 +141,7 @@ def advise(
         stopwatch = Stopwatch(members, device)
         make: Callable[..., Subject] = Replicated if sharded is None else sharded.Sharded
         subject = make(module, stopwatch.transport, entered)
-        bench = _Bench(subject, one_step, stopwatch, entered)
+        bench = _Bench(subject, one_step, stopwatch)
         use = ProcessorUse()
         bench.run(budget_seconds, transport, progress)
         others = use.others_share(transport)
@@ -327,44 +327,44 @@ def _mean_over_processes(numbers: Sequence[float], transport: Transport) -> list
 
 
 class _Bench:
-    """Steps with every algorithm in turn, so that a busy machine slows all of them."""
+    """Steps with one algorithm after the other, each made anew for its turn, so that one alone takes memory.
 
-    def __init__(self, subject: Subject, one_step: OneStep, stopwatch: Stopwatch, entered: ExitStack) -> None:
+    In several rounds, in one direction and then in the other, so that a busy machine slows all of them.
+    """
+
+    def __init__(self, subject: Subject, one_step: OneStep, stopwatch: Stopwatch) -> None:
         self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
         self.timelines: dict[str, list[Timeline]] = {name: [] for name in subject.variants}
         self.memory_bytes: dict[str, int] = {}
         self.without_averaging: list[Timeline] = []
-        self.local = local_benches(subject.module, stopwatch, entered)
+        self.local = local_benches(subject.module, stopwatch)
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
-        """Make as many rounds as the time allows, equally many on all processes; the first are not counted.
+        """Make as many rounds as the time allows, equally many on all processes.
 
         Args:
             budget_seconds: About how long it may take.
             transport: Between the processes.
             progress: Gets what is being measured, in words.
         """
-        start = time.perf_counter()
-        for _ in range(UNTIMED_ROUNDS):
-            progress("untimed steps")
-            self._round()
-        timed = (each.averaging.timelines for each in self.local)
-        for timelines in (self.without_averaging, *self.timelines.values(), *timed):
-            timelines.clear()
-        own_seconds = (time.perf_counter() - start) / UNTIMED_ROUNDS
-        # Of all processes: a module that communicates by itself must run equally often everywhere.
-        round_seconds = _mean_over_processes([own_seconds], transport)[0]
-        # The budget bends where steps are long: fewer would tell nothing.
-        num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds) - UNTIMED_ROUNDS)
-        for done in range(num_rounds):
-            progress(
-                f"round {done + 1} of {num_rounds}, a step with every algorithm, {round_seconds:.1f} s each"
-            )
-            self._round()
-        # While they are there: what the fronts keep goes with them.
-        self.memory_bytes = {name: each.memory_bytes() for name, each in self.subject.engines.items()}
-        for each in self.local:
-            each.averaging.note_memory()
+        averagings = dict.fromkeys(each.averaging for each in self.local)
+        turns: list[Callable[[], None]] = [partial(self._turn, name) for name in (None, *self.timelines)]
+        turns += [partial(each.take_turn, UNTIMED_STEPS, TIMED_STEPS) for each in averagings]
+        start, num_rounds, told = time.perf_counter(), MIN_ROUNDS, ""
+        done = 0
+        while done < num_rounds:
+            progress(f"round {done + 1} of {num_rounds}, some steps with every algorithm{told}")
+            for turn in turns:
+                turn()
+            turns.reverse()
+            done += 1
+            if done == MIN_ROUNDS:
+                # Of all processes: a module that communicates by itself must run equally often everywhere.
+                own_seconds = (time.perf_counter() - start) / done
+                round_seconds = _mean_over_processes([own_seconds], transport)[0]
+                # The budget bends where steps are long: fewer would tell nothing.
+                num_rounds = max(MIN_ROUNDS, int(budget_seconds / round_seconds))
+                told = f", {round_seconds:.1f} s each"
 
     def predictions(self, network: Network, world_size: int) -> list[Prediction]:
         """Return what each way of averaging would take.
@@ -391,23 +391,23 @@ class _Bench:
             for each in of_gradients + averaged_less_often
         ]
 
-    def _round(self) -> None:
-        with self.subject.turn_of(None):
-            self.without_averaging.append(self._step())
-        for name, timelines in self.timelines.items():
-            with self.subject.turn_of(name):
-                timeline = self._step()
-            # Hooks are called in a backward pass only.
-            if not timeline.sent:
-                raise ConfigError(
-                    "one_step(model) must run a backward pass on the model that it is given, through all of "
-                    "its parameters"
-                )
-            timelines.append(timeline)
-        # Without gradients, so that what the inner optimizers take is no time at all.
+    def _turn(self, name: str | None) -> None:
+        """Time some steps with an algorithm, or with None without averaging."""
+        with self.subject.turn_of(name) as engine:
+            found = [self._step() for _ in range(UNTIMED_STEPS + TIMED_STEPS)][UNTIMED_STEPS:]
+            if name is None or engine is None:
+                self.without_averaging += found
+            else:
+                self.timelines[name] += found
+                self.memory_bytes[name] = engine.memory_bytes()
+        # Hooks are called in a backward pass only.
+        if name is not None and not all(each.sent for each in found):
+            raise ConfigError(
+                "one_step(model) must run a backward pass on the model that it is given, through all of its "
+                "parameters"
+            )
+        # Without gradients, so that what inner optimizers take is no time at all.
         self.subject.model.zero_grad(set_to_none=True)
-        for averaging in dict.fromkeys(each.averaging for each in self.local):
-            averaging.make()
 
     def _step(self) -> Timeline:
         self.subject.model.zero_grad()

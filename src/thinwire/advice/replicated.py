@@ -39,7 +39,6 @@ class Subject(Protocol):
         model: What `one_step` is called with.
         module: What averages whole models.
         variants: The algorithms that it can be averaged with, by name.
-        engines: Of each.
         baseline: Name of 16-bit averaging.
         shards: Processes that hold a replica together; None where each holds all of it.
     """
@@ -47,12 +46,14 @@ class Subject(Protocol):
     model: nn.Module
     module: nn.Module
     variants: Mapping[str, Variant]
-    engines: Mapping[str, Engine]
     baseline: str
     shards: int | None
 
-    def turn_of(self, name: str | None) -> AbstractContextManager[object]:
-        """Return within what a step is averaged with an algorithm, or with None not at all."""
+    def turn_of(self, name: str | None) -> AbstractContextManager[Engine | None]:
+        """Return within what steps are averaged with an algorithm, or with None not at all.
+
+        Its engine is made for this turn alone: what algorithms remember is as large as the model.
+        """
 
     def line(self, prediction: Prediction) -> str:
         """Return what to write.
@@ -82,28 +83,30 @@ class Replicated:
         self._ddp = DistributedDataParallel(module, process_group=group)
         self.model: nn.Module = self._ddp
         self.variants: Mapping[str, Variant] = priced()
-        self._fronts: dict[str, BucketFront] = {
-            code: front_of(self._ddp, variant.algorithm, transport) for code, variant in self.variants.items()
-        }
-        self.engines: Mapping[str, Engine] = {code: front.engine for code, front in self._fronts.items()}
-        self._front = self._fronts[EXACT]
+        self._transport = transport
+        self._front: BucketFront | None = None
         # DDP takes one hook, and never another one: whose turn it is changes behind it.
         register(self._ddp, self, thinwire_hook)
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """As `BucketFront.run`, of the front whose turn it is."""
+        if self._front is None:
+            raise AssertionError("DDP calls no hook outside of a turn")
         return self._front.run(bucket)
 
     @contextmanager
-    def turn_of(self, name: str | None) -> Iterator[None]:
+    def turn_of(self, name: str | None) -> Iterator[Engine | None]:
         """As `Subject.turn_of`."""
         if name is None:
             # DDP calls no hook in there.
             with self._ddp.no_sync():
-                yield
+                yield None
             return
-        self._front = self._fronts[name]
-        yield
+        self._front = front_of(self._ddp, self.variants[name].algorithm, self._transport)
+        try:
+            yield self._front.engine
+        finally:
+            self._front = None
 
     def line(self, prediction: Prediction) -> str:
         """As `Subject.line`."""

@@ -55,27 +55,30 @@ class Sharded:
         self.model = self.module = model
         self.shards: int | None = shards.size
         variants: dict[str, Variant] = {}
-        engines: dict[str, Engine] = {}
-        self._fronts: dict[str, ShardedFront] = {}
+        self._pieces: dict[str, list[Piece]] = {}
 
-        def add(variant: Variant, pieces: list[Piece]) -> None:
-            engine = Engine(variant.algorithm, transport, specs_of(pieces), Settings(together=together))
-            variants[variant.code], engines[variant.code] = variant, engine
-            self._fronts[variant.code] = ShardedFront(engine, shards, sharded, pieces, overlap=True)
+        def engine_for(variant: Variant, pieces: list[Piece]) -> Engine:
+            return Engine(variant.algorithm, transport, specs_of(pieces), Settings(together=together))
+
+        def front_for(code: str) -> ShardedFront:
+            engine = engine_for(variants[code], self._pieces[code])
+            return ShardedFront(engine, shards, sharded, self._pieces[code], overlap=True)
 
         for code, variant in priced().items():
-            add(replace(variant, code=NATIVE) if code == BASELINE else variant, pieces)
+            named = replace(variant, code=NATIVE) if code == BASELINE else variant
+            variants[named.code], self._pieces[named.code] = named, pieces
         # What sends something else for whole tensors than for shards of them, with the option that does so.
         for variant in list(variants.values()) if together is not None else []:
             try:
                 cut = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
-                plan = Engine(variant.algorithm, transport, specs_of(cut), Settings(together=together)).plan
+                plan = engine_for(variant, cut).plan
             except (AttachError, ConfigError, GradientError):
                 continue
-            if plan.message_bytes != engines[variant.code].plan.message_bytes:
-                add(replace(variant, code=f"{variant.code}, whole_matrices=True"), cut)
+            if plan.message_bytes != engine_for(variant, pieces).plan.message_bytes:
+                whole = replace(variant, code=f"{variant.code}, whole_matrices=True")
+                variants[whole.code], self._pieces[whole.code] = whole, cut
         self.variants: Mapping[str, Variant] = variants
-        self.engines: Mapping[str, Engine] = engines
+        self._front_for = front_for
         self._front: ShardedFront | None = None
         for piece in pieces:
             if piece.parameter.requires_grad:
@@ -88,10 +91,13 @@ class Sharded:
             self._front.arrived(parameter)
 
     @contextmanager
-    def turn_of(self, name: str | None) -> Iterator[None]:
+    def turn_of(self, name: str | None) -> Iterator[Engine | None]:
         """As `Subject.turn_of`."""
-        self._front = None if name is None else self._fronts[name]
-        yield
+        self._front = None if name is None else self._front_for(name)
+        try:
+            yield self._front and self._front.engine
+        finally:
+            self._front = None
 
     def line(self, prediction: Prediction) -> str:
         """As `Subject.line`."""

@@ -51,7 +51,7 @@ def advise(
     ],
     budget_seconds: Annotated[
         float,
-        typer.Option(help="About how long it may take; seven steps with each algorithm in any case."),
+        typer.Option(help="About how long it may take; ten steps with each algorithm in any case."),
     ] = 30.0,
     budget_loss: Annotated[
         str, typer.Option(metavar="SHARE", help="The loss that may be lost for speed, such as 0.5% or any.")

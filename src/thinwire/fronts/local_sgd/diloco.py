@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -198,7 +200,8 @@ class DiLoCo(LocalSGD):
             subgroup=subgroup,
             average_buffers=average_buffers,
             algorithm=algorithm,
-            outer=self._new_outer,
+            # Weak: in a circle, last averages would stay in memory until the garbage collector comes.
+            outer=partial(DiLoCo._new_outer, weakref.proxy(self)),
             process_group=process_group,
             grad_scaler=grad_scaler,
             on_nonfinite=on_nonfinite,
