@@ -350,6 +350,11 @@ def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Po
         assert slow.is_within_budget(slow.best)
         assert "Loss gaps are the largest of AdamW and SGD" in slow.notes[0]
         memory = {each.name: each.memory_bytes for each in slow.predictions}
+        residual = {each.name: each.residual_bytes for each in slow.predictions}
+        # fp32 of what is compressed: the matrices.
+        assert residual["PowerSGD(matrix_rank=4)"] == 4 * 2 * 256 * 512
+        assert residual["LocalSGD(every_steps=5, algorithm=TopK(density=0.015625))"] > 0
+        assert residual["Quantize(bits=4)"] == residual["AllReduce()"] == 0
         assert memory["AllReduce()"] == 0
         assert memory["PowerSGD(matrix_rank=4)"] > 4 * 2 * 256 * 512
         assert memory["LocalSGD(every_steps=10)"] == parameter_bytes  # the last averages
@@ -417,6 +422,16 @@ def _alive() -> tuple[int, int, list[list[str]]]:
     finally:
         gc.enable()
     return dist.get_world_size(), len(advice.predictions), alive
+
+
+def test_what_saving_costs_is_told_of_what_keeps_a_residual() -> None:
+    few, plain = predicted("rank 4", 50, 54, 2), predicted("4 bits", 50, 54, 2)
+    few = replace(few, residual_bytes=400_000_000)
+    told = list(measure._cost_of_saving(few, network(1e8, 0.001).collective_seconds))
+    assert told == [
+        "Saving (state_dict) averages the residual of rank 4, 400 MB, over the link: about 32 s each time."
+    ]
+    assert not list(measure._cost_of_saving(plain, network(1e8, 0.001).collective_seconds))
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:

@@ -468,6 +468,9 @@ def test_what_makes_it_less_certain_is_said() -> None:
     short = replace(here, timings=[Timing(4, [0.1]), Timing(16384, [0.15])])
     (of_time,) = _notes(adamw, short, 8, torch.device("cpu"))
     assert "16,384 bytes, took less than twice as long as one of nothing" in of_time
+    noisy = replace(here, timings=[Timing(4, [0.1] * 4 + [9.0] * 3), Timing(1 << 20, [11.0])])
+    (doubt,) = _notes(adamw, noisy, 8, torch.device("cpu"))
+    assert doubt.startswith("The probe is doubtful: averagings of 4 bytes had a spread of")
     (of_buckets,) = _notes(adamw, probe, 8, torch.device("cuda", 3))
     assert "bucket_cap_mb=10_000" in of_buckets
 

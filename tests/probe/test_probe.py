@@ -155,6 +155,15 @@ def test_the_rate_is_told_by_messages_that_differ_for_sure() -> None:
     assert "by messages of 1000 B and 8 KiB" in shown(found)
 
 
+def test_a_spread_of_five_times_the_median_is_said_to_be_doubtful() -> None:
+    noisy = [*example().timings[:2], Timing(1 << 20, [0.01, 0.01, 0.01, 0.06, 0.07])]
+    assert "doubtful" not in shown(replace(example(), timings=[*noisy[:2], Timing(1 << 20, [0.01] * 5)]))
+    assert (
+        "doubtful   averagings of 1,048,576 bytes had a spread of 6 times their median; probe again while "
+        "nothing else uses the machines"
+    ) in shown(replace(example(), timings=noisy))
+
+
 def test_outside_a_job_it_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

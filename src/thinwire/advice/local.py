@@ -30,6 +30,7 @@ class Averaging:
         stopwatch: Times it.
         timelines: Of all averagings that were timed so far.
         memory_bytes: Kept between steps, as last counted.
+        residual_bytes: As of `Prediction`.
     """
 
     make: Callable[[torch.optim.Optimizer], LocalSGD]
@@ -37,6 +38,7 @@ class Averaging:
     stopwatch: Stopwatch
     timelines: list[Timeline] = field(default_factory=list)
     memory_bytes: int = 0
+    residual_bytes: int = 0
 
     def take_turn(self, untimed: int, timed: int) -> None:
         """Average some times, with a front that is made for this turn alone.
@@ -54,7 +56,7 @@ class Averaging:
                 timeline = self.stopwatch.timeline()
                 if number >= untimed:
                     self.timelines.append(timeline)
-            self.memory_bytes = _kept_bytes(front)
+            self.memory_bytes, self.residual_bytes = _kept_bytes(front), engine_of(front).residual_bytes()
 
 
 def _kept_bytes(front: LocalSGD) -> int:

@@ -78,10 +78,10 @@ def advise(
     the other on this process, without any network, noting which message would have been sent when. The probe
     tells how long each would have been under way, and of as many steps as there are processes the slowest
     sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
-    together, with FSDP2's own messages between them and none to other replicas; all of them share the link of
-    the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those that
-    were measured with small models, by optimizer and number of members (`loss_gaps.json` beside this module):
-    yours may be others.
+    together, with FSDP2's own messages between them and none to other replicas; all of them share the link
+    of the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those
+    that were measured with small models, by optimizer and number of members (`loss_gaps.json` beside this
+    module): yours may be others.
 
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
@@ -151,7 +151,8 @@ def advise(
         return _agreed(bench.predictions(network, members), transport)
 
     training = Training.of(module, name, members)
-    found = predictions(partial(shared_link_seconds, probe, members, shards))
+    probed = partial(shared_link_seconds, probe, members, shards)
+    found = predictions(probed)
     ranked = sorted(_with_losses(found, bench, training), key=lambda each: each.step_seconds)
     # Of the two kinds of 16 bits only the one that no gradient is too large for: they send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
@@ -161,10 +162,11 @@ def advise(
     # As they were on each process, and not the slowest of many.
     _, *middle_half = _slowest_of([each.seconds for each in bench.without_averaging], 1)
     low_seconds, high_seconds = _mean_over_processes(middle_half, transport)
+    best = choose(advisable, least_gain, budget_loss)
     return Advice(
         predictions=tuple(ranked),
         baseline=next(each for each in ranked if each.name == subject.baseline),
-        best=choose(advisable, least_gain, budget_loss),
+        best=best,
         tied=tuple(tied(within, least_gain)),
         break_even_bits_per_second=_break_even(
             predictions,
@@ -184,6 +186,7 @@ def advise(
         others_share=others,
         notes=(
             *optimizer_notes(optimizer),
+            *_cost_of_saving(best, probed),
             *disturbance(others, low_seconds, high_seconds),
             *_notes(training, probe, transport.size, device, shards),
         ),
@@ -262,6 +265,16 @@ def _with_losses(found: Sequence[Prediction], bench: _Bench, training: Training)
     return with_loss
 
 
+def _cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
+    """Yield what `state_dict` takes with what is advised, if it keeps a residual."""
+    if best.residual_bytes:
+        seconds = network("all_reduce", best.residual_bytes)
+        yield (
+            f"Saving (state_dict) averages the residual of {best.name}, {best.residual_bytes / 1e6:.3g} MB, "
+            f"over the link: about {seconds:.2g} s each time."
+        )
+
+
 def _notes(
     training: Training, probe: Probe, num_processes: int, device: torch.device, shards: int = 1
 ) -> Iterator[str]:
@@ -302,6 +315,8 @@ def _notes(
             f"All processes of the probe ran on one machine, {places[0]}; for a training on several, probe "
             "between those."
         )
+    if probe.doubt:
+        yield f"The probe is doubtful: {probe.doubt}."
     if probe.timings and probe.timings[-1].median_seconds < 2 * probe.latency_seconds:
         yield (
             f"The largest message of the probe, {probe.timings[-1].message_bytes:,} bytes, took less than "
@@ -335,7 +350,7 @@ class _Bench:
     def __init__(self, subject: Subject, one_step: OneStep, stopwatch: Stopwatch) -> None:
         self.subject, self.one_step, self.stopwatch = subject, one_step, stopwatch
         self.timelines: dict[str, list[Timeline]] = {name: [] for name in subject.variants}
-        self.memory_bytes: dict[str, int] = {}
+        self.kept_bytes: dict[str, tuple[int, int]] = {}
         self.without_averaging: list[Timeline] = []
         self.local = local_benches(subject.module, stopwatch)
 
@@ -374,7 +389,7 @@ class _Bench:
             world_size: Processes.
         """
         of_gradients = [
-            _predicted(variant, self.timelines[name], self.memory_bytes[name], network, world_size)
+            _predicted(variant, self.timelines[name], self.kept_bytes[name], network, world_size)
             for name, variant in self.subject.variants.items()
         ]
         averaged_less_often = [
@@ -399,7 +414,7 @@ class _Bench:
                 self.without_averaging += found
             else:
                 self.timelines[name] += found
-                self.memory_bytes[name] = engine.memory_bytes()
+                self.kept_bytes[name] = engine.memory_bytes(), engine.residual_bytes()
         # Hooks are called in a backward pass only.
         if name is not None and not all(each.sent for each in found):
             raise ConfigError(
@@ -417,8 +432,13 @@ class _Bench:
 
 
 def _predicted(
-    variant: Variant, timelines: Sequence[Timeline], memory_bytes: int, network: Network, world_size: int
+    variant: Variant,
+    timelines: Sequence[Timeline],
+    kept_bytes: tuple[int, int],
+    network: Network,
+    world_size: int,
 ) -> Prediction:
+    memory_bytes, residual_bytes = kept_bytes
     return Prediction(
         variant.code,
         f"thinwire.{variant.code}",
@@ -429,6 +449,7 @@ def _predicted(
         is_lossy=not variant.keeps_16_bits,
         sent_bytes=timelines[-1].wire_bytes(world_size),
         received_bytes=timelines[-1].wire_bytes(world_size),
+        residual_bytes=residual_bytes,
     )
 
 
@@ -454,6 +475,7 @@ def _predicted_local(
         averages_less_often=True,
         sent_bytes=sent_bytes,
         received_bytes=sent_bytes,
+        residual_bytes=local.averaging.residual_bytes,
     )
 
 

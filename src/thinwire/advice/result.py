@@ -32,6 +32,7 @@ class Prediction:
         sent_bytes: What leaves a process on the wire, mean per step; of a sharded model, all processes of a
             replica together.
         received_bytes: What reaches it, or them.
+        residual_bytes: What a process averages exactly when the state is saved.
         loss: The gap to exact averaging's loss that is to be expected.
         published: What others have measured of it; None if nothing.
     """
@@ -47,6 +48,7 @@ class Prediction:
     averages_less_often: bool = False
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
+    residual_bytes: int = 0
     loss: ExpectedLoss = UNKNOWN_LOSS
     published: LossGap | None = None
 

@@ -140,6 +140,8 @@ def show(found: Probe, console: Console) -> None:
                 f"{kind.replace('_', '-'):<10} takes {factor:.1f} times as long as averaging, for as many "
                 "bytes on the wire"
             )
+    if found.doubt:
+        console.print(f"doubtful   {found.doubt}", highlight=False, soft_wrap=True)
     if len(found.nodes) > 1:
         nodes = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
         console.print(f"structure  fast inside, slow between the groups {nodes}")

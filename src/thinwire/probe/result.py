@@ -33,6 +33,9 @@ MAX_WIRE_FACTOR = 1000
 # Besides averagings.
 TIMED_COLLECTIVES: tuple[Collective, ...] = ("all_gather", "all_to_all")
 
+# So many times the median between the quartiles: it was measured while something else went on.
+DOUBTFUL_SPREAD = 5
+
 # Two processes are near each other if a message between them takes less than this share of the slowest.
 NEAR_BELOW = 1 / 3
 
@@ -59,6 +62,11 @@ class Timing:
         """Between the quartiles; 0 of a single repetition."""
         low, high = self.quartiles
         return high - low
+
+    @property
+    def relative_spread(self) -> float:
+        """The spread as a multiple of the median."""
+        return self.spread_seconds / self.median_seconds if self.median_seconds else 0.0
 
     @property
     def quartiles(self) -> tuple[float, float]:
@@ -125,6 +133,17 @@ class Probe:
         smaller = (each for each in reversed(self.timings[:-1]) if each.quartiles[1] < fastest)
         small = next(smaller, None)
         return None if small is None else (small, large)
+
+    @property
+    def doubt(self) -> str:
+        """What makes it doubtful, in words; "" if nothing does."""
+        worst = max(self.timings, key=lambda each: each.relative_spread, default=None)
+        if worst is None or worst.relative_spread < DOUBTFUL_SPREAD:
+            return ""
+        return (
+            f"averagings of {worst.message_bytes:,} bytes had a spread of {worst.relative_spread:.0f} times "
+            "their median; probe again while nothing else uses the machines and the network"
+        )
 
     @property
     def bytes_per_second(self) -> float | None:

@@ -367,6 +367,15 @@ class Engine:
         slots = self._lanes.memory.slots.values()
         return sum(tensor.nbytes for tensors in slots for tensor in tensors.values())
 
+    def residual_bytes(self) -> int:
+        """Return the bytes that `state_dict` averages, exactly: of what differs between the processes."""
+        return sum(
+            tensor.nbytes
+            for slot, tensors in self._lanes.memory.slots.items()
+            if slot.is_local and slot.is_elementwise and slot.is_saved
+            for tensor in tensors.values()
+        )
+
     # The residual, for those who hand it from one engine to another.
 
     def take_error(self, name: str) -> torch.Tensor | None:

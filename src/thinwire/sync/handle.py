@@ -89,8 +89,10 @@ class GradientSync:
             `torch.distributed.checkpoint` take it; `thinwire.checkpoint` writes it as safetensors, too.
 
         Cost: a gather of 32 bytes from each process, one exact average of all error memory (none if there was
-        no step since the last time), a copy of it to the CPU and its checksum. If other processes do not call
-        it as well, it says so after 10 s, and fails after the group's timeout.
+        no step since the last time), a copy of it to the CPU and its checksum. The average sends as much as
+        exact averaging of fp32 gradients: for 100 M parameters that have a residual 400 MB, or 32 s between
+        two processes at 100 Mbit/s. `Quantize` and `Cast` have none. If other processes do not call it as
+        well, it says so after 10 s, and fails after the group's timeout.
 
         Raises:
             StepError: A step is under way.
