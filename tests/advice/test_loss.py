@@ -433,6 +433,27 @@ def test_what_is_known_of_a_loss_names_its_sources() -> None:
     assert losses_of(replace(TWO, loss=above)).startswith("more than few: +1.0 %")
 
 
+def test_what_may_be_lost_is_told_in_a_sentence() -> None:
+    assert [
+        each.in_words
+        for each in (
+            measured(0.3),
+            measured(4.5),
+            ExpectedLoss("between", 4.4, 1.0, 4.4),
+            ExpectedLoss("published", 1.5),
+            ExpectedLoss("above", low_percent=12.0),
+            ExpectedLoss("unknown"),
+        )
+    ] == [
+        "It may lose 0.5 %, though no loss could be measured.",
+        "It may lose 4.5 %: compare losses.",
+        "It may lose up to 4.4 %: compare losses.",
+        "It may lose 1.5 %, as others have published: compare losses.",
+        "What it loses is not known, but more than 12.0 %: compare losses.",
+        "What it loses is not known: compare losses.",
+    ]
+
+
 def test_there_are_lines_to_paste_for_every_front() -> None:
     fronts = {"DDP", "FSDP2", "Accelerate", "Lightning", "Trainer"}
     lines = lines_to_paste(advice_of(*EVERYTHING, budget=0.005))

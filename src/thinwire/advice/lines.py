@@ -13,10 +13,14 @@ SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, o
 def lines_to_paste(advice: Advice) -> dict[str, str]:
     """Return lines by front, in the names that its users give: model, optimizer, mesh, accelerator, trainer.
 
+    None if exact averaging is advised, which they do by themselves.
+
     Args:
         advice: What was advised.
     """
     best = advice.best
+    if advice.adds_nothing:
+        return {}
     # What is priced of a sharded model is of FSDP2 alone.
     if advice.shards is not None:
         lines = {"FSDP2": best.code}

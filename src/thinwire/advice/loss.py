@@ -179,6 +179,21 @@ class ExpectedLoss:
             return {"between": "≤ ", "published": "p "}.get(self.kind, "") + signed(self.percent)
         return f"> {signed(self.low_percent)}" if self.low_percent is not None else "?"
 
+    @property
+    def in_words(self) -> str:
+        """What may be lost, in a sentence."""
+        if self.kind == "exact":
+            return "It loses nothing: it is exact averaging."
+        if self.percent is None:
+            least = "" if self.low_percent is None else f", but more than {self.low_percent:.1f} %"
+            return f"What it loses is not known{least}: compare losses."
+        if self.order == 0:
+            high = self.percent + NOISE_PERCENT if self.high_percent is None else self.high_percent
+            return f"It may lose {max(0.0, high):.1f} %, though no loss could be measured."
+        most = "up to " if self.kind == "between" else ""
+        who = ", as others have published" if self.kind == "published" else ""
+        return f"It may lose {most}{self.percent:.1f} %{who}: compare losses."
+
     def is_tied_with(self, other: ExpectedLoss) -> bool:
         """Return whether two losses can't be distinguished: their intervals overlap."""
         low, high = self._interval

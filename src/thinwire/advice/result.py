@@ -89,17 +89,32 @@ class Advice:
     notes: tuple[str, ...] = ()
     others_share: float | None = None
 
+    @property
+    def headline(self) -> tuple[str, str, str]:
+        """What to do, how long a step takes then, and what it may lose, in a sentence each."""
+        best, baseline = self.best, self.baseline
+        do = "leave DDP as it is" if self.adds_nothing else best.code.splitlines()[-1]
+        return (
+            f"Do this: {do}",
+            f"A step takes {best.step_seconds / baseline.step_seconds:.0%} of one with 16 bits: "
+            f"{1e3 * best.step_seconds:.1f} ms in place of {1e3 * baseline.step_seconds:.1f}.",
+            best.loss.in_words,
+        )
+
     def __str__(self) -> str:
-        """Return the predicted steps, fastest first, what is advised, and the line to add."""
+        """Return the headline, the predicted steps, fastest first, and notes."""
         width = max(len(each.name) for each in self.predictions)
         rows = [
             f"{each.name:<{width}}  {1e3 * each.step_seconds:9.1f}  {each.loss.short:>7}"
             for each in self.predictions
         ]
         head = f"{'predicted, fastest first':<{width}}  {'ms a step':>9}  {'loss, %':>7}"
-        share = self.best.step_seconds / self.baseline.step_seconds
-        advised = f"advised: {self.best.name}, {share:.0%} of a step with {self.baseline.name}"
-        return "\n".join([head, *rows, advised, *self.notes, self.best.code])
+        return "\n".join([*self.headline, "", head, *rows, *self.notes])
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether exact averaging is advised, which DDP does by itself."""
+        return self.best.loss.kind == "exact" and self.shards is None
 
     @property
     def compress(self) -> bool:

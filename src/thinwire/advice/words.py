@@ -18,7 +18,7 @@ LOSS_LEGEND = (
 
 
 def verdict(advice: Advice) -> list[str]:
-    """Return what is advised, and why, a sentence or two for each item."""
+    """Return why it is advised, a sentence or two for each item: what follows `Advice.headline`."""
     bits, gained = advice.break_even_bits_per_second, f"{advice.least_gain:.0%} over 16 bits"
     where = (
         f"links below {bits / 1e6:,.0f} Mbit/s"
@@ -27,13 +27,13 @@ def verdict(advice: Advice) -> list[str]:
         if bits
         else "no link"
     )
-    lines = [_advised(advice)]
+    lines = [] if advice.best.is_lossy else [_why_not(advice)]
     if len(advice.tied) > 1:
         is_all = len(advice.tied) == len(advice.predictions)
         # A name has commas of its own: DiLoCo(every_steps=30, fragments=2).
         names = "all of them" if is_all else "; ".join(each.name for each in advice.tied)
         # Said before what follows from it: the one advised may not be the first of the table.
-        tie = f"These take about the same time: {names}."
+        tie = f"These take about the same time, as far as can be told: {names}."
         if advice.best in advice.tied and advice.best.is_lossy:
             tie += (
                 f" Of those that win enough, {advice.best.name} is expected to lose the least; of equal gaps "
@@ -77,12 +77,9 @@ def sources(advice: Advice) -> list[str]:
     return [f"{training}: {'; '.join(listed)}" for training, listed in by_training.items()]
 
 
-def _advised(advice: Advice) -> str:
+def _why_not(advice: Advice) -> str:
+    """Return why nothing rougher than 16 bits is advised."""
     best = advice.best
-    if best.is_lossy:
-        share = best.step_seconds / advice.baseline.step_seconds
-        what = "Average less often" if best.averages_less_often else "Compress"
-        return f"{what}: a step with {best.name} takes {share:.0%} of one with 16 bits. Compare losses, too."
     if advice.compressed_bytes >= advice.baseline.message_bytes:
         return (
             "Nothing to win by compressing: compressed messages of this model are "

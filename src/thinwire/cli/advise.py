@@ -217,27 +217,30 @@ def _plain(advice: Advice) -> dict[str, Any]:
         "break_even_bits_per_second": None if math.isinf(bits) else bits,
         "budget_loss": None if math.isinf(budget) else budget,
         "frontier": [asdict(each) for each in advice.frontier],
-        "lines": {} if advice.nothing_to_win else lines_to_paste(advice),
+        "headline": advice.headline,
+        "lines": lines_to_paste(advice),
     }
 
 
 def show(advice: Advice, console: Console) -> None:
-    """Print a table, in which less is better everywhere, what follows in words, and lines to paste.
+    """Print the headline, a table, in which less is better everywhere, why, and lines to paste.
 
     Args:
         advice: What was predicted.
         console: Where to.
     """
     width = console.width
-    lines = ["Predicted steps, fastest first", "", *table_lines(advice, width), ""]
+    do, *others = advice.headline
+    table = ["", "Predicted steps, fastest first", "", *table_lines(advice, width), ""]
     place = "process" if advice.shards is None else "machine"
     said = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
     said += [*_frontier(advice), *verdict(advice)]
-    # In a pipe a sentence is a line.
-    lines += [part for line in said for part in _wrapped(line, width)] if console.is_terminal else said
-    if not advice.nothing_to_win:
-        for front, pasted in lines_to_paste(advice).items():
-            lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]
+    if console.is_terminal:  # in a pipe a sentence is a line
+        others, said = ([part for line in each for part in _wrapped(line, width)] for each in (others, said))
+    # Code to copy is not wrapped.
+    lines = [do, *others, *table, *said]
+    for front, pasted in lines_to_paste(advice).items():
+        lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]
     # Not as markup: an algorithm's settings may stand in brackets.
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 

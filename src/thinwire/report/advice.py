@@ -72,9 +72,9 @@ def advice_page(advice: Advice) -> str:
             (number, each, losses_of(each), [other.name for other in advice.ties_of(each)])
             for number, each in enumerate(advice.predictions, start=1)
         ],
-        verdict=verdict(advice),
+        verdict=[*advice.headline, *verdict(advice)],
         legend=LOSS_LEGEND,
-        lines={} if advice.nothing_to_win else lines_to_paste(advice),
+        lines=lines_to_paste(advice),
         has_budget=not math.isinf(advice.budget_loss),
         version=__version__,
     )
