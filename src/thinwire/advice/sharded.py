@@ -95,7 +95,7 @@ class Sharded:
         """As `Subject.turn_of`."""
         self._front = None if name is None else self._front_for(name)
         try:
-            yield self._front and self._front.engine
+            yield None if self._front is None else self._front.engine
         finally:
             self._front = None
 
