@@ -5,6 +5,7 @@ Limits are what was counted when they were written. Lower them when a change low
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpu_ready.counting import (
@@ -26,7 +28,7 @@ from gpu_ready.counting import (
     on_meta,
 )
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm, Memory
+from thinwire.algorithms import Algorithm, Memory, accelerators
 from thinwire.algorithms.accelerators import sent_to
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.kernels.matrices import MatrixGroup
@@ -41,8 +43,11 @@ from thinwire.fronts.local_sgd import model as local_sgd_model
 from thinwire.fronts.sharded.front import ShardedFront
 from thinwire.fronts.sharded.model import Piece
 from thinwire.fronts.tensors import StepFront
+from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, engine_of, loss_scale
 from thinwire.sync.loss_scale import loss_scale_of
+
+NUM_BUCKETS = 16
 
 ONE_LAYER = {name: shape for name, shape in gpt2_small().items() if name.startswith("h.0.")}
 
@@ -129,6 +134,32 @@ def test_gpt2_small_by_triton(name: str) -> None:
     with by_triton():
         found = step_of(algorithm, gpt2_small(), dtype, untold=2, **settings)
     assert limit.holds(found, bytes_of(gpt2_small(), dtype)), (found, limit)
+
+
+@pytest.mark.parametrize("given", [None, GradScaler("cpu"), lambda: 8.0], ids=["none", "scaler", "function"])
+def test_a_loss_scale_leaves_the_launches_of_all_buckets_joined(
+    given: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU, where tensors have addresses: on "meta" they are all alike."""
+    buckets = [(ParameterSpec.of(f"{number}.weight", torch.empty(64, 48)),) for number in range(NUM_BUCKETS)]
+    engine = Engine(
+        PowerSGD(matrix_rank=4), Alike(), settings=Settings(loss_scale_of(given), host_check=False)
+    )
+    launched: list[str] = []
+
+    def launch(kernel: str, programs: int, *_: object, **__: object) -> None:
+        launched.extend([kernel] * bool(programs))
+
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(launcher, "launch", launch)
+    with by_triton():
+        for _ in range(3):
+            launched.clear()
+            engine.average([(specs, torch.randn(64 * 48)) for specs in buckets], is_agreed=True)
+    # What comes back is multiplied once in each bucket, as it starts; all else is for all buckets at once.
+    assert launched.count("compiled_matrices.products") == NUM_BUCKETS
+    assert len(launched) <= NUM_BUCKETS + 11, Counter(launched)
+    assert engine.counts().compression_ratio > 5
 
 
 def scale(device: torch.device) -> torch.Tensor:

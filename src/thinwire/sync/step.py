@@ -69,6 +69,7 @@ class Step:
         self._held: list[Bucket] = []  # came, and wait for those that they are sent with
         self._copied: list[Bucket] = []  # came, were sent in others, and get their means back
         self._came: list[tuple[ParameterSpec, ...]] = []
+        self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
         self._finds_unused = False
         self._has_all = False
@@ -122,11 +123,7 @@ class Step:
 
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
         lanes = self._all_lanes
-        scale = lanes.settings.loss_scale
-        # Asked in each step, since a `GradScaler` changes it. Kept as a tensor: reading it would wait for the
-        # device.
-        loss_scale = None if scale is None else scale(flat.device).reshape(())
-        bucket = Bucket(lane.specs, flat, loss_scale, self._wire.rank)
+        bucket = Bucket(lane.specs, flat, self.loss_scale_on(flat.device), self._wire.rank)
         if not self._buckets:
             # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the
             # first one has no residual, a later one may.
@@ -144,6 +141,20 @@ class Step:
         # Not on an accelerator: there its stream would wait, and with it the backward pass that is on it.
         if self._pipelined and flat.device.type == "cpu":
             self._exchange.advance_earlier()
+
+    def loss_scale_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return what the loss is multiplied by in this step, shape (); None if it is not.
+
+        One tensor for all buckets on a device: only what has the same scale shares launches.
+        """
+        scale = self._all_lanes.settings.loss_scale
+        if scale is None:
+            return None
+        # Asked in each step, since a `GradScaler` changes it. Kept as a tensor: reading it would wait for the
+        # device.
+        if device not in self._scales:
+            self._scales[device] = scale(device).reshape(())
+        return self._scales[device]
 
     def advance(self) -> bool:
         """Wait for the round under way and send the next one, without waiting for that.

@@ -148,10 +148,9 @@ def all_zeros(items: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _of_one_scale(scales: Iterable[torch.Tensor | None]) -> list[list[int]]:
-    """Return which items have one loss scale: a tensor of each bucket, but mostly of the same memory."""
-    found: dict[object, list[int]] = {}
+    """Return which items have one loss scale: a step has one tensor for all buckets on a device."""
+    found: dict[int, list[int]] = {}
     for index, scale in enumerate(scales):
-        # By address: to compare the numbers, the host would wait for the device.
-        key = None if scale is None else (scale.device, scale.data_ptr(), scale.dtype)
-        found.setdefault(key, []).append(index)
+        # By identity: to compare the numbers, the host would wait for the device.
+        found.setdefault(id(scale), []).append(index)
     return list(found.values())

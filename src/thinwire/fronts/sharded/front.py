@@ -386,11 +386,11 @@ class ShardedFront:
         """Put what was sent of a residual, and is not applied, back to it: on all replicas alike."""
         if not committed or not mean.any():
             return
-        scale = self.engine.settings.loss_scale
+        scale = cast(Step, self._step).loss_scale_on(mean.device)
         unapplied = mean.to(spec.memory_dtype, copy=True)
         if scale is not None:
             # Memory is in units of the unscaled loss.
-            unapplied /= scale(mean.device)
+            unapplied /= scale
         error = self.engine.take_error(spec.name)
         self.engine.put_error(spec.name, unapplied if error is None else error.add_(unapplied))
 
