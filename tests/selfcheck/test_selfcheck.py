@@ -84,7 +84,7 @@ def drifting(patch: pytest.MonkeyPatch) -> None:
 
 def deaf(patch: pytest.MonkeyPatch) -> None:
     """Nobody compares anything."""
-    patch.setattr(Engine, "agree", lambda self: None)
+    patch.setattr(Engine, "agree", lambda self, device: None)
 
 
 BREAKING = [

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numba
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import buckets, random_gradients
 from pool import Pool
-from thinwire import AgreementError, AllReduce, Cast, PowerSGD, hooks
+from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire import powersgd as epfl
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.kernels import dispatch
 from thinwire.channel import InProcessTransport, agree, run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, lanes
@@ -148,6 +152,13 @@ def another_version() -> None:
         step(model)
 
 
+def numba_on_one() -> None:
+    model = DistributedDataParallel(new_model())
+    thinwire.attach(model, POWER)
+    with patch.object(dispatch, "backends", (dispatch.TORCH,) if is_odd() else dispatch.backends):
+        step(model)
+
+
 def other_settings_of_local_sgd() -> None:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -250,6 +261,7 @@ CASES: list[tuple[Callable[[], None], str]] = [
         "process 0 has start_localSGD_iter 1, process 1 has start_localSGD_iter 2",
     ),
     (another_version, "process 1 has thinwire 9.9.9"),
+    (numba_on_one, f"process 0 has kernels of Numba {numba.__version__}, process 1 has kernels of PyTorch"),
     (other_settings_of_local_sgd, "process 0 has every_steps 2, process 1 has every_steps 3"),
     (another_model_in_local_sgd, "process 0 has parameter 0.weight 32×64 float32"),
     (
@@ -277,6 +289,56 @@ def _told(body: Callable[[], None]) -> tuple[type, str, float, int]:
     except Exception as error:
         return type(error), str(error), time.monotonic() - start, os.getpid()
     return type(None), "no error", 0.0, os.getpid()
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Quantize(bits=4), Quantize(bits=2), TopK(), PowerSGD(matrix_rank=8), Cast("bf16")], ids=str
+)
+def test_unlike_kernels_are_no_difference_where_results_do_not_depend_on_them(
+    pool2: Pool, algorithm: Algorithm
+) -> None:
+    """Numba on one process only: few bits are decoded to the same bits, and it has no code for rank 8."""
+    (mine, ratio), (other, _) = pool2.run(_trained_with_numba_on_one, algorithm)
+    assert torch.equal(mine, other)
+    assert ratio > 1.9
+
+
+def _trained_with_numba_on_one(algorithm: Algorithm) -> tuple[torch.Tensor, float]:
+    model = DistributedDataParallel(new_model())
+    sync = thinwire.attach(model, algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with patch.object(dispatch, "backends", (dispatch.TORCH,) if is_odd() else dispatch.backends):
+        for _ in range(4):
+            optimizer.zero_grad()
+            step(model)
+            optimizer.step()
+    assert dist.get_world_size() == 2
+    return torch.cat([each.detach().flatten() for each in model.parameters()]), sync.stats().compression_ratio
+
+
+def test_a_backend_that_fails_on_one_member_is_seen_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Triton may, where one machine has no compiler, or its cache no place, when it is tried."""
+    here = threading.local()
+    triton = dispatch.Backend(
+        "Triton",
+        lambda like, matrix_rank: True,
+        lambda: None if here.rank == 1 else dispatch.TORCH.load(),
+        lambda like: False,
+        lambda: None,
+        version=lambda: "3.6.0",
+    )
+    monkeypatch.setattr(dispatch, "backends", (triton, dispatch.TORCH))
+    engines = [Engine(POWER, transport) for transport in InProcessTransport.group(3)]
+    (bucket, *_) = buckets()
+
+    def body(rank: int) -> str:
+        here.rank = rank
+        with pytest.raises(AgreementError) as refused:
+            engines[rank].average([(bucket, torch.randn(sum(spec.numel for spec in bucket)))])
+        return str(refused.value)
+
+    for told in run_members(3, body):
+        assert "processes 0, 2 have kernels of Triton 3.6.0, process 1 has kernels of PyTorch" in told
 
 
 def test_four_processes_are_counted_by_what_they_have(pool4: Pool) -> None:

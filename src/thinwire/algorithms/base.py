@@ -222,6 +222,14 @@ class BucketPlan(ABC):
         names = [spec.name for spec in self.specs]
         return tuple(dict.fromkeys([*names, *(route.label for route in self.routes)]))
 
+    def kernels(self, device: torch.device) -> set[str]:
+        """Return whose kernels compute what all members must compute alike; none if it is the same with each.
+
+        Args:
+            device: Of the gradients.
+        """
+        return set()
+
     def adopt(self, memory: Memory) -> str:
         """Make memory fit this plan: what another plan, or a loaded state, has left for its labels.
 

@@ -141,7 +141,7 @@ def check_same(everyone: Sequence[Description], purpose: str) -> None:
         listed.append(f"and {len(differing) - MAX_SUBJECTS} differences more")
     raise AgreementError(
         f"{purpose}: {'; '.join(listed)}. "
-        "Give all processes the same model, algorithm and state; nothing was changed"
+        "Give all processes the same model, algorithm, state and packages; nothing was changed"
     )
 
 

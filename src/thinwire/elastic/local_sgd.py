@@ -310,7 +310,7 @@ class _Front:
         """As `Front.described`."""
         local = self._local
         return {
-            **local._engine.described("an averaging"),
+            **local._engine.described("an averaging", local._device),
             "torch": torch.__version__.partition("+")[0],
             "group": local._group.kind,
             "kind": type(local).__name__,

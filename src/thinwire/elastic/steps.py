@@ -228,7 +228,7 @@ class _Front:
         """As `Front.described`."""
         steps = self._steps
         return {
-            **steps._engine.described("a step"),
+            **steps._engine.described("a step", steps._device),
             "torch": torch.__version__.partition("+")[0],
             "group": steps._group.kind,
             "kind": type(steps).__name__,
@@ -275,7 +275,7 @@ class _Front:
         self._flats = []
         for flat in flats:
             flat.mul_(scale)
-        engine.agree()
+        engine.agree(steps._device)
         buckets = zip(steps._buckets.layout, flats, strict=True)
         step = engine.start(buckets, pipelined=True, is_agreed=True)
         with engine.clock.inside(engine.traffic):

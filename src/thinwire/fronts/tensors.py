@@ -123,7 +123,7 @@ class StepFront(Joinable):
     def _average(self, gradients: Gradients) -> tuple[list[torch.Tensor | None], bool]:
         # Before all other collectives of the step: a process that shadows it comes in with this one.
         scale = members_over_contributors(self)
-        self.engine.agree()
+        self.engine.agree(self.parameters[0].device)
         # What is None everywhere stays so: the caller's optimizer then leaves the parameter alone.
         means: list[torch.Tensor | None] = [None] * len(gradients)
         buckets = []

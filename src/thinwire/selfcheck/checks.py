@@ -203,7 +203,7 @@ def differences_are_refused(bench: Bench) -> None:
     # One differs from all others, and those must hear of it as well: who went on would wait for it in vain.
     engine = bench.engine(PowerSGD(matrix_rank=1 + (bench.transport.rank == 0)))
     try:
-        engine.agree()
+        engine.agree(bench.device)
     except AgreementError:
         return
     bench.expect(False, "unlike matrix ranks were not refused")

@@ -175,14 +175,17 @@ class Engine:
         """Whether nothing has changed since the processes were compared by `agree`."""
         return self._lanes.has_agreed
 
-    def agree(self) -> None:
+    def agree(self, device: torch.device) -> None:
         """Compare the processes, without a bucket. Collective, once after each change.
 
+        Args:
+            device: Of the gradients.
+
         Raises:
-            AgreementError: The processes have other algorithms, parameters or loaded states.
+            AgreementError: The processes have other algorithms, parameters, kernels or loaded states.
             CommunicationError: The comparison failed.
         """
-        self._lanes.agree()
+        self._lanes.agree(device)
 
     def begin(self, *, pipelined: bool = False) -> Step:
         """Return a new step. Several may be open side by side, over lanes of their own.
@@ -436,9 +439,14 @@ class Engine:
             choices=lanes.choices,
         )
 
-    def described(self, call: str) -> Description:
-        """Return how this process is configured, by subject, without how far it is."""
-        return self._lanes.described(call, has_progress=False)
+    def described(self, call: str, device: torch.device) -> Description:
+        """Return how this process is configured, by subject, without how far it is.
+
+        Args:
+            call: What it is about to do.
+            device: Of the gradients.
+        """
+        return self._lanes.described(call, device, has_progress=False)
 
     def error_norm(self) -> float:
         """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""
@@ -456,7 +464,7 @@ class Engine:
         lanes, purpose = self._lanes, f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
             # First of all: where processes differ, none has changed its memory.
-            agree(self.transport, lanes.described("state_dict()"), purpose)
+            agree(self.transport, lanes.described("state_dict()", lanes.device), purpose)
             # Before the residual is averaged, which changes what they are made of.
             self._kept_errors = self._errors()
             # Drop these here too: a resumed run won't have them, and both must continue bit for bit alike.

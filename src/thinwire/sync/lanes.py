@@ -150,8 +150,9 @@ class Lanes:
     @property
     def plans(self) -> Sequence[BucketPlan]:
         """Those of the last step's buckets; before it, of the model as one bucket, and its statistics."""
-        if self._plans:
-            return self._plans
+        return self._plans or self._plans_of_model()
+
+    def _plans_of_model(self) -> tuple[BucketPlan, ...]:
         if not self._model_plans:
             every = self.specs.values()
             parts = [tuple(spec for spec in every if spec.is_statistic is kind) for kind in (False, True)]
@@ -292,28 +293,34 @@ class Lanes:
         lane = self._open[specs] = Lane(plan)
         return lane
 
-    def agree(self) -> None:
+    def agree(self, device: torch.device) -> None:
         """Refuse to go on where processes differ. Collective, once after each change.
 
+        Args:
+            device: Of the gradients.
+
         Raises:
-            AgreementError: The processes have other algorithms, parameters or loaded states.
+            AgreementError: The processes have other algorithms, parameters, kernels or loaded states.
             CommunicationError: The comparison failed.
         """
         if not self.has_agreed:
+            self.device = device
             self._compare("")
             self.has_agreed = True
 
     def _compare(self, bucket: str) -> None:
         # Not through what counts, for it is no gradient's message; but the host waits as for one.
         start = time.perf_counter()
-        agree(self._transport, {**self.described("a step"), "bucket": bucket}, f"step {self.steps}")
+        described = self.described("a step", self.device)
+        agree(self._transport, {**described, "bucket": bucket}, f"step {self.steps}")
         self._traffic.waiting_seconds += time.perf_counter() - start
 
-    def described(self, call: str, *, has_progress: bool = True) -> Description:
+    def described(self, call: str, device: torch.device, *, has_progress: bool = True) -> Description:
         """Return what must be the same on every process before a call, by subject.
 
         Args:
             call: What it is about to do.
+            device: Of the gradients.
             has_progress: Whether to say how far the process is, as well as how it is configured.
         """
         # The plan is not among it: it follows from the algorithm, its choices and the shapes.
@@ -325,6 +332,9 @@ class Lanes:
                 else:
                     described[self.settings.typed.get(name, name)] = repr(value)
         described |= self.settings.described()
+        kernels = {name for plan in self._plans_of_model() for name in plan.kernels(device)}
+        if kernels:
+            described["kernels of"] = " and ".join(sorted(kernels))
         if has_progress:
             described |= {
                 "committed steps": str(self.memory.step),

@@ -36,6 +36,7 @@ __all__ = [
     "code_kernels_for",
     "entry_kernels_for",
     "kernels_for",
+    "name_of_kernels_for",
     "orthonormal_rows",
     "products",
     "projections",
@@ -57,6 +58,7 @@ class Backend:
         serves_codes: The same of averaging in few bits: whether a tensor like this one is served.
         load_codes: Returns the kernels for that, or None.
         load_entries: Returns the kernels for few entries, or None. Serving codes, it serves those.
+        version: Returns that of the package, once the kernels are loaded.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Backend:
     serves_codes: Callable[[torch.Tensor], bool]
     load_codes: Callable[[], CodeKernels | None]
     load_entries: Callable[[], EntryKernels | None] = lambda: None
+    version: Callable[[], str] = lambda: ""
 
 
 def _numba_serves(like: torch.Tensor, matrix_rank: int) -> bool:
@@ -147,6 +150,7 @@ NUMBA = Backend(
     lambda like: like.device.type == "cpu" and like.dtype == torch.float32,
     _numba_codes,
     _numba_entries,
+    lambda: str(import_module("numba").__version__),
 )
 TRITON = Backend(
     "Triton",
@@ -154,6 +158,7 @@ TRITON = Backend(
     lambda: _triton[0] if triton_limits.can_be_used() else None,
     _triton_serves_codes,
     lambda: _triton[1] if triton_limits.can_be_used() else None,
+    version=lambda: triton_limits.installed() or "",
 )
 TORCH = Backend(
     "PyTorch",
@@ -162,6 +167,8 @@ TORCH = Backend(
     lambda like: True,
     lambda: _torch[1],
     lambda: _torch[2],
+    # Wheels for a CPU and for a GPU are of one version.
+    lambda: torch.__version__.partition("+")[0],
 )
 
 backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
@@ -177,14 +184,33 @@ def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
         like: A matrix or a factor; its device and type count.
         matrix_rank: r, the number of rows of a factor.
     """
+    return _serving(like, matrix_rank)[1]
+
+
+def _serving(like: torch.Tensor, matrix_rank: int) -> tuple[Backend, Kernels]:
     for backend in backends:
         if backend.serves(like, matrix_rank):
             kernels = backend.load()
             # What can't be loaded has said so, once; the next one serves in its place.
             if kernels is not None:
-                return kernels
+                return backend, kernels
     names = ", ".join(backend.name for backend in backends)
     raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+
+
+def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
+    """Return who serves, with version and kind of device: where these differ, so may the last bits.
+
+    Args:
+        like: As of `kernels_for`.
+        matrix_rank: As of `kernels_for`.
+    """
+    backend, _ = _serving(like, matrix_rank)
+    name = f"{backend.name} {backend.version()}"
+    if like.device.type != "cuda":
+        return name
+    gpu = torch.cuda.get_device_properties(like.device)
+    return f"{name} on {gpu.gcnArchName if torch.version.hip else f'sm_{gpu.major}{gpu.minor}'}"
 
 
 def code_kernels_for(like: torch.Tensor) -> CodeKernels:

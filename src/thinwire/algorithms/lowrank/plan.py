@@ -15,6 +15,7 @@ from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
 from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
+from thinwire.algorithms.kernels.dispatch import name_of_kernels_for
 from thinwire.algorithms.kernels.matrices import Factors, Terms, Write
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
@@ -48,6 +49,19 @@ class LowRankPlan(BucketPlan):
     def bases(self) -> StartingBases:
         """Makes the bases that steps start from."""
         return StartingBases(self.config.seed, warm_start=self.config.warm_start)
+
+    def kernels(self, device: torch.device) -> set[str]:
+        """As `BucketPlan.kernels`: bases, and products with them, differ in the last bits."""
+        dtypes = {spec.name: spec.memory_dtype for spec in self.specs}
+        kinds = {
+            (dtypes[route.names[0]], route.matrix_rank)
+            for route in self.compressed
+            if route.matrix_rank is not None
+        }
+        return {
+            name_of_kernels_for(torch.empty(1, dtype=dtype, device=device), matrix_rank)
+            for dtype, matrix_rank in kinds
+        }
 
     def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
         """As `BucketPlan.exchange`: one round if nothing is to be compressed, else those of `compress`."""

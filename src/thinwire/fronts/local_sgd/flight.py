@@ -47,13 +47,13 @@ class Flight:
         self._step: Step | None = None
         if engine is None:
             return
-        # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
-        engine.agree()
         buckets = [
             bucket
             for fragment, flats in changes.items()
             for bucket in zip(fragment.layout, flats, strict=True)
         ]
+        # Once for all buckets: they follow from the model, which is compared here, and are opened as agreed.
+        engine.agree(buckets[0][1].device)
         # Pipelined, starting a bucket may wait for others; what is delayed must not wait for anything here.
         self._step = engine.start(buckets, pipelined=consensus is None, is_agreed=True)
 

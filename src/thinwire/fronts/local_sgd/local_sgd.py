@@ -284,15 +284,14 @@ class LocalSGD(Joinable):
                 "with load_state_dict(state_dict())"
             )
         schedule, loaded, group = self._schedule, self._loaded, self._engine.transport
-        replica = self._model.replica
+        replica, averaged = self._model.replica, self._model.tensors()
         # The models first: those of other shapes could not even be divided alike.
         alike_on_all_shards(
             replica.inside,
             "entering LocalSGD",
             lambda: {"replica": f"{group.rank} of {group.size}", "algorithm": repr(self.sync.algorithm)},
-            self._engine.agree,
+            lambda: self._engine.agree(averaged[0].value.device),
         )
-        averaged = self._model.tensors()
         self._check_as_made(averaged)
         parts = fragments_of(averaged, schedule.num_fragments)
         fragments = Fragments(Fragment(part, self._outer_device) for part in parts)

@@ -357,7 +357,7 @@ class ShardedFront:
             self.shards,
             f"step {engine.steps}",
             lambda: {"algorithm": repr(engine.algorithm), "steps": str(engine.steps)},
-            engine.agree,
+            lambda: engine.agree(local_of(self._pieces[0].parameter).device),
         )
         for bucket in self._buckets:
             device = local_of(bucket.pieces[0].parameter).device
