@@ -227,7 +227,7 @@ def other_settings_of_post_local() -> None:
 CASES: list[tuple[Callable[[], None], str]] = [
     (other_algorithm, "process 0 has matrix_rank 2, process 1 has matrix_rank 4"),
     (other_kind_of_algorithm, "process 0 has algorithm PowerSGD, process 1 has algorithm AllReduce"),
-    (other_buckets, "2.weight, 2.bias, process 1 has bucket 2.bias"),
+    (other_buckets, "0 with 0.weight, 0.bias, 2.weight, 2.bias, process 1 has bucket 0 with 2.bias"),
     (other_settings_of_ddp, "process 0 has find_unused_parameters False, process 1 has find_unused_p"),
     (a_scaler_on_one, "process 0 has loss scale not known, process 1 has loss scale known"),
     (
@@ -375,7 +375,31 @@ def _disagree_and_go_on() -> tuple[Any, Any, int]:
 
 def test_it_is_compared_once_and_not_again(pool2: Pool) -> None:
     for compared in pool2.run(_count_comparisons):
-        assert compared == [1, 2, 0, 0, 2]  # one bucket, DDP's rebuilt ones, nothing, nothing, after use()
+        assert compared == [
+            1,
+            1,
+            0,
+            0,
+            1,
+        ]  # DDP's first buckets, its rebuilt ones, nothing, nothing, after use()
+
+
+def test_unlike_buckets_are_refused_before_any_message(pool2: Pool) -> None:
+    """Though the first ones are alike: all that are new are compared before one is sent."""
+    for told, messages in pool2.run(_unlike_from_the_second_bucket_on):
+        assert "bucket 1 with 2.weight, process 1 has bucket 1 with 0.bias, 2.weight" in told
+        assert "bucket 0" not in told
+        assert messages == 0
+
+
+def _unlike_from_the_second_bucket_on() -> tuple[str, int]:
+    cap = 0.005 if is_odd() else 0.0001
+    model = DistributedDataParallel(new_model(), bucket_cap_mb=cap, find_unused_parameters=True)
+    sync = thinwire.attach(model, POWER)
+    with pytest.raises(AgreementError) as refused:
+        step(model)
+    assert dist.get_world_size() == 2
+    return str(refused.value), sync.stats().messages
 
 
 def _count_comparisons() -> list[int]:

@@ -32,6 +32,7 @@ from thinwire.fronts.ddp_model import (
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lane import Lane
+from thinwire.sync.lanes import Specs
 from thinwire.sync.loss_scale import LossScale
 from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.step import Step
@@ -149,7 +150,7 @@ class BucketFront:
         self._names: dict[int, tuple[torch.Tensor, str]] = {
             id(p): (p, name) for p, name in (names or {}).items()
         }
-        self._specs: dict[tuple[int, ...], tuple[ParameterSpec, ...]] = {}
+        self._specs: dict[tuple[int, ...], Specs] = {}
         self._lanes: dict[tuple[int, ...], Lane] = {}
         # In no bucket that was seen; None to look anew.
         self._outside: list[tuple[torch.Tensor, str]] | None = None
@@ -200,7 +201,7 @@ class BucketFront:
             divide_by_contributors(bucket.parameters(), flat)
             # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
             with self.engine.clock.inside(self.engine.traffic):
-                lane = self._lane_of(bucket, flat.device)
+                lane = self._lane_of(bucket)
                 if self._step is None or not self._step.is_open:
                     # The model of a user's own hook is unknown; it may average within a machine only.
                     if self._model is not None:
@@ -297,8 +298,8 @@ class BucketFront:
         for future, flat in waiting:
             future.set_result(flat)
 
-    def _lane_of(self, bucket: GradBucket, device: torch.device) -> Lane:
-        """Return the bucket's lane, opened once."""
+    def _lane_of(self, bucket: GradBucket) -> Lane | Specs:
+        """Return the bucket's lane; if none is open, its parameters."""
         parameters = bucket.parameters()
         # Look up by identity, which `_names` keeps valid: this runs in every step, and names are slower.
         key = tuple(map(id, parameters))
@@ -309,7 +310,10 @@ class BucketFront:
                 self._name(reversed(parameters))
                 self._outside = None
                 self._specs[key] = tuple(ParameterSpec.of(self._names[id(p)][1], p) for p in parameters)
-            lane = self._lanes[key] = self.engine.open(self._specs[key], device)
+            lane = self.engine.opened(self._specs[key])
+            if lane is None:
+                return self._specs[key]
+            self._lanes[key] = lane
         return lane
 
     def _refuse_outside(self) -> None:

@@ -17,7 +17,7 @@ from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.checked_state import checked_state
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lane import Lane
-from thinwire.sync.lanes import Lanes, Parts
+from thinwire.sync.lanes import Lanes, Parts, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, average_local, packed_state
@@ -28,7 +28,7 @@ __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
 
-FlatBuckets: TypeAlias = Iterable[tuple[tuple[ParameterSpec, ...], torch.Tensor]]
+FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
 """The parameters of each bucket, and their gradients, flat."""
 
 
@@ -149,9 +149,7 @@ class Engine:
 
     # Steps.
 
-    def open(
-        self, specs: tuple[ParameterSpec, ...], device: torch.device, *, is_agreed: bool = False
-    ) -> Lane:
+    def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> Lane:
         """Return the lane of a bucket, to be kept while it `is_current`. Collective where it was not open.
 
         Args:
@@ -168,7 +166,11 @@ class Engine:
             CommunicationError: The comparison failed.
         """
         with self.clock.inside(self.traffic), full_precision(device):
-            return self._lanes.open(specs, device, is_agreed=is_agreed)
+            return self._lanes.open({specs: device}, is_agreed=is_agreed)[specs]
+
+    def opened(self, specs: Specs) -> Lane | None:
+        """Return the lane of a bucket; None if it is not open."""
+        return self._lanes.opened(specs)
 
     @property
     def has_agreed(self) -> bool:
@@ -226,8 +228,10 @@ class Engine:
         step = self.begin(pipelined=pipelined)
         try:
             with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
-                for specs, flat in buckets:
-                    step.start(self.open(specs, flat.device, is_agreed=is_agreed), flat)
+                given = list(buckets)
+                lanes = self._lanes.open({specs: flat.device for specs, flat in given}, is_agreed=is_agreed)
+                for specs, flat in given:
+                    step.start(lanes[specs], flat)
         # An interrupt, too: lanes left in flight would refuse every later step.
         except BaseException:
             step.abandon()

@@ -23,7 +23,7 @@ from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order, without_shards
 from thinwire.version import __version__
 
-__all__ = ["Lanes", "Parts"]
+__all__ = ["Lanes", "Parts", "Specs"]
 
 # Steps of which the host does not learn whether they were finite.
 COUNTED_TOGETHER = 256
@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 EXACT = AllReduce()
 
-Parts: TypeAlias = Sequence[Sequence[tuple[ParameterSpec, ...]]]
+Specs: TypeAlias = tuple[ParameterSpec, ...]
+"""The parameters of a bucket."""
+
+Parts: TypeAlias = Sequence[Sequence[Specs]]
 """The buckets of each part of a model whose parts are averaged in steps of their own."""
 
 
@@ -85,7 +88,7 @@ class Lanes:
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
         self._transport = transport
         self._traffic = traffic
-        self._open: dict[tuple[ParameterSpec, ...], Lane] = {}
+        self._open: dict[Specs, Lane] = {}
         self._plans: tuple[BucketPlan, ...] = ()  # of the last step; of parts, all
         self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
         self.has_agreed = False  # without a bucket
@@ -228,7 +231,7 @@ class Lanes:
         self._model_plans, self.has_agreed = (), False
         self._plans = tuple(self._prepared(plan.specs) for plan in self._plans)
 
-    def _prepared(self, specs: tuple[ParameterSpec, ...]) -> BucketPlan:
+    def _prepared(self, specs: Specs) -> BucketPlan:
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
         return algorithm.prepare(specs, self.choices, num_members=self._transport.size)
 
@@ -252,15 +255,16 @@ class Lanes:
 
     # Lanes.
 
-    def open(
-        self, specs: tuple[ParameterSpec, ...], device: torch.device, *, is_agreed: bool = False
-    ) -> Lane:
-        """Return the lane of a bucket. Collective where it was not open.
+    def opened(self, specs: Specs) -> Lane | None:
+        """Return the lane of a bucket; None if it is not open."""
+        return self._open.get(specs)
+
+    def open(self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False) -> Mapping[Specs, Lane]:
+        """Return the lanes of buckets. Collective where some were not open: once, however many.
 
         Args:
-            specs: The bucket's parameters.
-            device: Of their gradients.
-            is_agreed: Whether all processes are known to have this very bucket, and have called `agree`.
+            buckets: The parameters of each, and where their gradients are.
+            is_agreed: Whether all processes are known to have these very buckets, and have called `agree`.
 
         Raises:
             GradientError: A gradient of a kind that can't be averaged.
@@ -268,30 +272,32 @@ class Lanes:
             CommunicationError: The comparison failed.
             StateError: The loaded state has a tensor of another shape than its parameter.
         """
-        lane = self._open.get(specs)
-        if lane is not None:
-            return lane
-        self.device = device
-        plan = self._prepared(specs)
-        if any(spec.name not in self.specs for spec in specs):
-            self.specs.update((spec.name, spec) for spec in specs)
-            self._model_plans = ()
-        # Before the bucket's first message: members whose messages have other lengths would wait for ever, or
+        plans = [self._prepared(specs) for specs in buckets if specs not in self._open]
+        for plan in plans:
+            self.device = buckets[plan.specs]
+            if any(spec.name not in self.specs for spec in plan.specs):
+                self.specs.update((spec.name, spec) for spec in plan.specs)
+                self._model_plans = ()
+        # Before the first message of any: members whose messages have other lengths would wait for ever, or
         # add up what does not belong together. And by a gather, which is never taken for an average: where
         # only some come here, it ends in a timeout that says what to look for.
-        if not is_agreed:
-            self._compare(", ".join(spec.name for spec in specs))
+        if plans and not is_agreed:
+            self._compare([plan.specs for plan in plans])
+        for plan in plans:
+            self._open_one(plan, buckets[plan.specs])
+        return {specs: self._open[specs] for specs in buckets}
+
+    def _open_one(self, plan: BucketPlan, device: torch.device) -> None:
         # Behind the comparison: where it refuses, what was loaded is still there to be saved or replaced.
         for slot, tensors in self._unclaimed.items():
-            for spec in specs:
+            for spec in plan.specs:
                 if spec.name in tensors:
                     loaded = tensors.pop(spec.name)
                     self.memory[slot][spec.name] = in_memory_order(slot, loaded, spec, device)
         warning = plan.adopt(self.memory)
         if warning and self._unchecked is not None:
-            warnings.warn(warning, stacklevel=5)
-        lane = self._open[specs] = Lane(plan)
-        return lane
+            warnings.warn(warning, stacklevel=6)
+        self._open[plan.specs] = Lane(plan)
 
     def agree(self, device: torch.device) -> None:
         """Refuse to go on where processes differ. Collective, once after each change.
@@ -305,14 +311,17 @@ class Lanes:
         """
         if not self.has_agreed:
             self.device = device
-            self._compare("")
+            self._compare(())
             self.has_agreed = True
 
-    def _compare(self, bucket: str) -> None:
+    def _compare(self, buckets: Sequence[Specs]) -> None:
         # Not through what counts, for it is no gradient's message; but the host waits as for one.
         start = time.perf_counter()
-        described = self.described("a step", self.device)
-        agree(self._transport, {**described, "bucket": bucket}, f"step {self.steps}")
+        named = {
+            f"bucket {number} with": ", ".join(spec.name for spec in specs)
+            for number, specs in enumerate(buckets)
+        }
+        agree(self._transport, {**self.described("a step", self.device), **named}, f"step {self.steps}")
         self._traffic.waiting_seconds += time.perf_counter() - start
 
     def described(self, call: str, device: torch.device, *, has_progress: bool = True) -> Description:

@@ -37,15 +37,6 @@ class ExpectedBuckets:
         """Return whether it matters which buckets the step after so many is made with."""
         return bool(self.names) and (self.is_resumed or step < 2)
 
-    def differ_from(self, specs: tuple[ParameterSpec, ...], index: int) -> bool:
-        """Return whether another bucket is to be sent than this one.
-
-        Args:
-            specs: Of the bucket that came.
-            index: How many came before it.
-        """
-        return self.names[index : index + 1] != names_of([specs])
-
     def note(self, came: Iterable[tuple[ParameterSpec, ...]], step: int, *, was_regrouped: bool) -> None:
         """Take note of a step's buckets, for the next.
 

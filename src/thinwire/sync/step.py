@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,13 +11,12 @@ from thinwire.algorithms import Bucket, Commit, accelerators
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Traffic, Transport, true_for_all
 from thinwire.errors import StepError
-from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
 from thinwire.sync.exchange import Exchange, shown
 from thinwire.sync.lane import Lane
-from thinwire.sync.lanes import Lanes
+from thinwire.sync.lanes import Lanes, Specs
 from thinwire.sync.precision import full_precision
-from thinwire.sync.regrouping import copy_back, regrouped
+from thinwire.sync.regrouping import copy_back, names_of, regrouped
 from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
 
@@ -64,21 +63,22 @@ class Step:
         self._exchange = Exchange(wire, f"step {number}", lanes.settings.together)
         self._streams = Streams()
         self._buckets: list[Bucket] = []  # as sent
-        # Where results depend on the buckets, they may have to be sent in others than they come in: see
-        # `regrouping`.
-        self._held: list[Bucket] = []  # came, and wait for those that they are sent with
+        # Those that are new wait for the comparison of the processes. And where results depend on the
+        # buckets, they may have to be sent in others than they come in: see `regrouping`.
+        self._held: list[Bucket] = []  # came, and wait for those behind them
         self._copied: list[Bucket] = []  # came, were sent in others, and get their means back
-        self._came: list[tuple[ParameterSpec, ...]] = []
+        self._came: list[Specs] = []
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
         self._finds_unused = False
         self._has_all = False
 
-    def start(self, lane: Lane, flat: torch.Tensor) -> None:
+    def start(self, lane: Lane | Specs, flat: torch.Tensor) -> None:
         """Send the first message of a bucket whose gradients are ready, and return.
 
         Args:
-            lane: Of the bucket.
+            lane: Of the bucket; or its parameters, if no lane is open: then it waits until all buckets are
+                there, so that one comparison of the processes serves them all.
             flat: Its gradients, shape (sum of elements,), averaged in place by `finish`.
 
         Raises:
@@ -88,38 +88,38 @@ class Step:
         """
         self._check_open()
         refuse_capture(flat.device)
-        if any(bucket.specs == lane.specs for bucket in [*self._buckets, *self._held]):
+        specs = lane.specs if isinstance(lane, Lane) else lane
+        if any(bucket.specs == specs for bucket in [*self._buckets, *self._held]):
             # The pass that began this step will never end it: left open, it would stand in the way of saving.
             self.abandon()
             raise StepError(
-                f"the bucket of {lane.specs[0].name} was started twice: the last backward pass did not "
+                f"the bucket of {specs[0].name} was started twice: the last backward pass did not "
                 "finish on this process; restart all processes from a checkpoint"
             )
-        if lane.is_in_flight:
+        if isinstance(lane, Lane) and lane.is_in_flight:
             # It would begin with the memory that the other step is about to write, and one of both be lost.
             raise StepError(
-                f"the bucket of {lane.specs[0].name} is in flight in another step; finish or abandon that "
-                "first"
+                f"the bucket of {specs[0].name} is in flight in another step; finish or abandon that first"
             )
-        self._clock.device = flat.device
+        self._clock.device = self._all_lanes.device = flat.device
         with self._clock.inside(self._traffic), full_precision(flat.device):
             self._streams.note(flat.device)  # before anything is launched for the bucket
-            self._came.append(lane.specs)
-            self.num_parameters += len(lane.specs)
+            self._came.append(specs)
+            self.num_parameters += len(specs)
             self.gradient_bytes += flat.nbytes
-            if self._is_held_back(lane):
-                self._held.append(Bucket(lane.specs, flat))
-            else:
+            # In the order in which they came: behind one that waits all do.
+            if isinstance(lane, Lane) and not self._held and not self._differs_from_expected([specs]):
                 self._send(lane, flat)
+            else:
+                self._held.append(Bucket(specs, flat))
 
-    def _is_held_back(self, lane: Lane) -> bool:
-        """Return whether the step is made with other buckets than those that come, from this one on."""
-        if not self._all_lanes.algorithm.sees_buckets or self._all_lanes.num_parts > 1:
+    def _differs_from_expected(self, came: Sequence[Specs]) -> bool:
+        """Return whether the step is to be made with other buckets than those that came, the next ones."""
+        lanes, expected = self._all_lanes, self._all_lanes.expected
+        if not lanes.algorithm.sees_buckets or lanes.num_parts > 1 or not expected.is_known(self._number):
             return False
-        expected = self._all_lanes.expected
-        return expected.is_known(self._number) and (
-            bool(self._held) or expected.differ_from(lane.specs, len(self._buckets))
-        )
+        start = len(self._buckets)
+        return expected.names[start : start + len(came)] != names_of(came)
 
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
         lanes = self._all_lanes
@@ -191,9 +191,6 @@ class Step:
         """Take no more buckets, and send what waited until all are there."""
         if not self._buckets and not self._held:
             raise StepError("finish() was called without start(): there are no gradients to average")
-        # Where parameters become known bucket by bucket, the state of another model can't be refused sooner.
-        # Nothing has been written yet.
-        self._all_lanes.check_loaded()
         # Buckets may have been started on several streams; from here on all are worked on from one.
         self._streams.gather()
         self._send_held()
@@ -204,14 +201,17 @@ class Step:
 
     def _send_held(self) -> None:
         """Send what was held back in the expected buckets, or as it came if its parameters are others."""
-        if not self._held:
-            return
-        planned = self._all_lanes.expected.names[len(self._buckets) :]
-        buckets = regrouped(self._held, planned)
-        if buckets is not None:
-            self._copied = self._held
-        for bucket in buckets or self._held:
-            self._send(self._all_lanes.open(bucket.specs, bucket.flat.device), bucket.flat)
+        buckets, lanes = self._held, self._all_lanes
+        if self._differs_from_expected([bucket.specs for bucket in self._held]):
+            planned = regrouped(self._held, lanes.expected.names[len(self._buckets) :])
+            if planned is not None:
+                buckets, self._copied = planned, self._held
+        opened = lanes.open({bucket.specs: bucket.flat.device for bucket in buckets})
+        # Where parameters become known bucket by bucket, the state of another model can't be refused sooner.
+        # Nothing has been written yet.
+        lanes.check_loaded()
+        for bucket in buckets:
+            self._send(opened[bucket.specs], bucket.flat)
         self._held = []
 
     def finish(self) -> bool:
