@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 from threading import Barrier, Event
 from typing import Any
 
@@ -22,6 +23,7 @@ from thinwire.channel.transport import Collective
 from thinwire.channel.wrapped import Wrapped
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
+from thinwire.sync import lanes
 from thinwire.sync.engine import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
@@ -662,3 +664,53 @@ def test_a_plan_may_change_while_another_part_is_in_flight(algorithm: Algorithm)
         kept = [errors.get(each.name, torch.zeros(each.numel)) for each in bucket]
         assert (torch.cat(kept) + got - total).abs().max() < 1e-3
     assert engine.steps == 16
+
+
+def test_lanes_of_models_that_use_other_parameters_in_each_step_are_closed_again() -> None:
+    """As with experts, or layers that are dropped. The residual is the parameters', and stays."""
+    specs = [spec(f"{number}.weight", 32, 16) for number in range(12)]
+    engines = [Engine(PowerSGD(matrix_rank=1), each, specs) for each in InProcessTransport.group(2)]
+    # The one that is in flight all the time is in nobody's way.
+    alone = (spec("alone", 32, 16),)
+    subsets = [tuple(pair) for pair in combinations(specs, 2)]
+    assert len(subsets) > 2 * lanes.MAX_IDLE_LANES
+
+    def body(rank: int) -> tuple[bool, list[bool], torch.Tensor]:
+        engine, generator = engines[rank], torch.Generator().manual_seed(rank)
+        engine.agree(torch.device("cpu"))
+        left = {each.name: torch.zeros(each.numel) for each in specs}
+        under_way = engine.start([(alone, torch.randn(512, generator=generator))], is_agreed=True)
+        first = engine.open(subsets[0], torch.device("cpu"), is_agreed=True)
+        for subset in [*subsets, subsets[0]]:
+            flat = torch.randn(1024, generator=generator)
+            sent = flat.clone()
+            engine.average([(subset, flat)], is_agreed=True)
+            for each, given, mean in zip(subset, sent.split(512), flat.split(512), strict=True):
+                left[each.name] += given - mean
+        under_way.finish()
+        assert first is not engine.opened(subsets[0])
+        owed = torch.stack([left[each.name] - engine.memory[ERROR][each.name] for each in specs])
+        return first.is_current, [engine.opened(subset) is not None for subset in subsets], owed
+
+    found = run_members(2, body)
+    is_open = [each for _, each, _ in found]
+    assert is_open[0] == is_open[1]
+    assert sum(is_open[0]) == lanes.MAX_IDLE_LANES  # beside the lane of the last step
+    assert is_open[0][0]
+    assert is_open[0][-1]
+    assert not any(is_current for is_current, _, _ in found)
+    # What both have got, and still owe, is what they have given.
+    assert (found[0][2] + found[1][2]).abs().max() < 1e-4
+    assert engines[0].counts().compression_ratio > 5
+
+
+def test_the_plan_is_made_once_and_not_in_every_step() -> None:
+    simulation = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=1)
+    before = simulation.syncs[0].plan
+    simulation.step(random_gradients(buckets(), num_workers=1, seed=0))
+    plan = simulation.syncs[0].plan
+    assert {route.label for route in plan.routes} == {route.label for route in before.routes}
+    simulation.step(random_gradients(buckets(), num_workers=1, seed=1))
+    assert simulation.syncs[0].plan is plan
+    simulation.syncs[0].use(PowerSGD(matrix_rank=1))
+    assert simulation.syncs[0].plan.message_bytes < plan.message_bytes

@@ -35,11 +35,11 @@ from thinwire import (
 )
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Commit, Diagnosis, Mean
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Collective, Work
+from thinwire.channel import Collective, InProcessTransport, Work
 from thinwire.channel.wrapped import Wrapped
 from thinwire.plan import Route
 from thinwire.simulation import Simulation
-from thinwire.sync import engine_of
+from thinwire.sync import Engine, GradientSync, engine_of
 from thinwire.watch import reading
 from thinwire.watch.growth import GrowthAlarm
 
@@ -114,6 +114,26 @@ def test_a_record_of_several_steps_and_another_plan() -> None:
     before = len(kept.records)
     train(simulated, range(1))
     assert len(kept.records) == before
+
+
+def test_a_step_that_leaves_parameters_out_is_no_new_plan() -> None:
+    kept, specs = Kept(), [spec(name, 64, 32) for name in "abc"]
+    engine = Engine(PowerSGD(matrix_rank=2), InProcessTransport.group(1)[0], specs)
+    used: list[str] = ["ab", "a", "b", "abc", "c", "ac", "a"]
+    with Watch(GradientSync(engine), kept):
+        for names in used:
+            bucket = tuple(each for each in specs if each.name in names)
+            engine.average([(bucket, torch.randn(64 * 32 * len(bucket)))], is_agreed=True)
+        engine.use(PowerSGD(matrix_rank=1))
+        engine.average([(tuple(specs), torch.randn(64 * 32 * 3))], is_agreed=True)
+        engine.use(PowerSGD(matrix_rank=2))
+        engine.average([(tuple(specs), torch.randn(64 * 32 * 3))], is_agreed=True)
+    assert [[route["label"] for route in plan["routes"]] for plan in kept.of("plan")] == [
+        ["a", "b"],
+        *[["a", "b", "c"]] * 3,
+    ]
+    assert len(kept.of("step")) == len(used) + 2
+    assert engine.counts().compression_ratio > 5
 
 
 def test_watching_changes_nothing() -> None:

@@ -28,6 +28,9 @@ __all__ = ["Lanes", "Parts", "Specs"]
 # Steps of which the host does not learn whether they were finite.
 COUNTED_TOGETHER = 256
 
+# Lanes that are kept open beside those of the last step.
+MAX_IDLE_LANES = 32
+
 logger = logging.getLogger(__name__)
 
 EXACT = AllReduce()
@@ -91,6 +94,7 @@ class Lanes:
         self._open: dict[Specs, Lane] = {}
         self._plans: tuple[BucketPlan, ...] = ()  # of the last step; of parts, all
         self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
+        self._shown: tuple[Sequence[BucketPlan], Plan] = (self._plans, Plan(()))
         self.has_agreed = False  # without a bucket
         self.num_parts = max(1, len(parts))
         self._unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
@@ -165,9 +169,13 @@ class Lanes:
     @property
     def plan(self) -> Plan:
         """How each parameter travels, in the order of the model."""
-        order = {name: position for position, name in enumerate(self.specs)}
-        routes = [route for plan in self.plans for route in plan.routes]
-        return Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
+        plans, plan = self._shown
+        if plans is not self.plans:  # asked in every step, and seldom another one
+            order = {name: position for position, name in enumerate(self.specs)}
+            routes = [route for each in self.plans for route in each.routes]
+            plan = Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
+            self._shown = self.plans, plan
+        return plan
 
     def use(self, algorithm: Algorithm) -> None:
         """Go on with another algorithm.
@@ -242,6 +250,20 @@ class Lanes:
         if [lane.specs for lane in lanes] != [plan.specs for plan in self._plans]:
             self._plans = tuple(lane.plan for lane in lanes)
             self._forget_stale()
+            self._close_oldest(lanes)
+
+    def _close_oldest(self, used: Sequence[Lane]) -> None:
+        """Close lanes that steps have long not used: of models that use other parameters in each.
+
+        All members end the same steps in one order, so they close the same ones.
+        """
+        for lane in used:
+            if self._open.pop(lane.specs, None) is not None:  # else closed by a new plan meanwhile
+                self._open[lane.specs] = lane
+        idle = [lane for lane in self._open.values() if not lane.is_in_flight]
+        for lane in idle[: max(0, len(idle) - MAX_IDLE_LANES)]:
+            lane.is_current = False
+            del self._open[lane.specs]
 
     def _forget_stale(self) -> None:
         """Drop memory of routes that no longer exist: of earlier buckets, or of an earlier algorithm."""

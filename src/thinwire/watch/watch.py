@@ -87,7 +87,8 @@ class Watch:
         # After the other checks: a watch that is refused leaves no file behind.
         self._writer: Writer | None = _checked(writer)
         self._alarm = GrowthAlarm()
-        self._planned: tuple[object, ...] = ()
+        self._planned: tuple[object, object] = (None, None)
+        self._routes: dict[str, Route] = {}  # as last written, of each label
         self._start = self._last_end = time.perf_counter()
         # What was counted before is no step of this watch: it may begin in the middle of training.
         self._last = self._watched.counts()
@@ -181,14 +182,19 @@ class Watch:
         self._steps = self._nonfinite_steps = 0
 
     def _write_plan(self) -> None:
-        planned = (self._engine.algorithm, self._engine.plan)
-        if planned != self._planned:
-            self._planned = planned
-            # Under another plan the residual levels off elsewhere, and growing up to there is no alarm.
-            self._alarm.start_anew()
-            algorithm = self._engine.algorithm if self._watched is self._engine else self._watched
-            routes = [_recorded(route) for route in self._engine.plan.routes]
-            self._write("plan", {"algorithm": str(algorithm), "routes": routes})
+        algorithm, plan = self._engine.algorithm, self._engine.plan
+        if (algorithm, plan) == self._planned:
+            return
+        routes = {route.label: route for route in plan.routes}
+        was, self._planned = self._planned[0], (algorithm, plan)
+        # A step that leaves parameters out, and sends the others as was written, is no new plan.
+        if algorithm == was and routes.items() <= self._routes.items():
+            return
+        self._routes = {**self._routes, **routes} if algorithm == was else routes
+        # Under another plan the residual levels off elsewhere, and growing up to there is no alarm.
+        self._alarm.start_anew()
+        shown = algorithm if self._watched is self._engine else self._watched
+        self._write("plan", {"algorithm": str(shown), "routes": [_recorded(route) for route in plan.routes]})
 
     def _write_norms(self) -> None:
         stats = self._engine.stats()
