@@ -9,6 +9,7 @@ import torch
 
 from thinwire.channel import CollectiveTraffic, InProcessTransport, Metered, Traffic, Work, run_members
 from thinwire.channel.transport import Collective
+from thinwire.errors import CommunicationError
 
 Counts: TypeAlias = dict[Collective, CollectiveTraffic]
 
@@ -111,3 +112,17 @@ def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RuntimeError, match="the backend failed"):
         work.wait()
     assert metered.traffic.waiting_seconds == 1.5
+
+
+def test_what_could_not_be_sent_is_not_counted() -> None:
+    class Broken(InProcessTransport):
+        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+            raise CommunicationError("the peer has gone")
+
+    (alone,) = Broken.group(1)
+    metered = Metered(alone)
+    with pytest.raises(CommunicationError, match="the peer has gone"):
+        metered.mean(torch.zeros(2), "a test")
+    assert not metered.traffic.by_collective
+    metered.all_reduce(torch.zeros(2), "a test").wait()
+    assert metered.traffic.messages == 1

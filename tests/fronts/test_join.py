@@ -20,6 +20,7 @@ from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport
+from thinwire.fronts.contributors import counted, divide_by_contributors
 from thinwire.sync.engine import Engine
 
 WILDLY = [(0, 9), (7, 3), (0, 0), (2, 2)]
@@ -373,3 +374,19 @@ def _refused() -> list[str]:
     with thinwire.join(model, throw_on_early_termination=True):
         pass
     return messages
+
+
+def test_a_parameter_that_two_joined_models_share_is_the_outer_ones_again() -> None:
+    shared, other, scales = torch.zeros(2), torch.zeros(2), [torch.tensor([2.0]), torch.tensor([3.0])]
+
+    def scaled() -> list[float]:
+        flats = [torch.ones(1) for _ in range(2)]
+        for parameter, flat in zip((shared, other), flats, strict=True):
+            divide_by_contributors([parameter], flat)
+        return [float(flat) for flat in flats]
+
+    with counted([shared], scales[0]):
+        with counted([shared, other], scales[1]):
+            assert scaled() == [3, 3]
+        assert scaled() == [2, 1]
+    assert scaled() == [1, 1]

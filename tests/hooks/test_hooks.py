@@ -27,6 +27,7 @@ from thinwire import hooks
 from thinwire.algorithms import Algorithm
 from thinwire.channel import ProcessGroupTransport
 from thinwire.hooks import powersgd as powersgd_hooks
+from thinwire.hooks import stateless
 from thinwire.powersgd import AlgorithmAggregator
 
 STATELESS = ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"]
@@ -845,3 +846,19 @@ def _logged() -> list[str]:
     gradients_of(ddp_model, range(5))
     powersgd_hooks.logger.removeHandler(handler)
     return lines
+
+
+def test_hooks_without_state_compare_again_in_a_new_group_and_where_a_bucket_has_other_parameters() -> None:
+    """The next group may have the name of the one before."""
+    compared: list[str] = []
+    first, second, third = (torch.zeros(size) for size in (3, 4, 5))
+    with patch.object(stateless, "agree", lambda *given: compared.append(given[1]["parameters"])):
+        for _ in range(2):
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+            try:
+                transport = ProcessGroupTransport()
+                for parameters in ([first, second], [first, second], [first, third], [first]):
+                    stateless._agree("16 bits", transport, parameters)
+            finally:
+                dist.destroy_process_group()
+    assert compared == ["(3, 4)", "(3, 5)", "(3,)"] * 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
@@ -14,10 +17,12 @@ __all__ = [
     "pays_per_launch",
     "sent_to",
     "shortfalls",
+    "shortfalls_kept_in",
     "widest_dtype",
 ]
 
 _shortfalls: dict[str, None] = {}  # in the order in which they were found
+_threads = threading.local()  # where each thread keeps those of the step that it is inside of
 
 
 def pays_per_launch(device: torch.device) -> bool:
@@ -87,19 +92,36 @@ def widest_dtype(device: torch.device) -> torch.dtype:
     return torch.float64 if has_float64(device) else torch.float32
 
 
+@contextmanager
+def shortfalls_kept_in(kept: dict[str, None]) -> Iterator[None]:
+    """Keep the shortfalls that this thread meets while this is open, whether they were told before or not.
+
+    Args:
+        kept: Takes up the sentences.
+    """
+    before, _threads.kept = getattr(_threads, "kept", None), kept
+    try:
+        yield
+    finally:
+        _threads.kept = before
+
+
 def note_shortfall(sentence: str) -> None:
-    """Warn once in this process that slower kernels serve, and keep it for `shortfalls`.
+    """Warn once in this process that slower kernels serve, and keep it for who is served by them.
 
     Args:
         sentence: Why, and which serve.
     """
+    kept = getattr(_threads, "kept", None)
+    if kept is not None:
+        kept[sentence] = None
     if sentence not in _shortfalls:
         _shortfalls[sentence] = None
         warnings.warn(sentence, stacklevel=2)
 
 
 def shortfalls(device: torch.device) -> tuple[str, ...]:
-    """Return why slower kernels than those made for a device have served it; nothing on the CPU.
+    """Return why slower kernels than those made for a device have served this process; nothing on the CPU.
 
     Args:
         device: Which.

@@ -148,8 +148,11 @@ class Metered(Wrapped):
         self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
     ) -> Work:
         """As `Wrapped.send`; count it, and the time that is waited for it."""
-        self.traffic.count(collective, tensor.nbytes, self.size)
-        return _TimedWork(start(), self.traffic)
+        handed_bytes = tensor.nbytes
+        work = start()
+        # Only now: what could not be sent has cost nothing.
+        self.traffic.count(collective, handed_bytes, self.size)
+        return _TimedWork(work, self.traffic)
 
 
 @dataclass(frozen=True)

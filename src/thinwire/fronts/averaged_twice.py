@@ -69,7 +69,15 @@ def refuse_averaged_twice(
 def _reaches(transport: Transport, other: Transport) -> bool:
     """Return whether all processes of the other group are in a group."""
     if isinstance(transport, ProcessGroupTransport) and isinstance(other, ProcessGroupTransport):
-        mine, theirs = (set(dist.get_process_group_ranks(each.group)) for each in (transport, other))
-        return theirs <= mine
+        mine, theirs = _ranks_of(transport.group), _ranks_of(other.group)
+        return bool(theirs) and theirs <= mine
     # Nobody knows who is at the ends of another one: advice times both ways over one that sends to nobody.
     return isinstance(transport, InProcessTransport) and transport is other
+
+
+def _ranks_of(group: dist.ProcessGroup) -> set[int]:
+    """Return who is in a group; nobody if it was destroyed, over which nothing is averaged any more."""
+    try:
+        return set(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError):
+        return set()

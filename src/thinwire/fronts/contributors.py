@@ -55,14 +55,18 @@ def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator
         scale: Members of the group over contributors, shape (1,), kept up to date by the caller.
     """
     # A list: what is frozen or replaced meanwhile must be taken out again as well.
-    held = list(parameters)
-    for parameter in held:
+    before = [(parameter, _scales.get(parameter)) for parameter in parameters]
+    for parameter, _ in before:
         _scales[parameter] = scale
     try:
         yield
     finally:
-        for parameter in held:
-            del _scales[parameter]
+        for parameter, was in before:
+            # A parameter that two models share is still the outer one's.
+            if was is None:
+                del _scales[parameter]
+            else:
+                _scales[parameter] = was
 
 
 def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tensor) -> None:

@@ -1,6 +1,8 @@
 """torch's hooks that keep nothing between steps: one message for each bucket, or none."""
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
@@ -193,14 +195,19 @@ def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.T
     return gradients.view(-1)[:numel]
 
 
-# By the first parameter of a bucket: gradients in other types would be summed as if they were of one.
+# By the first parameter of a bucket: over which group, how, and parameters of which sizes. Gradients in other
+# types would be summed as if they were of one.
 _agreed = WeakTensorKeyDictionary()
 
 
 def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Tensor]) -> None:
-    """Refuse, where a bucket is new to a hook, that processes use other hooks for it."""
-    agreed = (how, transport.group.group_name)
-    if parameters and (parameters[0] not in _agreed or _agreed[parameters[0]] != agreed):
-        description = {"thinwire": __version__, "algorithm": how, "parameters": str(len(parameters))}
+    """Refuse, where a bucket is new to a hook, that processes use other hooks or buckets."""
+    if not parameters:
+        return
+    sizes = tuple(each.numel() for each in parameters)
+    # The group itself, and not its name: another one that is made later may have the same.
+    agreed = (weakref.ref(transport.group), how, sizes)
+    if _agreed.get(parameters[0]) != agreed:
+        description = {"thinwire": __version__, "algorithm": how, "parameters": repr(sizes)}
         agree(transport, description, "a bucket's first step")
         _agreed[parameters[0]] = agreed

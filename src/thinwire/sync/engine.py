@@ -348,7 +348,7 @@ class Engine:
             waiting_seconds=traffic.waiting_seconds,
             arithmetic_seconds=self.clock.arithmetic_seconds,
             exposed_seconds=self.clock.exposed_seconds,
-            shortfalls=accelerators.shortfalls(self._lanes.device),
+            shortfalls=tuple(self._lanes.shortfalls),
         )
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:

@@ -63,6 +63,7 @@ class Lanes:
         local_is_mean: Whether nothing has changed the local slots of the memory since they were averaged.
         expected: With which buckets the next step is to be made, where results depend on it.
         device: Of the last bucket.
+        shortfalls: Why slower kernels than those made for the device have served steps.
         num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
 
     Raises:
@@ -87,6 +88,7 @@ class Lanes:
         self.local_is_mean = True  # there is nothing yet
         self.expected = ExpectedBuckets()
         self.device = torch.device("cpu")
+        self.shortfalls: dict[str, None] = {}
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
         self._transport = transport

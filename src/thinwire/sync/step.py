@@ -102,7 +102,11 @@ class Step:
                 f"the bucket of {specs[0].name} is in flight in another step; finish or abandon that first"
             )
         self._clock.device = self._all_lanes.device = flat.device
-        with self._clock.inside(self._traffic), full_precision(flat.device):
+        with (
+            self._clock.inside(self._traffic),
+            full_precision(flat.device),
+            accelerators.shortfalls_kept_in(self._all_lanes.shortfalls),
+        ):
             self._streams.note(flat.device)  # before anything is launched for the bucket
             self._came.append(specs)
             self.num_parameters += len(specs)
@@ -173,7 +177,11 @@ class Step:
         self._check_open()
         # Not ready anew: the last gradients were when their bucket was started, and all since then is
         # exposed.
-        with self._clock.inside(self._traffic, are_ready=False), full_precision(self._all_lanes.device):
+        with (
+            self._clock.inside(self._traffic, are_ready=False),
+            full_precision(self._all_lanes.device),
+            accelerators.shortfalls_kept_in(self._all_lanes.shortfalls),
+        ):
             try:
                 if not self._has_all:
                     self._complete()
@@ -228,7 +236,11 @@ class Step:
             CommunicationError: A collective failed; memory is as it was.
         """
         self._check_open()
-        with self._clock.inside(self._traffic, are_ready=False), full_precision(self._all_lanes.device):
+        with (
+            self._clock.inside(self._traffic, are_ready=False),
+            full_precision(self._all_lanes.device),
+            accelerators.shortfalls_kept_in(self._all_lanes.shortfalls),
+        ):
             try:
                 # What comes back is written while the last messages travel: an accelerator does that anyway.
                 # Not in `advance`: a caller that drops a step there may need its gradients as they were.

@@ -10,12 +10,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from thinwire.algorithms import accelerators
+from catalog import spec
+from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, accelerators
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.kernels.dispatch import NUMBA, TORCH, kernels_for
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 from thinwire.algorithms.kernels.triton import limits as triton_limits
+from thinwire.channel import InProcessTransport
+from thinwire.sync import Engine
 from thinwire.sync.stats import Stats
 
 needs_numba = pytest.mark.skipif(
@@ -167,9 +170,9 @@ def test_no_groups_no_work() -> None:
 @pytest.fixture
 def no_shortfalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(accelerators, "_shortfalls", {})
-    triton_limits.can_be_used.cache_clear()
+    triton_limits._why_unusable.cache_clear()
     yield
-    triton_limits.can_be_used.cache_clear()
+    triton_limits._why_unusable.cache_clear()
 
 
 def lacking(name: str) -> str:
@@ -229,6 +232,25 @@ def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("no_shortfalls")
+def test_each_engine_has_its_own_shortfalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though only the first of them is warned."""
+    monkeypatch.setattr(triton_limits, "_why_not", lambda device: None)
+    monkeypatch.setattr(triton_limits, "installed", lambda: None)
+    told = "Triton is not installed: PyTorch's kernels serve, in several times as many launches"
+    bucket = (spec("weight", 64, 32),)
+
+    def shortfalls_of(algorithm: Algorithm) -> tuple[str, ...]:
+        engine = Engine(algorithm, InProcessTransport.group(1)[0])
+        engine.average([(bucket, torch.randn(64 * 32))])
+        return engine.stats().shortfalls
+
+    with pytest.warns(UserWarning, match=told):
+        assert shortfalls_of(PowerSGD(matrix_rank=8)) == (told,)
+    assert shortfalls_of(AllReduce()) == shortfalls_of(Cast("bf16")) == ()
+    assert shortfalls_of(PowerSGD(matrix_rank=8)) == (told,)
+
+
+@pytest.mark.usefixtures("no_shortfalls")
 def test_a_gpu_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
@@ -240,7 +262,7 @@ def test_a_gpu_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_shortfalls")
 @pytest.mark.parametrize("kind", ["mps", "xpu"])
 def test_an_accelerator_that_triton_does_not_reach_is_told(kind: str) -> None:
-    triton_limits.reaches.cache_clear()
+    triton_limits._why_not.cache_clear()
     device = torch.device(kind)
     told = (
         f"Triton's kernels are for CUDA and ROCm, and this device is of type {kind}: PyTorch's kernels serve"

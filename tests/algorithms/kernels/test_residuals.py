@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from functools import partial
+from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -80,3 +83,25 @@ def test_tables_are_kept_but_for_those_of_a_mode(monkeypatch: pytest.MonkeyPatch
     for number in (1, 2, 1, 3, 1, 2, 9, 9):
         assert on_device((number,), partial(table, number), torch.device("cpu")) == number
     assert made[1:] == [1, 2, 3, 2, 9, 9]
+
+
+def test_a_table_is_not_dropped_while_another_thread_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As backward passes of two devices do: the other one comes when the first has just found its table."""
+    cpu = torch.device("cpu")
+    others: list[Thread] = []
+
+    class Meeting(OrderedDict[Any, Any]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            if found is not None and not others:
+                others.append(Thread(target=on_device, args=(("second",), lambda: torch.tensor(2), cpu)))
+                others[0].start()
+                others[0].join(0.2)  # waits, if it must, for the first
+            return found
+
+    monkeypatch.setattr(kept, "MAX_TABLES", 1)
+    monkeypatch.setattr(kept, "_kept", Meeting())
+    for _ in range(2):
+        assert on_device(("first",), lambda: torch.tensor(1), cpu) == 1
+    others[0].join()
+    assert [int(each) for each in kept._kept.values()] == [2]

@@ -16,7 +16,7 @@ from members import Member, run
 from pool import Pool
 from thinwire.algorithms import AllReduce, PowerSGD
 from thinwire.channel import InProcessTransport
-from thinwire.errors import StateError, StepError
+from thinwire.errors import AttachError, StateError, StepError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.powersgd import AlgorithmAggregator, optimizer_step
@@ -317,3 +317,22 @@ def test_without_a_process_group() -> None:
 def test_the_errors_are_the_ones_users_catch() -> None:
     assert issubclass(StepError, RuntimeError)
     assert issubclass(StateError, ValueError)
+
+
+def test_a_local_sgd_whose_group_was_destroyed_is_in_nobodys_way() -> None:
+    """It was entered, and never left: of its own model, and of others."""
+    model = new_model()
+    for is_inside in (True, False):
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            if is_inside:
+                entered = make(model)
+                entered.__enter__()
+                with pytest.raises(AttachError, match="LocalSGD averages the model itself"):
+                    attach(DistributedDataParallel(model), PowerSGD())
+            else:
+                for each in (model, new_model()):
+                    attach(DistributedDataParallel(each), PowerSGD())
+        finally:
+            dist.destroy_process_group()
+    assert entered.sync.algorithm == AllReduce()

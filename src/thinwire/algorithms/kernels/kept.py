@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ __all__ = ["number_on", "on_device"]
 MAX_TABLES = 1024
 
 _kept: OrderedDict[tuple[object, ...], torch.Tensor] = OrderedDict()
+_lock = threading.Lock()
 
 
 def on_device(
@@ -31,17 +33,20 @@ def on_device(
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     # By all of its contents: an address that was freed and given to another tensor is the same address still.
     key = (device, stream, *what)
-    found = _kept.get(key)
-    if found is not None:
-        _kept.move_to_end(key)
-        return found
+    # Backward passes of several devices, or models, come from threads of their own.
+    with _lock:
+        found = _kept.get(key)
+        if found is not None:
+            _kept.move_to_end(key)
+            return found
     found = sent_to(device, made())
     # A tensor of a subclass, as of torch's fake mode, is of no use when that mode has ended.
     if type(found) is torch.Tensor:
-        _kept[key] = found
-        if len(_kept) > MAX_TABLES:
-            # A kernel that still reads it comes before whatever its stream gives the memory to.
-            _kept.popitem(last=False)
+        with _lock:
+            _kept[key] = found
+            if len(_kept) > MAX_TABLES:
+                # A kernel that still reads it comes before whatever its stream gives the memory to.
+                _kept.popitem(last=False)
     return found
 
 

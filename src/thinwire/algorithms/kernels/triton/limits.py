@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -26,24 +26,32 @@ OLDEST = (3, 2)
 OLDEST_CAPABILITY = (8, 0)
 
 
-# Asked for every group of every step, and a device does not change.
-@cache
 def reaches(device: torch.device) -> bool:
-    """Return whether the kernels are compiled for a device; say so once if not.
+    """Return whether the kernels are compiled for a device; say so if not.
 
     Args:
         device: Where the tensors lie.
     """
+    why_not = _why_not(device)
+    if why_not:
+        tell(why_not)
+    return why_not is None
+
+
+# Asked for every group of every step, and a device does not change.
+@cache
+def _why_not(device: torch.device) -> str | None:
     if device.type != "cuda":
         # "meta" has nothing to compute, and so nothing that could be slow.
-        if device.type not in ("cpu", "meta"):
-            tell(f"Triton's kernels are for CUDA and ROCm, and this device is of type {device.type}")
-        return False
+        if device.type in ("cpu", "meta"):
+            return ""
+        return f"Triton's kernels are for CUDA and ROCm, and this device is of type {device.type}"
     # AMD's numbers mean something else, and no lower bound of theirs is known.
     capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
-        tell(f"{torch.cuda.get_device_name(device)} has compute capability {capability}, which is below 8.0")
-    return capability >= OLDEST_CAPABILITY
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability}, which is below 8.0"
+    return None
 
 
 def installed() -> str | None:
@@ -54,31 +62,35 @@ def installed() -> str | None:
     return None
 
 
-@lru_cache(maxsize=1)
 def can_be_used() -> bool:
-    """Return whether Triton is there, new enough, and compiles; say so once if not.
+    """Return whether Triton is there, new enough, and compiles; say so if not.
 
     Cost: a small kernel is compiled and launched on the current device, once.
     """
+    why_not = _why_unusable()
+    if why_not:
+        tell(why_not)
+    return not why_not
+
+
+@cache
+def _why_unusable() -> str:
     found = installed()
     if found is None:
-        tell("Triton is not installed")
-        return False
+        return "Triton is not installed"
     if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
-        tell(f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later")
-        return False
+        return f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later"
     try:
         # Not at the head of this file: Triton is no requirement.
         import_module("thinwire.algorithms.kernels.triton.launcher").check()
     # Whatever it is, a missing compiler of C or a cache without a place: PyTorch's kernels do without.
     except Exception as error:
-        tell(f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})")
-        return False
-    return True
+        return f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})"
+    return ""
 
 
 def tell(why: str) -> None:
-    """Say once why PyTorch's kernels serve, and keep it for `stats()`.
+    """Say why PyTorch's kernels serve: once in a warning, and in `stats()` of each engine that they serve.
 
     Args:
         why: The beginning of the sentence.
