@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as stock_default
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_power
 from torch.nn.parallel import DistributedDataParallel
@@ -854,7 +855,7 @@ def test_hooks_without_state_compare_again_in_a_new_group_and_where_a_bucket_has
     first, second, third = (torch.zeros(size) for size in (3, 4, 5))
     with patch.object(stateless, "agree", lambda *given: compared.append(given[1]["parameters"])):
         for _ in range(2):
-            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(store=HashStore(), rank=0, world_size=1)
             try:
                 transport = ProcessGroupTransport()
                 for parameters in ([first, second], [first, second], [first, third], [first]):

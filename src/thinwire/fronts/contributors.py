@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = ["Shadow", "counted", "divide_by_contributors", "leave_join"]
 
 # A stateless hook sees nothing of its model but the parameters in a bucket.
-_scales = WeakTensorKeyDictionary()
+_scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
 class Shadow(JoinHook):
@@ -55,7 +55,7 @@ def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator
         scale: Members of the group over contributors, shape (1,), kept up to date by the caller.
     """
     # A list: what is frozen or replaced meanwhile must be taken out again as well.
-    before = [(parameter, _scales.get(parameter)) for parameter in parameters]
+    before = [(each, _scales.get(each)) for each in parameters]
     for parameter, _ in before:
         _scales[parameter] = scale
     try:

@@ -207,7 +207,7 @@ def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Te
     sizes = tuple(each.numel() for each in parameters)
     # The group itself, and not its name: another one that is made later may have the same.
     agreed = (weakref.ref(transport.group), how, sizes)
-    if _agreed.get(parameters[0]) != agreed:
+    if parameters[0] not in _agreed or _agreed[parameters[0]] != agreed:
         description = {"thinwire": __version__, "algorithm": how, "parameters": repr(sizes)}
         agree(transport, description, "a bucket's first step")
         _agreed[parameters[0]] = agreed

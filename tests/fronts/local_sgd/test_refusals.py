@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 
 from members import Member, run
@@ -323,7 +324,7 @@ def test_a_local_sgd_whose_group_was_destroyed_is_in_nobodys_way() -> None:
     """It was entered, and never left: of its own model, and of others."""
     model = new_model()
     for is_inside in (True, False):
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
         try:
             if is_inside:
                 entered = make(model)
