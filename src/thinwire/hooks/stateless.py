@@ -195,7 +195,7 @@ def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.T
     return gradients.view(-1)[:numel]
 
 
-# By the first parameter of a bucket: over which group, how, and parameters of which sizes. Gradients in other
+# Group, hook and sizes that were agreed upon, by a bucket's first parameter. Otherwise gradients of different
 # types would be summed as if they were of one.
 _agreed = WeakTensorKeyDictionary()
 
@@ -205,7 +205,7 @@ def _agree(how: str, transport: ProcessGroupTransport, parameters: list[torch.Te
     if not parameters:
         return
     sizes = tuple(each.numel() for each in parameters)
-    # The group itself, and not its name: another one that is made later may have the same.
+    # The group itself: one that is made later may have the same name.
     agreed = (weakref.ref(transport.group), how, sizes)
     if parameters[0] not in _agreed or _agreed[parameters[0]] != agreed:
         description = {"thinwire": __version__, "algorithm": how, "parameters": repr(sizes)}

@@ -255,13 +255,13 @@ class Lanes:
             self._close_oldest(lanes)
 
     def _close_oldest(self, used: Sequence[Lane]) -> None:
-        """Close lanes that steps have long not used: of models that use other parameters in each.
+        """Close the lanes that were not used for longest: some models use different parameters in each step.
 
-        All members end the same steps in one order, so they close the same ones.
+        All members end the same steps in the same order, so they close the same lanes.
         """
         for lane in used:
-            if self._open.pop(lane.specs, None) is not None:  # else closed by a new plan meanwhile
-                self._open[lane.specs] = lane
+            if self._open.get(lane.specs) is lane:  # else a new plan has closed it meanwhile
+                self._open[lane.specs] = self._open.pop(lane.specs)
         idle = [lane for lane in self._open.values() if not lane.is_in_flight]
         for lane in idle[: max(0, len(idle) - MAX_IDLE_LANES)]:
             lane.is_current = False
@@ -312,7 +312,7 @@ class Lanes:
         return {specs: self._open[specs] for specs in buckets}
 
     def _open_one(self, plan: BucketPlan, device: torch.device) -> None:
-        # Behind the comparison: where it refuses, what was loaded is still there to be saved or replaced.
+        # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
         for slot, tensors in self._unclaimed.items():
             for spec in plan.specs:
                 if spec.name in tensors:

@@ -63,8 +63,8 @@ class Step:
         self._exchange = Exchange(wire, f"step {number}", lanes.settings.together)
         self._streams = Streams()
         self._buckets: list[Bucket] = []  # as sent
-        # Those that are new wait for the comparison of the processes. And where results depend on the
-        # buckets, they may have to be sent in others than they come in: see `regrouping`.
+        # New buckets wait for the comparison of the processes. If results depend on the buckets, gradients
+        # may have to be sent in different ones: see `regrouping`.
         self._held: list[Bucket] = []  # came, and wait for those behind them
         self._copied: list[Bucket] = []  # came, were sent in others, and get their means back
         self._came: list[Specs] = []
@@ -111,7 +111,7 @@ class Step:
             self._came.append(specs)
             self.num_parameters += len(specs)
             self.gradient_bytes += flat.nbytes
-            # In the order in which they came: behind one that waits all do.
+            # Buckets are sent in the order in which they came: after one that waits, all wait.
             if isinstance(lane, Lane) and not self._held and not self._differs_from_expected([specs]):
                 self._send(lane, flat)
             else:

@@ -151,6 +151,6 @@ def _of_one_scale(scales: Iterable[torch.Tensor | None]) -> list[list[int]]:
     """Return which items have one loss scale: a step has one tensor for all buckets on a device."""
     found: dict[int, list[int]] = {}
     for index, scale in enumerate(scales):
-        # By identity: to compare the numbers, the host would wait for the device.
+        # Compared by identity: comparing the numbers would make the host wait for the device.
         found.setdefault(id(scale), []).append(index)
     return list(found.values())
