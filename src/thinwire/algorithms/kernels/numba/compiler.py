@@ -9,12 +9,10 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from numba import carray, njit  # type: ignore[attr-defined]
+from numba import njit  # type: ignore[attr-defined]
 from numpy.typing import NDArray
 
-from thinwire.algorithms.kernels.numba.vectors import pointer
-
-__all__ = ["Addresses", "FactorBatch", "Matrix", "addresses", "compiled", "inlined", "matrix_at"]
+__all__ = ["Addresses", "FactorBatch", "Matrix", "addresses", "compiled", "inlined"]
 
 Matrix: TypeAlias = NDArray[np.float32]
 FactorBatch: TypeAlias = NDArray[np.float32]
@@ -63,15 +61,3 @@ def addresses(tensors: Sequence[torch.Tensor]) -> Addresses:
     if not all(tensor.is_contiguous() and tensor.dtype is torch.float32 for tensor in tensors):
         raise AssertionError("a tensor that is not contiguous or not fp32, where compiled code reads memory")
     return np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-
-
-@compiled
-def matrix_at(address: int, rows: int, columns: int) -> Matrix:
-    """Return the matrix that lies at an address.
-
-    Args:
-        address: Of its first element, in bytes.
-        rows: Of the matrix.
-        columns: Of the matrix.
-    """
-    return carray(pointer(address), (rows, columns))

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from thinwire.algorithms.kernels.base import Kernels
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms, Write, add_errors, replaced
-from thinwire.algorithms.kernels.numba import bases, passes
+from thinwire.algorithms.kernels.numba import bases, low_rank_passes
+from thinwire.algorithms.kernels.numba.compiler import FactorBatch, addresses
+from thinwire.algorithms.kernels.numba.limits import FACTOR_ROWS
 from thinwire.algorithms.kernels.torch_kernels import TorchKernels
 
 __all__ = ["NumbaKernels"]
@@ -34,15 +37,18 @@ class NumbaKernels(Kernels):
         *,
         add_error: bool,
     ) -> list[torch.Tensor]:
-        """As `Kernels.products`; by PyTorch's where only some matrices of a group have a residual."""
+        """As `Kernels.products`; PyTorch's products do it unless each matrix of a group has a residual."""
         scale, lefts = _number(loss_scale), []
         for group, right in zip(groups, rights, strict=True):
             errors = [error for error in group.errors if add_error and error is not None]
-            # All or none: a pass over a group adds to each matrix, or to none.
-            if len(errors) in (0, len(group.matrices)):
-                lefts.append(passes.products(group, errors, right, scale))
-            else:
+            if len(errors) < len(group.matrices):
                 lefts += self._others.products([group], [right], loss_scale, add_error=add_error)
+                continue
+            left = right.new_empty(len(right), FACTOR_ROWS, group.matrices[0].shape[0])
+            low_rank_passes.all_products(
+                addresses(group.matrices), addresses(errors), scale, _filled(right), left.numpy()
+            )
+            lefts.append(left[:, : group.matrix_rank])
         return lefts
 
     def projections(
@@ -53,12 +59,16 @@ class NumbaKernels(Kernels):
         *,
         add_error: bool,
     ) -> list[torch.Tensor]:
-        """As `Kernels.projections`; residuals are added by a pass of their own."""
-        # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
-        if add_error:
-            for group in groups:
+        """As `Kernels.projections`; residuals are added in a separate pass."""
+        owns = []
+        for group, left in zip(groups, lefts, strict=True):
+            # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
+            if add_error:
                 add_errors(group, loss_scale)
-        return [passes.projections(group, left) for group, left in zip(groups, lefts, strict=True)]
+            own = left.new_empty(len(left), FACTOR_ROWS, group.matrices[0].shape[1])
+            low_rank_passes.all_projections(_filled(left), addresses(group.matrices), own.numpy())
+            owns.append(own[:, : group.matrix_rank])
+        return owns
 
     def reconstruct(
         self,
@@ -70,13 +80,17 @@ class NumbaKernels(Kernels):
         spares: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """As `Kernels.reconstruct`; by PyTorch's products with several terms, or without residuals."""
-        scale = _number(loss_scale)
+        inverse_scale = 1 / _number(loss_scale)
         for group, of_group, found in zip(groups, errors, terms, strict=True):
             if of_group is None or len(found) > 1 or is_healthy is not None:
                 self._others.reconstruct([group], [of_group], [found], loss_scale, is_healthy)
                 continue
             (term,) = found
-            passes.reconstruct(group, of_group, term.pair(term.own), term.pair(term.mean), scale)
+            # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
+            factors = [_filled(each) for each in (*term.pair(term.own), *term.pair(term.mean))]
+            low_rank_passes.reconstruct_all(
+                addresses(group.matrices), addresses(of_group), inverse_scale, *factors
+            )
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
         """As `Kernels.subtract_own`, by PyTorch's products."""
@@ -101,5 +115,14 @@ class NumbaKernels(Kernels):
 
 def _number(loss_scale: torch.Tensor | None) -> float:
     # Compiled code takes a number. On CUDA `.item()` would be a host synchronisation: these kernels serve the
-    # CPU only, and one for an accelerator must hand the tensor on.
+    # CPU only.
     return 1.0 if loss_scale is None else loss_scale.item()
+
+
+def _filled(factors: torch.Tensor) -> FactorBatch:
+    """Return factors with rows of zeros up to four: one kind of code serves all matrix ranks."""
+    missing = FACTOR_ROWS - factors.shape[1]
+    filled: FactorBatch = (
+        pad(factors, (0, 0, 0, missing)).numpy() if missing else factors.contiguous().numpy()
+    )
+    return filled

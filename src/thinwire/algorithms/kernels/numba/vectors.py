@@ -87,47 +87,26 @@ def operation(signature: Any) -> Callable[[Callable[..., Any]], Any]:
 
 @operation(types.CPointer(types.float32)(types.int64))  # type: ignore[no-untyped-call]
 def pointer(builder: Any, address: Any) -> Any:
-    """Emit a pointer to fp32 numbers at an address.
-
-    Args:
-        builder: Of the code.
-        address: In bytes.
-    """
+    """Emit a pointer to fp32 numbers at an address."""
     return builder.inttoptr(address, FLOAT.as_pointer())
 
 
 @operation(vector(types.float32))
 def splat(builder: Any, number: Any) -> Any:
-    """Emit a vector of one number.
-
-    Args:
-        builder: Of the code.
-        number: In all lanes.
-    """
+    """Emit a vector of one number."""
     return _repeated(builder, number)
 
 
 @operation(mask_of_lanes(types.int64))
 def first_lanes(builder: Any, count: Any) -> Any:
-    """Emit the mask of the first `count` of sixteen.
-
-    Args:
-        builder: Of the code.
-        count: How many.
-    """
+    """Emit the mask of the first `count` of sixteen."""
     counts = _repeated(builder, builder.trunc(count, INT32))
     return builder.icmp_unsigned("<", ir.Constant(INDICES, list(range(LANES))), counts)
 
 
 @operation(vector(types.int64, mask_of_lanes))
 def load(builder: Any, address: Any, mask: Any) -> Any:
-    """Emit the load of numbers at an address; zeros outside the mask, where memory is not touched.
-
-    Args:
-        builder: Of the code.
-        address: In bytes.
-        mask: Which lanes.
-    """
+    """Emit the load of numbers at an address; zeros outside the mask, where memory is not touched."""
     pointer = builder.inttoptr(address, NUMBERS.as_pointer())
     zeros = ir.Constant(NUMBERS, [0.0] * LANES)
     return _call(builder, "masked.load.v16f32.p0", NUMBERS, pointer, ALIGNMENT, mask, zeros)
@@ -135,27 +114,14 @@ def load(builder: Any, address: Any, mask: Any) -> Any:
 
 @operation(types.void(types.int64, vector, mask_of_lanes))
 def store(builder: Any, address: Any, numbers: Any, mask: Any) -> Any:
-    """Emit the store of the numbers inside a mask.
-
-    Args:
-        builder: Of the code.
-        address: In bytes.
-        numbers: A vector.
-        mask: Which lanes.
-    """
+    """Emit the store of the numbers inside a mask."""
     pointer = builder.inttoptr(address, NUMBERS.as_pointer())
     return _call(builder, "masked.store.v16f32.p0", ir.VoidType(), numbers, pointer, ALIGNMENT, mask)
 
 
 @operation(types.void(types.int64, vector))
 def stream(builder: Any, address: Any, numbers: Any) -> None:
-    """Emit the store of numbers past the caches.
-
-    Args:
-        builder: Of the code.
-        address: In bytes, a multiple of 64.
-        numbers: A vector.
-    """
+    """Emit the store of numbers past the caches."""
     written = builder.store(numbers, builder.inttoptr(address, NUMBERS.as_pointer()), align=VECTOR_BYTES)
     written.set_metadata("nontemporal", builder.module.add_metadata([INT32(1)]))
 
@@ -168,12 +134,7 @@ def streamed(builder: Any) -> None:
 
 @operation(types.float32(vector))
 def total(builder: Any, numbers: Any) -> Any:
-    """Emit the sum of a vector's numbers, in any order.
-
-    Args:
-        builder: Of the code.
-        numbers: The vector.
-    """
+    """Emit the sum of a vector's numbers, in any order."""
     # Without `reassoc` LLVM would add one lane after the other. And −0 is what changes no sum, not even −0.
     name = "vector.reduce.fadd.v16f32"
     return _call(builder, name, FLOAT, FLOAT(-0.0), numbers, fastmath=("reassoc",))
@@ -181,12 +142,7 @@ def total(builder: Any, numbers: Any) -> Any:
 
 @operation(types.void(types.int64))
 def fetch(builder: Any, address: Any) -> Any:
-    """Emit a request for a line of memory, into a core's second cache.
-
-    Args:
-        builder: Of the code.
-        address: Any is allowed.
-    """
+    """Emit a request for a line of memory, into a core's second cache."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
     to_read, into_the_second, of_data = INT32(0), INT32(2), INT32(1)
     return _call(builder, "prefetch.p0", ir.VoidType(), pointer, to_read, into_the_second, of_data)
