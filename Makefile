@@ -12,7 +12,7 @@ CORE := tests/algorithms tests/channel tests/ddp_comm_hooks tests/fronts tests/h
 	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
-.PHONY: demo test test-triton test-torch test-wheel $(STAGES) bench soak elastic-faults clean
+.PHONY: demo test test-triton test-torch test-wheel $(STAGES) figures bench soak elastic-faults clean
 
 demo: .venv/.demo
 	$(BIN)/thinwire demo
@@ -94,6 +94,10 @@ test-wheel:
 	$(BARE)/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls $(RELEASE)/*.whl)[cli]"
 	$(BARE)/thinwire --help
 	$(BARE)/thinwire demo --model-size tiny --steps 5 --output $(RELEASE)/demo
+
+# Lines, files, duplicates, what `import thinwire` loads; with the places: .venv/bin/python tests/house_figures.py --list
+figures: .venv/.installed
+	$(BIN)/python tests/house_figures.py
 
 bench: .venv/.installed
 	$(BIN)/python benchmarks/bench_codec.py
