@@ -24,8 +24,6 @@ from pages import markdown_table, page, save
 from progress import TERMINAL_EVERY_SECONDS, Kept, Progress
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.lowrank.budget import SKETCH_COLUMNS
-from thinwire.algorithms.lowrank.config import LowRankRoute
 from thinwire.demo.model import GPT, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.plan import ParameterSpec
@@ -100,29 +98,10 @@ def algorithms(steps: int) -> dict[str, Algorithm]:
         "bf16": Cast("bf16"),
         **{f"powersgd-{matrix_rank}": PowerSGD(matrix_rank=matrix_rank) for matrix_rank in (1, 2, 4, 16)},
         "powersgd-4-late": late,
-        "powersgd-4-in-8-bits": PowerSGD(matrix_rank=4, factor_bits=8),
         # Of the bytes of powersgd-4.
         "powersgd-8-alternating": PowerSGD(matrix_rank=8, alternating=True),
-        # Of the bytes of powersgd-2 and powersgd-4, with matrix ranks chosen on the way.
-        **{f"powersgd-{matrix_rank}-budget": with_budget(matrix_rank) for matrix_rank in (2, 4)},
         "batched-powersgd-1": BatchedPowerSGD(matrix_rank=1),
     }
-
-
-def with_budget(matrix_rank: int) -> PowerSGD:
-    """As many bytes as the same matrix rank everywhere sends, less what choosing others sends."""
-    specs = [ParameterSpec.of(name, each) for name, each in GPT(MODEL).named_parameters()]
-    plan, every_steps = PowerSGD(matrix_rank=matrix_rank).plan(specs), 25
-    rows = sum(
-        route.matrix_shape[0]
-        for route in plan.routes
-        if isinstance(route, LowRankRoute) and route.matrix_shape
-    )
-    return PowerSGD(
-        matrix_rank=matrix_rank,
-        bytes_per_step=plan.message_bytes - 4 * SKETCH_COLUMNS * rows // every_steps,
-        replan_every_steps=every_steps,
-    )
 
 
 class Workers:

@@ -97,10 +97,10 @@ class NativeBf16(Native):
     reduce_dtype = torch.bfloat16
 
 
-def attached(algorithm: Algorithm, **options: Any) -> type[Trainer]:
+def attached(algorithm: Algorithm) -> type[Trainer]:
     class Attached(Trainer):
         def attach(self) -> None:
-            thinwire.attach(self.model, algorithm, mesh=self.mesh["replicate"], **options)
+            thinwire.attach(self.model, algorithm, mesh=self.mesh["replicate"])
 
     return Attached
 
@@ -126,12 +126,6 @@ CONTENDERS: dict[str, Callable[[str, DeviceMesh], Trainer]] = {
     "Quantize(bits=4)": attached(thinwire.Quantize(bits=4)),
     "Quantize(bits=2)": attached(thinwire.Quantize(bits=2)),
     "PowerSGD(matrix_rank=4)": attached(thinwire.PowerSGD(matrix_rank=4)),
-    "PowerSGD(matrix_rank=4), whole matrices": attached(
-        thinwire.PowerSGD(matrix_rank=4), whole_matrices=True
-    ),
-    "PowerSGD(matrix_rank=1), whole matrices": attached(
-        thinwire.PowerSGD(matrix_rank=1), whole_matrices=True
-    ),
     "DiLoCo, 4 bits": FourBitDiLoCo,
 }
 

@@ -29,8 +29,9 @@ INTRODUCTION = """# Results
 Measured figures of this project, each with its command, date and processor; made by `python
 benchmarks/results_page.py` from the files in [benchmarks/results](../benchmarks/README.md). Differences
 to exact averaging are taken seed by seed, on the same batches. Compare within a table only: they are of
-different machines, and steps over slow links were timed on hosts that share two cores. What they mean for
-your run: [choosing](choosing.md), [AdamW over a slow link](adamw.md), [speed](speed.md)."""
+different machines, and steps over slow links were timed on hosts that share two cores. Rows of "whole
+matrices" are of an option that is gone. What they mean for your run: [choosing](choosing.md), [AdamW over
+a slow link](adamw.md), [speed](speed.md)."""
 
 NOT_MEASURED = """## Not measured
 

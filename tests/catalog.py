@@ -26,6 +26,7 @@ class Entry:
     lossless: bool = False
     feedback: bool = False  # sum of results + final mean error = sum of true means
     compresses: bool = True
+    same_in_any_buckets: bool = True  # which parameters share a bucket changes no result
     tolerance: float = 1e-5  # of that identity, relative to the sum of true means
 
     def __str__(self) -> str:
@@ -52,23 +53,23 @@ ENTRIES = [
     Entry(PowerSGD(matrix_rank=2, warmup_steps=1_000), lossless=True, compresses=False),
     Entry(PowerSGD(matrix_rank=2, wire_dtype="fp16"), feedback=True, tolerance=2e-3),
     Entry(PowerSGD(matrix_rank=2, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
-    Entry(PowerSGD(matrix_rank=2, factor_bits=8), feedback=True),
-    Entry(PowerSGD(matrix_rank=2, factor_bits=8, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
-    Entry(PowerSGD(matrix_rank=2, factor_bits=8, alternating=True, power_iterations=3), feedback=True),
-    Entry(PowerSGD(matrix_rank=2, factor_bits=8, error_feedback=False)),
     Entry(PowerSGD(matrix_rank=2, alternating=True), feedback=True),
     Entry(PowerSGD(matrix_rank=2, alternating=True, power_iterations=3), feedback=True),
     Entry(PowerSGD(matrix_rank=2, alternating=True, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
-    Entry(BatchedPowerSGD(), feedback=True),
-    Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False)),
+    Entry(BatchedPowerSGD(), feedback=True, same_in_any_buckets=False),
+    Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False), same_in_any_buckets=False),
     Entry(TopK(1 / 100, bits=4, chunk=1000, error_decay=1, merge="members"), feedback=True),
     Entry(Quantize(bits=8, block=32)),
     Entry(Quantize(bits=4)),
     Entry(Quantize(bits=3, block=128, rounding="stochastic")),
     Entry(Quantize(bits=1, block=16)),
-    Entry(Quantize(bits=8, block=32, error_feedback=True), feedback=True),
-    Entry(Quantize(bits=2, rounding="stochastic", error_feedback=True), feedback=True),
-    Entry(AroundTrend(), feedback=True),  # not Thinwire's: nothing of Thinwire knows it
+    Entry(Quantize(bits=8, block=32, error_feedback=True), feedback=True, same_in_any_buckets=False),
+    Entry(
+        Quantize(bits=2, rounding="stochastic", error_feedback=True), feedback=True, same_in_any_buckets=False
+    ),
+    Entry(
+        AroundTrend(), feedback=True, same_in_any_buckets=False
+    ),  # not Thinwire's: nothing of Thinwire knows it
     Entry(InTurn(), feedback=True),  # the one of docs/own-algorithm.md
 ]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Choices, Commit, Mean, Memory, Requests
+from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Mean, Memory, Requests
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.plan import ParameterSpec, Route
 
@@ -18,9 +18,7 @@ class InTurn(Algorithm):
 
     slots = (ERROR,)
 
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices | None = None, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         sizes = [-(-spec.numel // self.period) * spec.memory_dtype.itemsize for spec in specs]
         sizes[0] += specs[0].memory_dtype.itemsize  # the element that says whether all is finite
         routes = tuple(

@@ -18,7 +18,6 @@ from thinwire.algorithms import (
     AllToAll,
     Bucket,
     BucketPlan,
-    Choices,
     Commit,
     Diagnosis,
     Memory,
@@ -42,11 +41,8 @@ class AroundTrend(Algorithm):
     decay: float = 0.5
 
     slots = (ERROR, TREND)
-    sees_buckets = True  # a scale is of all that a member averages
 
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices | None = None, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """One route for each parameter: a byte for each element, and what padding and scales take."""
         numel = sum(spec.numel for spec in specs)
         share = 2 * -(-numel // (2 * num_members))

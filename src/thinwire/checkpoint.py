@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from thinwire.algorithms.registry import SLOTS
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
 from thinwire.sync.checked_state import checked_state
 from thinwire.sync.state import slot_names
@@ -137,21 +136,9 @@ def _nested(tensors: Mapping[str, torch.Tensor], data: bytes) -> dict[str, Any]:
     state = dict(json.loads(header["__metadata__"]["thinwire"]))
     # JSON has lists for tuples, and the checksum is of tuples as of lists; but a state is to be what it was.
     state["parameters"] = tuple((name, tuple(shape)) for name, shape in state["parameters"])
-    if "buckets" in state:
-        state["buckets"] = tuple(map(tuple, state["buckets"]))
-    for key in ("slots", "choices"):
-        if key in state:
-            state[key] = tuple(
-                (name, tuple(each) if isinstance(each, list) else each) for name, each in state[key]
-            )
-    # A version 2 did not list its slots, and has at least these.
-    slots = (
-        [name for name, _ in state["slots"]]
-        if "slots" in state
-        else [slot.name for slot in SLOTS.values() if slot.is_saved]
-    )
+    state["slots"] = tuple((name, tuple(kind)) for name, kind in state["slots"])
     stored = sorted(tensors)
-    for key in slots:
+    for key, _ in state["slots"]:
         names = [name.removeprefix(f"{key}/") for name in stored if name.startswith(f"{key}/")]
         state[key] = tuple((name, tensors[f"{key}/{name}"]) for name in names)
     return state

@@ -385,7 +385,7 @@ def _kinds(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Size, torch.dtyp
 class EpfmlPowerSGD(algorithms.PowerSGD):
     """`thinwire.PowerSGD`, but for which parameters it compresses: those that the reference does."""
 
-    def _route(self, spec: ParameterSpec, wanted: int | None) -> LowRankRoute:
+    def _route(self, spec: ParameterSpec) -> LowRankRoute:
         shape, dtype = spec.matrix_shape, self.message_dtype(spec.dtype)
         if shape is None:
             return self.uncompressed_route(spec, dtype)
@@ -394,7 +394,7 @@ class EpfmlPowerSGD(algorithms.PowerSGD):
         uncompressed_bytes = spec.numel * self.uncompressed_dtype(spec.dtype).itemsize
         if elements * dtype.itemsize * self.min_compression_ratio >= uncompressed_bytes:
             return self.uncompressed_route(spec, dtype)
-        return self.compressed_route([spec], shape, min(wanted or self.matrix_rank, *shape))
+        return self.compressed_route([spec], shape, min(self.matrix_rank, *shape))
 
 
 def _algorithm_of(config: object) -> EpfmlPowerSGD:

@@ -9,30 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "Cut", "ParameterSpec", "Plan", "Route", "compression_ratio"]
+__all__ = ["BUCKET_SEPARATOR", "SHARD_MARK", "ParameterSpec", "Plan", "Route", "compression_ratio"]
 
 BUCKET_SEPARATOR = " … "
 SHARD_MARK = " @ shard "
 """In a saved state, before which shard of a parameter something is of: "weight @ shard 0 of 2"."""
-
-
-class Cut(NamedTuple):
-    """Where a process holds the rows of one shard of a parameter, and other processes hold the others.
-
-    Attributes:
-        shape: The whole parameter's.
-        shard: This process's, from 0 on.
-        num_shards: Each has ⌈rows / shards⌉ rows; the last ones fewer, or none.
-    """
-
-    shape: tuple[int, ...]
-    shard: int
-    num_shards: int
-
-    @property
-    def height(self) -> int:
-        """Rows of a shard that is full."""
-        return -(-self.shape[0] // self.num_shards)
 
 
 class ParameterSpec(NamedTuple):
@@ -43,8 +24,6 @@ class ParameterSpec(NamedTuple):
         shape: Its shape.
         stride: Its strides in elements: the order in which a flat gradient holds its elements.
         dtype: The type of its gradient, a floating one.
-        cut: Of what whole parameter this is a part, where an algorithm may treat the whole as one matrix;
-            None if what is described stands for itself.
         is_statistic: Whether it is no parameter but counted, as BatchNorm's variances are. A bucket of such
             travels whole, whatever the algorithm: an approximation could make a variance negative.
     """
@@ -53,7 +32,6 @@ class ParameterSpec(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    cut: Cut | None = None
     is_statistic: bool = False
 
     @classmethod
@@ -77,14 +55,6 @@ class ParameterSpec(NamedTuple):
         if not _is_dense(shape, stride):
             stride = tuple(torch.empty(shape, device="meta").stride())
         return cls(name, shape, stride, tensor.dtype)
-
-    @property
-    def whole(self) -> ParameterSpec:
-        """The whole parameter's, of which this may be a part."""
-        if self.cut is None:
-            return self
-        stride = tuple(torch.empty(self.cut.shape, device="meta").stride())
-        return ParameterSpec(self.name, self.cut.shape, stride, self.dtype)
 
     @property
     def numel(self) -> int:

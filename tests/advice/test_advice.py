@@ -121,7 +121,7 @@ def told_of(advice: Advice, width: int = 200) -> str:
     return output.getvalue()
 
 
-NAMES = [*priced(), *(way.name for way in LOCAL_VARIANTS), "PowerSGD(matrix_rank=4), whole_matrices=True"]
+NAMES = [*priced(), *(way.name for way in LOCAL_VARIANTS)]
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])

@@ -45,8 +45,7 @@ def algorithms(draw: st.DrawFn) -> Algorithm:
     }
     if draw(st.booleans()):
         return BatchedPowerSGD(**settings)
-    factor_bits = draw(st.sampled_from([None, 8]))
-    return PowerSGD(**settings, alternating=draw(st.booleans()), factor_bits=factor_bits)
+    return PowerSGD(**settings, alternating=draw(st.booleans()))
 
 
 @given(layouts(), algorithms(), st.integers(1, 4), st.integers(-20, 20))

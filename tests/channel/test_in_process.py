@@ -25,9 +25,7 @@ def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
     def body(rank: int) -> int:
         events.append(f"{rank} begins")
         work = members[rank].mean(torch.ones(1), "a test")
-        assert work.is_completed() == (rank == 2)
         work.wait()
-        assert work.is_completed()
         work.wait()  # again: nothing
         events.append(f"{rank} ends")
         return 10 * rank

@@ -68,9 +68,6 @@ class Cut:
     def __init__(self, work: Work, error: type[Exception]) -> None:
         self.work, self.error = work, error
 
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
     def wait(self) -> None:
         self.work.wait()
         raise self.error("the link was cut")

@@ -37,8 +37,6 @@ from thinwire import AllReduce, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
 from thinwire.fronts.attach import attach
-from thinwire.plan import ParameterSpec
-from thinwire.simulation import Simulation
 from training import error_of
 
 POWER = PowerSGD(matrix_rank=2)
@@ -217,14 +215,6 @@ def _against_native() -> dict[str, Any]:
 
 
 VARIANTS = {v.code: (v.algorithm, v.tolerance, each.is_lossy) for each in REGISTRY for v in each.variants}
-# Less than its matrix rank sends of either shard: the ranks are chosen, by each shard for itself.
-BUDGET = PowerSGD(matrix_rank=2, bytes_per_step=1600, replan_every_steps=1)
-VARIANTS["a budget of bytes"] = BUDGET, 1e-5, True
-VARIANTS["a budget of error"] = (
-    PowerSGD(matrix_rank=2, max_relative_error=0.5, replan_every_steps=1),
-    1e-5,
-    True,
-)
 
 
 def test_every_algorithm_keeps_the_identity_on_shards_and_replicas_alike(pool4: Pool) -> None:
@@ -289,57 +279,6 @@ def distance(sums: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return float((found - true).norm() / true.norm())
 
 
-# PowerSGD of whole matrices
-
-
-def test_whole_matrices_are_approximated_from_their_shards(pool4: Pool) -> None:
-    """As two workers with whole gradients do: in the middle of the run saved, and loaded where it goes on."""
-    results = pool4.run(_whole_matrices)
-    # Chosen by what the links take, on all processes alike.
-    assert len({is_whole for *_, is_whole in results}) == 1
-    for difference, sent, whole_sent, factors, refused, _ in results:
-        assert difference <= 1e-9
-        assert sent <= whole_sent + 100  # of both shards together; padded to equal parts
-        assert factors == {"embed.weight", "blocks.0.0.weight"}
-        assert "whole_matrices" in refused
-
-
-def _whole_matrices() -> tuple[float, int, int, set[str], str, bool]:
-    power = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
-    specs = [ParameterSpec.of(n, p) for n, p in language().named_parameters() if p.requires_grad]
-    simulation = Simulation(power, [tuple(specs)], num_workers=2)
-    mesh, own, whole_means = mesh_of(), [], []
-    model = sharded(language(), mesh["shard"])
-    sync = attach(model, power, mesh=mesh, whole_matrices=True)
-    for step in range(4):
-        if step == 2:
-            saved = sync.state_dict()
-            model = sharded(language(), mesh["shard"])
-            sync = attach(model, power, mesh=mesh, whole_matrices=True)
-            sync.load_state_dict(saved)
-        replicas = [torch.zeros(sum(spec.numel for spec in specs), dtype=torch.float64) for _ in range(2)]
-        for rank in range(4):
-            plain = language()
-            torch.autograd.backward(plain(tokens_of(step, rank)) / 2)
-            replicas[rank // 2] += torch.cat(
-                [p.grad.flatten() for p in plain.parameters() if p.grad is not None]
-            )
-        simulation.step([[flat] for flat in replicas])
-        model.zero_grad()
-        backward(model, step)
-        own.append(torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None]))
-        whole_means.append(replicas[0])
-    sent = torch.tensor(sync.stats().message_bytes)
-    dist.all_reduce(sent, group=mesh["shard"].get_group())
-    difference = max((a - b).abs().max().item() for a, b in zip(own, whole_means, strict=True))
-    fully_shard(along := nn.Linear(8, 8), mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(p.dim() - 1))
-    refused = error_of(lambda: attach(along, power, mesh=mesh, whole_matrices=True))
-    factors = {label for label, _ in sync.state_dict()["factor"]}
-    chosen = attach(sharded(language(), mesh["shard"]), power, mesh=mesh, whole_matrices="auto")
-    is_whole = "with 2 shards" in str(chosen.plan)
-    return difference, int(sent), simulation.syncs[0].stats().message_bytes // 2, factors, refused, is_whole
-
-
 # State
 
 
@@ -350,14 +289,13 @@ def test_a_state_is_of_the_whole_model_and_goes_on_to_the_bit(pool4: Pool) -> No
         assert found["shape"] == (64, 64)
         of_both = {"blocks.0.0.weight @ shard 0 of 2", "blocks.0.0.weight @ shard 1 of 2"}
         assert found["factors"] == of_both
-        assert found["chosen"] >= of_both
 
 
 def _resumed() -> dict[str, Any]:
-    model, sync = attached(BUDGET, wide())
+    model, sync = attached(POWER, wide())
     train(model, range(2))
     saved, weights = sync.state_dict(), {k: v.clone() for k, v in model.state_dict().items()}
-    again, its = attached(BUDGET, wide(seed=6))
+    again, its = attached(POWER, wide(seed=6))
     again.load_state_dict(weights)
     its.load_state_dict(saved)
     train(model, range(2, 4))
@@ -368,7 +306,6 @@ def _resumed() -> dict[str, Any]:
         "ratio": sync.stats().compression_ratio,
         "shape": dict(saved["error"])["blocks.0.0.weight"].shape,
         "factors": {label for label, _ in saved["factor"] if "blocks.0.0.weight" in label},
-        "chosen": {label for label, _ in saved["choices"]},
     }
 
 
@@ -712,9 +649,8 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "DDP sharded": "(the whole model) since it was attached",
             "a block of DDP's sharded": "(blocks.0) since it was attached",
             "no group": "embed.weight is sharded, so processes hold different shards; pass process_group=",
-            "unlike option": "process 0 has whole_matrices auto",
             "unlike algorithm": "process 0 has algorithm PowerSGD(matrix_rank=1",
-            "option": "whole_matrices, where it is not \"auto\", must be True or False, got 'yes'",
+            "option": "overlap must be True or False, got 'yes'",
         }.items():
             assert words in found[case], (case, found[case])
 
@@ -789,13 +725,10 @@ def _refused() -> dict[str, str]:
         "DDP sharded": _refused_when_sharded(lambda ddp: ddp),
         "a block of DDP's sharded": _refused_when_sharded(lambda ddp: ddp.module.blocks[0]),
         "no group": error_of(lambda: thinwire.check_replicas(plain)),
-        "unlike option": error_of(
-            lambda: attach(plain, POWER, mesh=mesh, whole_matrices=False if dist.get_rank() // 2 else "auto")
-        ),
         "unlike algorithm": error_of(
             lambda: attach(plain, PowerSGD(matrix_rank=1 + dist.get_rank() // 2), mesh=mesh)
         ),
-        "option": error_of(lambda: attach(plain, POWER, mesh=mesh, whole_matrices=cast(Any, "yes"))),
+        "option": error_of(lambda: attach(plain, POWER, mesh=mesh, overlap=cast(Any, "yes"))),
     }
 
 

@@ -182,10 +182,6 @@ def _held_bytes(tensor: torch.Tensor) -> int:
 class Done:
     """A collective that is done at once."""
 
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
     def wait(self) -> None:
         """Wait for nothing."""
 

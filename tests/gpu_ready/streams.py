@@ -188,9 +188,6 @@ class _Sent:
     event: int
     held: list[torch.Tensor]
 
-    def is_completed(self) -> bool:
-        return False
-
     def wait(self) -> None:
         if not self.transport.forgets:
             self.transport.device.wait(self.event)

@@ -29,7 +29,6 @@ LOW_RANK = [
     PowerSGD(matrix_rank=2, alternating=True, power_iterations=2),
     PowerSGD(matrix_rank=2, warm_start=False, wire_dtype="bf16"),
     PowerSGD(matrix_rank=2, error_feedback=False),
-    PowerSGD(matrix_rank=2, factor_bits=8),
     BatchedPowerSGD(),
 ]
 

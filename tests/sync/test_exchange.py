@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Replanning, Requests, ShardSum
+from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Requests
 from thinwire.channel import InProcessTransport, Note, Recording, Transport, Work, run_members
 from thinwire.errors import CommunicationError, ConfigError
-from thinwire.sync.exchange import Exchange, answered
+from thinwire.sync.exchange import Exchange
 
 BUCKETS = ("first", "second", "third")
 
@@ -237,24 +237,6 @@ def test_closing_an_exchange_writes_nothing() -> None:
     assert closed == ["started", "closing"]
 
 
-def test_it_tells_whether_advancing_would_block() -> None:
-    members, seen = InProcessTransport.group(2), []
-
-    def bucket() -> Requests:
-        yield Mean(torch.zeros(1))
-        yield healthy()
-
-    def body(rank: int) -> None:
-        exchange = Exchange(members[rank], "step 0")
-        exchange.start(bucket(), "first")
-        seen.append(exchange.is_ready)
-        exchange.advance()
-        seen.append(exchange.is_ready)
-
-    run_members(2, body)
-    assert seen == [False, True, True, True]  # member 0 sends, member 1 sends and ends, member 0 ends
-
-
 def misshapen_to_all() -> Requests:
     yield AllToAll(torch.zeros(3, 4))
 
@@ -395,9 +377,6 @@ class Failing(InProcessTransport):
 
 
 class _Lost:
-    def is_completed(self) -> bool:
-        return True
-
     def wait(self) -> None:
         raise CommunicationError("the peer has gone")
 
@@ -421,34 +400,3 @@ def test_a_failed_collective_is_raised_from_the_round_that_waits_for_it(fail_at:
     with pytest.raises(CommunicationError, match="the peer has gone"):
         exchange.advance()
     exchange.close()
-
-
-def test_requests_that_are_no_buckets_are_answered_to_their_end() -> None:
-    members = InProcessTransport.group(2)
-
-    def replanning(rank: int) -> Replanning:
-        mean = yield Mean(torch.tensor([4.0 * rank]))
-        rows, parts = yield (
-            AllGather(torch.tensor([rank])),
-            AllToAll(torch.tensor([[rank], [rank + 5]], dtype=torch.uint8)),
-        )
-        return {"weight": int(mean) + int(rows.sum()) + int(parts.sum())}
-
-    choices = run_members(2, lambda rank: answered(replanning(rank), members[rank], "step 0"))
-    assert choices == [{"weight": 2 + 1 + 0 + 1}, {"weight": 2 + 1 + 5 + 6}]
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [(ShardSum(torch.ones(2)), "no parameter is cut into shards"), (healthy(), "expected Mean, AllGather")],
-    ids=["between shards", "commit"],
-)
-def test_requests_that_are_no_buckets_have_neither_shards_nor_a_commit(request_: Any, message: str) -> None:
-    def replanning() -> Replanning:
-        yield request_
-        return {}
-
-    transport = alone()
-    with pytest.raises(ConfigError, match=message):
-        answered(replanning(), transport, "step 0")
-    assert transport.notes == []

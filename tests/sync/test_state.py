@@ -209,8 +209,8 @@ BAD: dict[str, tuple[Change, str]] = {
     "another mapping": (lambda s: {"model": 1}, "made by state_dict.*'model'"),
     "a key too few": (lambda s: s.pop("checksum") and None, "made by state_dict"),
     "a key too many": (lambda s: s.update(more=1), "made by state_dict.*'more'"),
-    "a later version": (lambda s: s.update(version=4), "version 4"),
-    "a later version with another key": (lambda s: s.update(version=4, more=1), "version 4"),
+    "a later version": (lambda s: s.update(version=5), "version 5"),
+    "a later version with another key": (lambda s: s.update(version=5, more=1), "version 5"),
     "a version that is a tensor": (lambda s: s.update(version=torch.ones(2)), "version.*tensor"),
     "a version of 5 000 digits": (lambda s: s.update(version=TOO_LONG), "16610 bits, expected at most 64"),
     "a step of 4 300 digits": (meant(step=10**4299), "14281 bits, expected at most 64"),
@@ -222,7 +222,7 @@ BAD: dict[str, tuple[Change, str]] = {
         put("error", "head.weight", torch.zeros(64, 32, requires_grad=True)),
         r"shape \(64, 32\) that requires a gradient",
     ),
-    "an earlier version": (lambda s: s.update(version=1), "version 1.*reads version 3"),
+    "an earlier version": (lambda s: s.update(version=3), "version 3.*reads version 4"),
     "a version that is no number": (lambda s: s.update(version=True), "version.*True"),
     "parameters of another shape": (
         put("parameters", "head.bias", [3]),
@@ -313,9 +313,6 @@ BAD: dict[str, tuple[Change, str]] = {
         r"shape \(1, 5000\)",
     ),
     "a negative size": (put("parameters", "scale", (-1,)), "'scale': tuple"),
-    "buckets that are none": (meant(buckets=3), "buckets must be a tuple.*int"),
-    "a bucket of another model": (meant(buckets=(("scale", "tail"),)), "buckets must hold names"),
-    "a parameter in two buckets": (meant(buckets=(("scale",), ("scale",))), "buckets must hold names"),
     "one flipped bit": (lambda s: dict(s["error"])["head.weight"][3, 4].neg_() and None, "damaged.*checksum"),
     "another step": (lambda s: s.update(step=4), "damaged"),
     "half of what was saved": (lambda s: s.update(error=s["error"][:1]), "damaged"),
@@ -345,17 +342,6 @@ def test_an_error_above_the_models_range_is_refused_where_it_becomes_known_bucke
     sync.load_state_dict(bad)
     with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
         sync.average([((spec("head.weight", 64, 32),), torch.zeros(64 * 32))])
-
-
-def test_a_state_of_version_2_without_buckets_is_of_an_earlier_release_and_taken(
-    state: dict[str, Any],
-) -> None:
-    for key in ("buckets", "slots", "choices"):
-        del state[key]
-    state |= {"version": 2, "checksum": None}
-    sync = Simulation(POWER, buckets(), num_workers=1).syncs[0]
-    sync.load_state_dict(state)
-    assert sync.steps == 3
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())

@@ -561,7 +561,7 @@ class Hoard(Algorithm):
 
     slots = (ERROR,)
 
-    def prepare(self, specs: Any, choices: Any = None, *, num_members: int = 1) -> Any:
+    def prepare(self, specs: Any, *, num_members: int = 1) -> Any:
         return HoardPlan(tuple(specs), tuple(Route((spec.name,), spec.gradient_bytes, 4) for spec in specs))
 
 
@@ -659,9 +659,6 @@ class Announcing(Wrapped):
 class AnnouncedWork:
     work: Work
     transport: Announcing
-
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
 
     def wait(self) -> None:
         dist.distributed_c10d._get_default_store().set(self.transport.key, "")

@@ -15,9 +15,9 @@ from thinwire.advice.replicated import BASELINE, priced
 from thinwire.advice.result import Prediction
 from thinwire.algorithms.registry import Variant
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
-from thinwire.errors import AttachError, ConfigError, GradientError
+from thinwire.errors import ConfigError
 from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
-from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of, reshard
+from thinwire.fronts.sharded.model import ShardedModel, local_of, pieces_of, replicas_of, reshard
 from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.sync import Engine, Settings
@@ -55,28 +55,15 @@ class Sharded:
         self.model = self.module = model
         self.shards: int | None = shards.size
         variants: dict[str, Variant] = {}
-        self._pieces: dict[str, list[Piece]] = {}
-
-        def engine_for(variant: Variant, pieces: list[Piece]) -> Engine:
-            return Engine(variant.algorithm, transport, specs_of(pieces), Settings(together=together))
 
         def front_for(code: str) -> ShardedFront:
-            engine = engine_for(variants[code], self._pieces[code])
-            return ShardedFront(engine, shards, sharded, self._pieces[code], overlap=True)
+            algorithm = variants[code].algorithm
+            engine = Engine(algorithm, transport, specs_of(pieces), Settings(together=together))
+            return ShardedFront(engine, shards, sharded, pieces, overlap=True)
 
         for code, variant in priced().items():
             named = replace(variant, code=NATIVE) if code == BASELINE else variant
-            variants[named.code], self._pieces[named.code] = named, pieces
-        # What sends something else for whole tensors than for shards of them, with the option that does so.
-        for variant in list(variants.values()) if together is not None else []:
-            try:
-                cut = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
-                plan = engine_for(variant, cut).plan
-            except (AttachError, ConfigError, GradientError):
-                continue
-            if plan.message_bytes != engine_for(variant, pieces).plan.message_bytes:
-                whole = replace(variant, code=f"{variant.code}, whole_matrices=True")
-                variants[whole.code], self._pieces[whole.code] = whole, cut
+            variants[named.code] = named
         self.variants: Mapping[str, Variant] = variants
         self._front_for = front_for
         self._front: ShardedFront | None = None

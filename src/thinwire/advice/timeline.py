@@ -185,8 +185,5 @@ class Echo(Transport):
 class _Done:
     """A collective that has ended."""
 
-    def is_completed(self) -> bool:
-        return True
-
     def wait(self) -> None:
         return

@@ -4,10 +4,8 @@ from thinwire.algorithms.base import (
     Algorithm,
     Bucket,
     BucketPlan,
-    Choices,
     Diagnosis,
     Memory,
-    Replanning,
     Slot,
 )
 from thinwire.algorithms.cast import Cast
@@ -25,8 +23,6 @@ from thinwire.algorithms.requests import (
     Message,
     Request,
     Requests,
-    ShardGather,
-    ShardSum,
     all_finite,
 )
 from thinwire.algorithms.sparse.topk import TopK
@@ -41,7 +37,6 @@ __all__ = [
     "Bucket",
     "BucketPlan",
     "Cast",
-    "Choices",
     "Commit",
     "Diagnosis",
     "Jointly",
@@ -50,11 +45,8 @@ __all__ = [
     "Message",
     "PowerSGD",
     "Quantize",
-    "Replanning",
     "Request",
     "Requests",
-    "ShardGather",
-    "ShardSum",
     "Slot",
     "TopK",
     "all_finite",

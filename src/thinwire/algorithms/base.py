@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
 from thinwire.algorithms.kernels.matrices import fill_alike, in_one_piece
-from thinwire.algorithms.requests import Message, Request, Requests
+from thinwire.algorithms.requests import Requests
 from thinwire.algorithms.spelling import check_names
 from thinwire.checks import shown
 from thinwire.errors import ConfigError
@@ -22,24 +22,14 @@ __all__ = [
     "Algorithm",
     "Bucket",
     "BucketPlan",
-    "Choices",
     "Diagnosis",
     "Memory",
-    "Replanning",
     "Slot",
 ]
 
 MAX_SETTING_LENGTH = 60
 
 Kind = TypeVar("Kind", bound="Algorithm")
-
-Choices: TypeAlias = Mapping[str, int]
-"""What was chosen at run time, by parameter, in the algorithm's own unit; the same on all members."""
-
-NO_CHOICES: Choices = MappingProxyType({})
-
-Replanning: TypeAlias = Generator["Request | tuple[Message, ...]", Any, Choices]
-"""Yields requests, receives their answers, and returns choices."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +182,7 @@ class Diagnosis(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan(ABC):
-    """How a bucket travels: made once from shapes and choices, printed, executed.
+    """How a bucket travels: made once from shapes, printed, executed.
 
     Attributes:
         specs: The bucket's parameters, in the order of their gradients.
@@ -289,20 +279,12 @@ class Algorithm(ABC):
         short = {name: text if len(text) <= MAX_SETTING_LENGTH else "…" for name, text in texts.items()}
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in short.items())})"
 
-    @property
-    def sees_buckets(self) -> bool:
-        """Whether results depend on which parameters share a bucket."""
-        return False
-
     @abstractmethod
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """Plan a bucket. Cost: arithmetic on shapes only.
 
         Args:
             specs: Its parameters, at least one.
-            choices: What was chosen at run time.
             num_members: Members of the group.
 
         Raises:
@@ -324,46 +306,6 @@ class Algorithm(ABC):
             ConfigError: A setting does not fit the model.
         """
         self.plan(specs)
-
-    def first_choices(self, specs: Sequence[ParameterSpec]) -> Choices:
-        """Return what to start with on a model that is not refused: nothing, if all settings are given.
-
-        Args:
-            specs: All its parameters.
-        """
-        return NO_CHOICES
-
-    def resumed_choices(
-        self, saved: Choices | None, memory: Memory, specs: Sequence[ParameterSpec]
-    ) -> Choices:
-        """Return what to go on with after a state was loaded.
-
-        Args:
-            saved: As in the state; None where it is of a version that did not have them.
-            memory: As loaded.
-            specs: All parameters of the model.
-        """
-        return NO_CHOICES if saved is None else saved
-
-    @property
-    def plans_anew(self) -> bool:
-        """Whether `replan` is ever asked."""
-        return False
-
-    def is_replan_due(self, step: int) -> bool:
-        """Return whether `replan` is to be asked after so many committed steps."""
-        return False
-
-    def replan(self, plans: Sequence[BucketPlan], memory: Memory) -> Replanning:
-        """Choose how to go on, by what was measured.
-
-        A generator of requests that returns what is chosen anew.
-
-        Args:
-            plans: Of all buckets.
-            memory: Only read.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has nothing to plan anew")
 
 
 def no_algorithm(given: object) -> str:

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from thinwire.algorithms.base import NO_CHOICES, Algorithm, BucketPlan, Choices
+from thinwire.algorithms.base import Algorithm, BucketPlan
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import UncompressedPlan
 from thinwire.errors import ConfigError
@@ -74,8 +74,6 @@ class Cast(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
 
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed, in 16 bits."""
         return UncompressedPlan.of(specs, wire_dtype_of(self.dtype))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.algorithms.base import NO_CHOICES, Algorithm, Bucket, BucketPlan, Choices, Memory
+from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR, Compensated, compensated, keep_remainder
 from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.plan import ParameterSpec, Route
@@ -31,9 +31,7 @@ class AllReduce(Algorithm):
 
     slots = (ERROR,)
 
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed."""
         return UncompressedPlan.of(specs, wire_dtype=None)
 

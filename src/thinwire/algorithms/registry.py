@@ -170,11 +170,6 @@ REGISTRY: tuple[Registered, ...] = (
                 tolerance=2e-2,
                 is_checked=True,
             ),
-            Variant(
-                "PowerSGD(matrix_rank=2, factor_bits=8)",
-                PowerSGD(matrix_rank=2, factor_bits=8),
-                is_checked=True,
-            ),
         ),
         priced_too=(Variant("PowerSGD(matrix_rank=16)", PowerSGD(matrix_rank=16)),),
     ),

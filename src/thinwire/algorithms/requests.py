@@ -22,8 +22,6 @@ __all__ = [
     "Message",
     "Request",
     "Requests",
-    "ShardGather",
-    "ShardSum",
     "all_finite",
 ]
 
@@ -65,32 +63,7 @@ class AllToAll:
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class ShardSum:
-    """Ask for the sum over the shards of this replica, which hold other parts of the same parameters.
-
-    Only for buckets whose parameters have a `Cut`. It stays inside one machine, and is not counted.
-
-    Args:
-        tensor: Flat, floating, of the same length on all shards, given away. The answer may lie in its
-            memory.
-    """
-
-    tensor: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class ShardGather:
-    """Ask for the tensors of all shards of this replica: (n,) → (shards, n). As of `ShardSum` otherwise.
-
-    Args:
-        tensor: Flat, of any type and the same length on all shards, given away.
-    """
-
-    tensor: torch.Tensor
-
-
-Message: TypeAlias = Mean | AllGather | AllToAll | ShardSum | ShardGather
+Message: TypeAlias = Mean | AllGather | AllToAll
 """A request that sends something."""
 
 
@@ -160,7 +133,7 @@ class AllFinite:
         return all_finite(*self.tensors)
 
 
-Request: TypeAlias = Mean | AllGather | AllToAll | ShardSum | ShardGather | Jointly | Commit
+Request: TypeAlias = Mean | AllGather | AllToAll | Jointly | Commit
 
 Requests: TypeAlias = Generator["Request | tuple[Message, ...]", Any, None]
 """Yields a request and receives its answer; several messages at once, and their answers in the same order.

@@ -333,9 +333,6 @@ class _InProcessWork:
     def who_is_missing(self) -> str:
         return self.meeting.who_is_missing()
 
-    def is_completed(self) -> bool:
-        return self.is_complete
-
     def wait(self) -> None:
         # Waiting twice gives the same, as with real backends; the tensor may have changed since.
         if self.is_taken:

@@ -160,9 +160,6 @@ class _TimedWork:
     work: Work
     traffic: Traffic
 
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
     def wait(self) -> None:
         start = time.perf_counter()
         try:

@@ -23,10 +23,6 @@ class Pieces:
 
     works: Sequence[dist.Work]
 
-    def is_completed(self) -> bool:
-        """As `dist.Work.is_completed`."""
-        return all(each.is_completed() for each in self.works)
-
     def wait(self) -> None:
         """As `dist.Work.wait`."""
         for each in self.works:

@@ -229,10 +229,6 @@ class ProcessGroupWork:
     where: str
     why: str = WHY_IN_A_FIXED_GROUP
 
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return at once."""
-        return self.work.is_completed()
-
     def wait(self) -> None:
         """Block until the result is there: the host, or on CUDA only the current stream."""
         with named_failure(self.where, self.why):

@@ -73,9 +73,6 @@ class _NotedWork:
     note: Note
     clock: Callable[[], Any]
 
-    def is_completed(self) -> bool:
-        return self.work.is_completed()
-
     def wait(self) -> None:
         if self.note.awaited_at is None:  # the first time: later ones wait for nothing
             self.note.awaited_at = self.clock()

@@ -17,9 +17,6 @@ Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broad
 class Work(Protocol):
     """A collective under way."""
 
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return at once. Never blocks."""
-
     def wait(self) -> None:
         """Block until the result is there: the host, or on CUDA only the current stream.
 

@@ -17,7 +17,6 @@ from thinwire.elastic.group import Group
 from thinwire.elastic.member import (
     Member,
     check_like,
-    check_plans_once,
     check_received,
     checked_optimizers,
     group_of_environment,
@@ -93,7 +92,7 @@ class LocalSGD(Member):
 
     Raises:
         ConfigError: An argument is wrong, or the optimizer does not train this model, or not all of it though
-            its state is sent; or the algorithm chooses anew at run time (a budget of PowerSGD).
+            its state is sent.
         AttachError: A DDP or a sharded model, or one that is all frozen.
         GradientError: A parameter can't be averaged by the algorithm.
     """
@@ -123,7 +122,6 @@ class LocalSGD(Member):
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
         module = plain_module(model)
-        check_plans_once(algorithm)
         buffers = true_or_false("average_buffers", average_buffers)
         averaged_model = AveragedModel(module, buffers=buffers)
         self._outer_device = checked_device(outer_device)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.checks import whole_number
 from thinwire.elastic.front import Front
@@ -37,7 +36,6 @@ from thinwire.sync.stats import Stats
 __all__ = [
     "Member",
     "check_like",
-    "check_plans_once",
     "check_received",
     "checked_optimizers",
     "group_of_environment",
@@ -203,19 +201,6 @@ def plain_module(model: object) -> nn.Module:
             "one process with a whole model. thinwire.LocalSGD averages sharded ones"
         )
     return module
-
-
-def check_plans_once(algorithm: Algorithm) -> None:
-    """Refuse an algorithm that chooses anew at run time.
-
-    Raises:
-        ConfigError: It does.
-    """
-    if algorithm.plans_anew:
-        raise ConfigError(
-            f"{algorithm} makes a new plan now and then, behind the averaging; members that come and go "
-            "need one plan: give a matrix rank instead of a budget"
-        )
 
 
 def checked_optimizers(

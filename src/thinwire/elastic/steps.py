@@ -16,7 +16,6 @@ from thinwire.elastic.group import Group
 from thinwire.elastic.member import (
     Member,
     check_like,
-    check_plans_once,
     check_received,
     checked_optimizers,
     group_of_environment,
@@ -68,8 +67,7 @@ class Steps(Member):
     8 bytes behind it. When members change, as of `elastic.LocalSGD`.
 
     Raises:
-        ConfigError: An argument is wrong, or the optimizer does not train this model, or the algorithm
-            chooses anew at run time (a budget of PowerSGD).
+        ConfigError: An argument is wrong, or the optimizer does not train this model.
         AttachError: A DDP or a sharded model, or one that is all frozen.
         GradientError: A parameter can't be averaged by the algorithm.
 
@@ -97,7 +95,6 @@ class Steps(Member):
         leave_on_sigterm: bool = True,
     ) -> None:
         module = plain_module(model)
-        check_plans_once(algorithm)
         true_or_false("leave_on_sigterm", leave_on_sigterm)
         averaged_model = AveragedModel(module, buffers=False)
         averaged = averaged_model.tensors()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from importlib import import_module
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ def attach(
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
     overlap: bool = True,
-    whole_matrices: bool | Literal["auto"] = False,
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
 
@@ -74,12 +73,6 @@ def attach(
         overlap: Of an FSDP2 model: whether shards travel as soon as their gradients are there, from the
             second step on. False: when the backward pass has ended, which a model needs whose modules are
             called now more, now less often in a forward pass. With DDP they always do.
-        whole_matrices: Of an FSDP2 model: whether `PowerSGD` approximates whole matrices, of which each
-            shard has some rows, and not each shard's rows by themselves. Then a replica sends r · (m + n)
-            numbers over the slow links, whatever the number of shards, and not r · (m + shards · n), at a
-            rougher approximation; to each process come r · (m + 3 n) from its replica's other shards.
-            Not with `alternating` or `factor_bits`, nor with ranks that follow from a budget. "auto": if that
-            saves a tenth of the time that averaging takes, by four exchanges of either kind, made here.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
@@ -134,15 +127,13 @@ def attach(
             host_check=host_check,
             on_nonfinite=on_nonfinite,
             overlap=overlap,
-            whole_matrices=whole_matrices,
         )
         return sync
     is_ddp = isinstance(plain, DistributedDataParallel)
-    if is_ddp and not (process_group is None and mesh is None and overlap is True and not whole_matrices):
+    if is_ddp and not (process_group is None and mesh is None and overlap is True):
         raise ConfigError(
-            "process_group, mesh, overlap and whole_matrices are for sharded models; leave them out: DDP has "
-            "whole matrices and a group of its own, DistributedDataParallel(model, process_group=…), and "
-            "always overlaps"
+            "process_group, mesh and overlap are for sharded models; leave them out: DDP has a group of its "
+            "own, DistributedDataParallel(model, process_group=…), and always overlaps"
         )
     # What is neither is refused there, with what was expected.
     return attach_ddp(

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from thinwire.algorithms import Choices, Slot
-from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms import Slot
 from thinwire.algorithms.registry import SLOTS
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
@@ -17,7 +16,6 @@ from thinwire.sync.checksum import check_readable, check_undamaged
 from thinwire.sync.state import (
     DTYPES,
     KEYS,
-    LATER_KEYS,
     STATE_VERSION,
     LoadedState,
     check_model,
@@ -51,18 +49,17 @@ def checked_state(
     check_readable(state)
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
-    version = _count(state, "version")
-    if version not in (2, STATE_VERSION):
+    if _count(state, "version") != STATE_VERSION:
         raise StateError(
             f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
-    if not state.keys() >= KEYS or (version == STATE_VERSION and not state.keys() >= LATER_KEYS):
+    if not state.keys() >= KEYS:
         raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
     known = {**SLOTS, **{slot.name: slot for slot in slots}}
     # All that can be seen without its numbers comes first: a file may name tensors of any size, and no copy
     # is made before it is in order.
-    saved_slots = _slots(state, known, version)
+    saved_slots = _slots(state, known)
     shapes = _shapes(state)
     tensors = {slot: _tensors(state, slot.name) for slot in saved_slots}
     for key in ("algorithm", "checksum"):
@@ -74,8 +71,6 @@ def checked_state(
         shapes,
         tensors,
         checksum=check_undamaged(state),
-        buckets=_buckets(state, shapes),
-        choices=None if version < STATE_VERSION else _choices(state),
     )
     _check_inside(loaded)
     if specs is not None:
@@ -101,13 +96,9 @@ def _check_inside(loaded: LoadedState) -> None:
                 slot.check(label, tensor, loaded.shapes)
 
 
-def _slots(state: Mapping[str, Any], known: Mapping[str, Slot], version: int) -> list[Slot]:
-    """Return what the tensors of a state are of. Version 2 did not say: error was what was local."""
+def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
+    """Return what the tensors of a state are of."""
     names = slot_names(state)
-    if version < STATE_VERSION:
-        if ERROR.name not in names:
-            raise StateError(f"expected a state made by state_dict(), got {_kind(state)}")
-        return [known.get(name, Slot(name)) for name in names]
     slots = []
     for name, kind in _pairs(state, "slots"):
         if (
@@ -128,33 +119,11 @@ def _slots(state: Mapping[str, Any], known: Mapping[str, Slot], version: int) ->
     return slots
 
 
-def _buckets(state: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Return by bucket the names of its parameters, each of the model's and no more than once."""
-    listed = state.get("buckets", ())
-    if not isinstance(listed, list | tuple) or not all(isinstance(bucket, list | tuple) for bucket in listed):
-        raise StateError(f"buckets must be a tuple of tuples of names, got {_kind(listed)}")
-    names = [name for bucket in listed for name in bucket]
-    # The next step is made with these: of a parameter twice, or of one that there is not, it could not be.
-    if not all(isinstance(name, str) and name in shapes for name in names) or len(set(names)) < len(names):
-        raise StateError(
-            "buckets must hold names from the state's list of parameters, each once; the state is damaged, "
-            "load an earlier one"
-        )
-    return tuple(tuple(bucket) for bucket in listed)
-
-
 def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for name, shape in _pairs(state, "parameters"):
         if not isinstance(shape, list | tuple) or not all(type(n) is int and n >= 0 for n in shape):
             raise StateError(f"parameters must pair names with shapes, got {name!r}: {_kind(shape)}")
     return {name: tuple(shape) for name, shape in state["parameters"]}
-
-
-def _choices(state: Mapping[str, Any]) -> Choices:
-    for name, choice in _pairs(state, "choices"):
-        if type(choice) is not int:
-            raise StateError(f"choices must pair names with whole numbers, got {name!r}: {choice!r}")
-    return dict(state["choices"])
 
 
 def _tensors(state: Mapping[str, Any], key: str) -> dict[str, torch.Tensor]:

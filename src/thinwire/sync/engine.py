@@ -46,7 +46,7 @@ class Engine:
         traffic: Where to count what steps send; None for a new count.
         clock: Where to count time; None for a new one.
         parts: Where parts of the model are averaged in steps of their own, in turn: the buckets of each. A
-            turn of all parts is one step to the algorithm, for its warm-up and what it does every so often.
+            turn of all parts is one step to the algorithm, for its warm-up, its sides and its seeds.
 
     Attributes:
         transport: As given. What is agreed upon and saved goes through it.
@@ -440,7 +440,6 @@ class Engine:
             lanes.shapes,
             {},
             skipped_steps=lanes.nonfinite_steps,
-            choices=lanes.choices,
         )
 
     def described(self, call: str, device: torch.device) -> Description:
@@ -486,8 +485,6 @@ class Engine:
                 lanes.shapes,
                 lanes.unclaimed,
                 skipped_steps=lanes.nonfinite_steps,
-                buckets=lanes.expected.names if lanes.algorithm.sees_buckets else (),
-                choices=lanes.choices,
             )
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -11,21 +11,19 @@ from torch.profiler import record_function
 
 from thinwire.algorithms import (
     AllFinite,
-    Choices,
     Commit,
     Jointly,
     Mean,
     Message,
-    Replanning,
     Request,
     Requests,
     all_finite,
 )
 from thinwire.channel import Transport
 from thinwire.errors import CommunicationError, ConfigError
-from thinwire.sync.messages import Ways, send_all
+from thinwire.sync.messages import send_all
 
-__all__ = ["Exchange", "Task", "answered", "shown"]
+__all__ = ["Exchange", "Task", "shown"]
 
 
 class Task:
@@ -98,17 +96,13 @@ class _Round:
 
     Args:
         tasks: Which; each stands at a message, or at its commit.
-        ways: What carries the messages.
+        transport: Carries the messages.
         purpose: What for, for errors.
     """
 
-    def __init__(self, tasks: Sequence[Task], ways: Ways, purpose: str) -> None:
+    def __init__(self, tasks: Sequence[Task], transport: Transport, purpose: str) -> None:
         self.tasks = tasks
-        self._sent = send_all([task.request for task in tasks], ways, purpose)
-
-    @property
-    def has_come(self) -> bool:
-        return all(sent.work.is_completed() for _, sent in self._sent)
+        self._sent = send_all([task.request for task in tasks], transport, purpose)
 
     def wait(self) -> None:
         for _, sent in self._sent:
@@ -140,15 +134,14 @@ class Exchange:
     Args:
         transport: Carries the messages.
         name: Of the step, for errors.
-        shards: Joins the shards of a replica, None where each member has all parameters.
     """
 
-    def __init__(self, transport: Transport, name: str, shards: Transport | None = None) -> None:
+    def __init__(self, transport: Transport, name: str) -> None:
         self.tasks: list[Task] = []
         # Tasks of `close_with`, which commit last; `_joining` are those whose first message is not sent yet.
         self._closing: list[Task] = []
         self._joining: list[Task] = []
-        self._ways = Ways(transport, shards)
+        self._transport = transport
         self._name = name
         self._passed: list[Commit] = []  # of `commit_early`
         self._rounds: list[_Round] = []  # under way
@@ -176,7 +169,7 @@ class Exchange:
             # backward pass.
             _compute_jointly([task])
             purpose = f"{self._name}, round 1 of the bucket of {name}"
-            self._rounds.append(_Round([task], self._ways, purpose))
+            self._rounds.append(_Round([task], self._transport, purpose))
         # Added only once it is sent: otherwise nothing of the bucket is in flight.
         self.tasks.append(task)
 
@@ -209,7 +202,7 @@ class Exchange:
             waiting = [task for task in tasks if not isinstance(task.request, Commit)]
             if waiting:
                 purpose = f"{self._name}, a later round of the buckets before number {len(self.tasks)}"
-                self._rounds.append(_Round(waiting, self._ways, purpose))
+                self._rounds.append(_Round(waiting, self._transport, purpose))
 
     def close_with(self, requests: Requests) -> None:
         """Add requests that are no bucket's: the first travels with the buckets' second; they commit last."""
@@ -254,13 +247,8 @@ class Exchange:
             self._joining = []
             if waiting:
                 purpose = f"{self._name}, round {self._number} of all buckets"
-                self._rounds.append(_Round(waiting, self._ways, purpose))
+                self._rounds.append(_Round(waiting, self._transport, purpose))
         return bool(waiting)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether `advance` would not block."""
-        return all(each.has_come for each in self._rounds)
 
     @property
     def commits(self) -> Sequence[Commit]:
@@ -333,34 +321,6 @@ class Exchange:
         for each in self._rounds:
             each.drain()
         self._rounds = []
-
-
-def answered(requests: Replanning, transport: Transport, purpose: str) -> Choices:
-    """Run requests that are no bucket's to their end.
-
-    Args:
-        requests: The generator.
-        transport: Carries its messages.
-        purpose: What for and in which step, for errors.
-
-    Raises:
-        CommunicationError: A collective failed.
-        ConfigError: They ask for something that can't be sent.
-    """
-    answer = None
-    while True:
-        try:
-            request = requests.send(answer)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
-        messages = request if isinstance(request, tuple) else (request,)
-        answers: list[torch.Tensor] = []
-        # One after the other: nothing else travels at this time, and it is seldom asked.
-        for message in messages:
-            ((_, sent),) = send_all([(message,)], Ways(transport), purpose)
-            sent.work.wait()
-            answers += sent.parts()
-        answer = tuple(answers) if isinstance(request, tuple) else answers[0]
 
 
 def shown(name: str) -> AbstractContextManager[object]:

@@ -14,13 +14,13 @@ __all__ = ["Lane"]
 class Lane:
     """The route of one bucket's gradients, step by step.
 
-    It lives from the bucket's first step until its engine plans anew. Its front keeps it that long: what is
+    It lives from the bucket's first step until its engine closes it. Its front keeps it that long: what is
     done once for a bucket (processes compared, plan made, memory put in order) is in no later step's way.
 
     Attributes:
         plan: How they travel.
-        is_current: Whether it may be started. An engine closes its lanes when it changes its algorithm, its
-            plan or its memory; what was open is opened anew then.
+        is_current: Whether it may be started. An engine closes its lanes when its algorithm, its members or
+            its memory change; they are opened again then.
         is_in_flight: Whether a step is under way in it.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,14 +10,12 @@ from typing import TypeAlias
 
 import torch
 
-from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Choices, Memory, Slot
+from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Memory, Slot
 from thinwire.algorithms.base import no_algorithm
 from thinwire.channel import CALL, Description, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
-from thinwire.sync.exchange import answered
 from thinwire.sync.lane import Lane
-from thinwire.sync.regrouping import ExpectedBuckets
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order, without_shards
 from thinwire.version import __version__
@@ -30,8 +27,6 @@ COUNTED_TOGETHER = 256
 
 # Lanes that are kept open beside those of the last step.
 MAX_IDLE_LANES = 32
-
-logger = logging.getLogger(__name__)
 
 EXACT = AllReduce()
 
@@ -55,13 +50,11 @@ class Lanes:
 
     Attributes:
         algorithm: The algorithm in use.
-        choices: What it has chosen at run time.
         memory: What it remembers.
         specs: All parameters that are known, by name, in the order of the model.
         settings: As given.
         nonfinite_steps: Steps that were not finite, as far as the host knows.
         local_is_mean: Whether nothing has changed the local slots of the memory since they were averaged.
-        expected: With which buckets the next step is to be made, where results depend on it.
         device: Of the last bucket.
         shortfalls: Why slower kernels than those made for the device have served steps.
         num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
@@ -86,7 +79,6 @@ class Lanes:
         self.memory = Memory()
         self.nonfinite_steps = 0
         self.local_is_mean = True  # there is nothing yet
-        self.expected = ExpectedBuckets()
         self.device = torch.device("cpu")
         self.shortfalls: dict[str, None] = {}
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
@@ -115,10 +107,8 @@ class Lanes:
         specs = tuple(self.specs.values())
         if specs:  # else they are checked bucket by bucket, when lanes are opened
             algorithm.check_model(specs)
-        choices = algorithm.first_choices(specs)
         # Last: what was refused above has changed nothing.
         self.algorithm: Algorithm = algorithm
-        self.choices: Choices = choices
 
     @property
     def steps(self) -> int:
@@ -187,41 +177,11 @@ class Lanes:
             GradientError: A parameter's gradient can't be averaged by it.
         """
         self._take(algorithm)
-        self._plan_anew()
+        self._close_all()
         if self._plans:  # before the first step nobody knows what is stale
             self._forget_stale()
             for plan in self._plans:
                 plan.adopt(self.memory)
-
-    def replan(self, wire: Transport) -> None:
-        """Let the algorithm choose anew by what it has measured, where that is due. Collective.
-
-        Args:
-            wire: Carries what it asks.
-
-        Raises:
-            CommunicationError: A collective failed.
-        """
-        turns, num_since = divmod(self.memory.step, self.num_parts)
-        # Not between turns, when some parts have made a step more than others.
-        if num_since or not self.algorithm.is_replan_due(turns):
-            return
-        before = self.plan
-        replanning = self.algorithm.replan(self.plans, self.memory)
-        chosen = answered(replanning, wire, f"step {self.steps}, what the plan is made by")
-        self.choices = {**self.choices, **chosen}
-        plans = tuple(self._prepared(plan.specs) for plan in self._plans)
-        # To plan anew closes all lanes, and to open them costs a comparison of the processes.
-        if [plan.routes for plan in plans] == [plan.routes for plan in self._plans]:
-            return
-        # What is in flight still writes its memory by the plan before.
-        in_flight = {lane.specs for lane in self._open.values() if lane.is_in_flight}
-        self._plan_anew()
-        for plan in self._plans:
-            if plan.specs not in in_flight:  # else when its lane is opened anew
-                plan.adopt(self.memory)
-        if self.plan != before:
-            logger.info("step %d: a new plan\n%s", self.steps, self.plan)
 
     def regroup(self, error_scale: float) -> None:
         """As `Engine.regroup`."""
@@ -231,9 +191,10 @@ class Lanes:
         # Only some members may have loaded a state or averaged their residuals; both must be the same on all
         # members, so reset them.
         self._loaded_checksum, self.local_is_mean = None, False
-        self._plan_anew()
+        self._close_all()
 
-    def _plan_anew(self) -> None:
+    def _close_all(self) -> None:
+        """Close all lanes, and plan their buckets again."""
         for lane in self._open.values():
             lane.is_current = False  # fronts keep their lanes from step to step, and look at this
         self._open.clear()
@@ -243,7 +204,7 @@ class Lanes:
 
     def _prepared(self, specs: Specs) -> BucketPlan:
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, self.choices, num_members=self._transport.size)
+        return algorithm.prepare(specs, num_members=self._transport.size)
 
     def note(self, lanes: Sequence[Lane]) -> None:
         """Take note of the buckets of a step that has ended."""
@@ -356,7 +317,7 @@ class Lanes:
             device: Of the gradients.
             has_progress: Whether to say how far the process is, as well as how it is configured.
         """
-        # The plan is not among it: it follows from the algorithm, its choices and the shapes.
+        # The plan is not among it: it follows from the algorithm and the shapes.
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
         if is_dataclass(self.algorithm):
             for name, value in asdict(self.algorithm).items():
@@ -374,14 +335,11 @@ class Lanes:
                 "steps that were not finite": str(self.nonfinite_steps),
                 "loaded state": self._loaded_checksum or "none",
                 "averaged error": str(self.local_is_mean),
-                **{f"choice for {name}": str(choice) for name, choice in sorted(self.choices.items())},
             }
         for spec in self.specs.values():
             shape = "×".join(map(str, spec.shape)) or "scalar"
             dtype = str(spec.dtype).removeprefix("torch.")
             described[f"parameter {spec.name}"] = f"{shape} {dtype}, strides {spec.stride}"
-            if spec.cut is not None:
-                described[f"parameter {spec.name}"] += f", of {spec.cut}"
             if spec.is_statistic:
                 described[f"parameter {spec.name}"] += ", a buffer"
         return described
@@ -408,16 +366,12 @@ class Lanes:
         if self.all_known:
             loaded = fitting(loaded, self.specs)
         memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})
-        specs = tuple(self.specs.values())
-        # Before memory is replaced: an algorithm may refuse what it does not know.
-        self.choices = self.algorithm.resumed_choices(loaded.choices, memory, specs)
         self.memory = memory
         # Into memory when lanes are opened: its order there, and the device, are not known before.
         self._unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.local_is_mean, self._loaded_checksum = True, loaded.checksum
-        self.expected = ExpectedBuckets(loaded.buckets, is_resumed=True)
-        self._plan_anew()
+        self._close_all()
         self._unchecked = None if self.all_known else loaded
         for plan in self.plans if self.all_known else ():
             warning = plan.adopt(self.memory)

@@ -4,43 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from thinwire.algorithms import AllGather, AllToAll, Commit, Mean, ShardGather, ShardSum
+from thinwire.algorithms import AllGather, AllToAll, Commit, Mean
 from thinwire.algorithms.joining import as_one
 from thinwire.channel import Transport, Work
 from thinwire.errors import ConfigError
 
-__all__ = ["Sent", "Ways", "send_all"]
-
-
-class Ways(NamedTuple):
-    """What carries messages.
-
-    Attributes:
-        group: Over the group.
-        shards: Between the shards of a replica; None where each member has all parameters.
-    """
-
-    group: Transport
-    shards: Transport | None = None
-
-    def of(self, kind: type) -> Transport:
-        """Return what carries a kind of message.
-
-        Raises:
-            ConfigError: It is between shards, and there are none.
-        """
-        if kind not in (ShardSum, ShardGather):
-            return self.group
-        if self.shards is None:
-            raise ConfigError(
-                f"an exchange has asked for {kind.__name__} where no parameter is cut into shards; ask for "
-                "it only of a bucket whose parameters have a cut"
-            )
-        return self.shards
+__all__ = ["Sent", "send_all"]
 
 
 @dataclass
@@ -58,12 +31,14 @@ class Sent:
     parts: Callable[[], Sequence[torch.Tensor]]
 
 
-def send_all(requests: Sequence[Any], ways: Ways, purpose: str) -> list[tuple[list[tuple[int, int]], Sent]]:
+def send_all(
+    requests: Sequence[Any], transport: Transport, purpose: str
+) -> list[tuple[list[tuple[int, int]], Sent]]:
     """Send what some generators ask for; messages of one operation, type and device as one.
 
     Args:
         requests: Of each generator one, or a tuple of several; a `Commit` asks for nothing.
-        ways: What carries them.
+        transport: Carries them.
         purpose: What for, for errors.
 
     Returns:
@@ -88,7 +63,7 @@ def send_all(requests: Sequence[Any], ways: Ways, purpose: str) -> list[tuple[li
         owners = [(number, place) for number, place, _ in kinds[key]]
         tensors = [message.tensor for _, _, message in kinds[key]]
         kind = key[2]
-        sent.append((owners, _SENDERS[kind](tensors, ways.of(kind), purpose, kind.__name__)))
+        sent.append((owners, _SENDERS[kind](tensors, transport, purpose, kind.__name__)))
     return sent
 
 
@@ -117,15 +92,6 @@ def _send_gathers(tensors: list[torch.Tensor], transport: Transport, purpose: st
     return Sent(work, flat, lambda: rows.split_with_sizes(sizes, dim=1))
 
 
-def _send_shard_sums(tensors: list[torch.Tensor], transport: Transport, purpose: str, name: str) -> Sent:
-    _check_flat(tensors, name)
-    flat = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    # A sum, and not a mean: each shard has some rows' part of one product.
-    work = transport.all_reduce(flat, f"{purpose}, between shards")
-    sizes = [tensor.numel() for tensor in tensors]
-    return Sent(work, flat, lambda: flat.split_with_sizes(sizes))
-
-
 def _send_exchanges(tensors: list[torch.Tensor], transport: Transport, purpose: str, name: str) -> Sent:
     for tensor in tensors:
         if tensor.dim() != 2 or len(tensor) != transport.size:
@@ -145,22 +111,20 @@ _SENDERS: dict[type, Callable[[list[torch.Tensor], Transport, str, str], Sent]] 
     Mean: _send_means,
     AllGather: _send_gathers,
     AllToAll: _send_exchanges,
-    ShardSum: _send_shard_sums,
-    ShardGather: _send_gathers,
 }
 
 
 def _check_message(message: object) -> None:
     if type(message) not in _SENDERS:
         raise ConfigError(
-            f"an algorithm has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
-            "may stand in a tuple; or, of an exchange and alone, Jointly or Commit"
+            f"an exchange has asked for {message!r}, expected Mean, AllGather or AllToAll, of which several "
+            "may stand in a tuple; or, alone, Jointly or Commit"
         )
     tensor: object = message.tensor  # type: ignore[attr-defined]
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
         got = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ConfigError(
-            f"an algorithm has asked for {type(message).__name__} of {got}, expected a dense tensor"
+            f"an exchange has asked for {type(message).__name__} of {got}, expected a dense tensor"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.algorithms import Algorithm, Choices, Memory, Slot
+from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.registry import SLOTS
 from thinwire.channel import Transport
 from thinwire.channel.collectives import in_messages
@@ -29,9 +29,8 @@ __all__ = [
     "without_shards",
 ]
 
-STATE_VERSION = 3
-KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "checksum"}
-LATER_KEYS = {"buckets", "slots", "choices"}  # that a state of version 2 lacks, or may lack
+STATE_VERSION = 4
+KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots", "checksum"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 # Averaged in one message, unless a single tensor is larger.
@@ -48,9 +47,6 @@ class LoadedState(NamedTuple):
         slots: What was remembered: fp32 or fp64 tensors by slot and label, the elementwise ones in the
             parameter's shape.
         checksum: Of all of it.
-        buckets: The parameters of each bucket that the next step is to be made with; none where it does not
-            matter.
-        choices: What the algorithm had chosen at run time; None where the state does not have it.
     """
 
     step: int
@@ -58,8 +54,6 @@ class LoadedState(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
     slots: dict[Slot, dict[str, torch.Tensor]]
     checksum: str
-    buckets: tuple[tuple[str, ...], ...]
-    choices: Choices | None
 
 
 def average_local(
@@ -129,8 +123,6 @@ def packed_state(
     unclaimed: Mapping[Slot, Mapping[str, torch.Tensor]],
     *,
     skipped_steps: int,
-    buckets: tuple[tuple[str, ...], ...] = (),
-    choices: Choices | None = None,
 ) -> dict[str, Any]:
     """Return the state of `memory`, as copies on the CPU.
 
@@ -143,8 +135,6 @@ def packed_state(
         shapes: Of all parameters, noted.
         unclaimed: Loaded, and not in memory yet, by slot.
         skipped_steps: Noted.
-        buckets: What the next step is to be made with, where results depend on it.
-        choices: What the algorithm has chosen at run time.
     """
     # `torch.distributed.checkpoint` fills in only the keys that are there when it loads: so a fresh run must
     # have those of every algorithm, whatever it runs itself.
@@ -157,8 +147,6 @@ def packed_state(
         "skipped_steps": skipped_steps,
         "parameters": tuple(sorted(shapes.items())),
         "slots": tuple((slot.name, (slot.is_local, slot.is_elementwise)) for slot in slots),
-        "buckets": buckets,
-        "choices": tuple(sorted((choices or {}).items())),
     }
     for slot in slots:
         kept = {}
@@ -178,7 +166,7 @@ def packed_state(
 
 def slot_names(state: Mapping[str, Any]) -> list[str]:
     """Return the keys of a state that hold tensors."""
-    return sorted(state.keys() - KEYS - LATER_KEYS)
+    return sorted(state.keys() - KEYS)
 
 
 def check_model(
@@ -239,23 +227,13 @@ def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec]) -> LoadedSt
 
     Args:
         loaded: The state.
-        specs: The parameters of this model, and its statistics.
+        specs: The parameters of this model.
     """
-    # Statistics once travelled like parameters. Residuals of that time must not be sent: added to a mean,
-    # they could make a variance negative.
-    statistics = {spec.name for spec in specs.values() if spec.is_statistic}
-    known = specs.keys() - statistics
     slots = {
-        slot: {label: each for label, each in tensors.items() if known >= names_in(label)}
+        slot: {label: each for label, each in tensors.items() if specs.keys() >= names_in(label)}
         for slot, tensors in loaded.slots.items()
     }
-    # Nor are buckets as they were noted then: parameters and statistics come in buckets of their own.
-    halves = [
-        tuple(name for name in names if (name in statistics) is kind)
-        for names in loaded.buckets
-        for kind in (False, True)
-    ]
-    return loaded._replace(slots=slots, buckets=tuple(filter(None, halves)))
+    return loaded._replace(slots=slots)
 
 
 def without_shards(loaded: LoadedState) -> LoadedState:
@@ -264,10 +242,7 @@ def without_shards(loaded: LoadedState) -> LoadedState:
         slot: {label: each for label, each in tensors.items() if SHARD_MARK not in label}
         for slot, tensors in loaded.slots.items()
     }
-    choices = loaded.choices
-    if choices is not None:  # None has the algorithm find them in its memory
-        choices = {name: choice for name, choice in choices.items() if SHARD_MARK not in name}
-    return loaded._replace(slots=slots, choices=choices)
+    return loaded._replace(slots=slots)
 
 
 def in_memory_order(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -16,7 +16,6 @@ from thinwire.sync.exchange import Exchange, shown
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes, Specs
 from thinwire.sync.precision import full_precision
-from thinwire.sync.regrouping import copy_back, names_of, regrouped
 from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
 
@@ -60,14 +59,11 @@ class Step:
         self._number = number
         self._ended = ended
         self._pipelined = pipelined and lanes.algorithm.pipelines_buckets
-        self._exchange = Exchange(wire, f"step {number}", lanes.settings.together)
+        self._exchange = Exchange(wire, f"step {number}")
         self._streams = Streams()
-        self._buckets: list[Bucket] = []  # as sent
-        # New buckets wait for the comparison of the processes. If results depend on the buckets, gradients
-        # may have to be sent in different ones: see `regrouping`.
-        self._held: list[Bucket] = []  # came, and wait for those behind them
-        self._copied: list[Bucket] = []  # came, were sent in others, and get their means back
-        self._came: list[Specs] = []
+        self._buckets: list[Bucket] = []
+        # New buckets, and those that came after one, wait for the comparison of the processes.
+        self._held: list[Bucket] = []
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
         self._finds_unused = False
@@ -108,22 +104,13 @@ class Step:
             accelerators.shortfalls_kept_in(self._all_lanes.shortfalls),
         ):
             self._streams.note(flat.device)  # before anything is launched for the bucket
-            self._came.append(specs)
             self.num_parameters += len(specs)
             self.gradient_bytes += flat.nbytes
             # Buckets are sent in the order in which they came: after one that waits, all wait.
-            if isinstance(lane, Lane) and not self._held and not self._differs_from_expected([specs]):
+            if isinstance(lane, Lane) and not self._held:
                 self._send(lane, flat)
             else:
                 self._held.append(Bucket(specs, flat))
-
-    def _differs_from_expected(self, came: Sequence[Specs]) -> bool:
-        """Return whether the step is to be made with other buckets than those that came, the next ones."""
-        lanes, expected = self._all_lanes, self._all_lanes.expected
-        if not lanes.algorithm.sees_buckets or lanes.num_parts > 1 or not expected.is_known(self._number):
-            return False
-        start = len(self._buckets)
-        return expected.names[start : start + len(came)] != names_of(came)
 
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
         lanes = self._all_lanes
@@ -190,11 +177,6 @@ class Step:
                 self.abandon()
                 raise
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `advance` would not block."""
-        return self._exchange.is_ready
-
     def _complete(self) -> None:
         """Take no more buckets, and send what waited until all are there."""
         if not self._buckets and not self._held:
@@ -208,17 +190,13 @@ class Step:
         self._has_all = True
 
     def _send_held(self) -> None:
-        """Send what was held back in the expected buckets, or as it came if its parameters are others."""
-        buckets, lanes = self._held, self._all_lanes
-        if self._differs_from_expected([bucket.specs for bucket in self._held]):
-            planned = regrouped(self._held, lanes.expected.names[len(self._buckets) :])
-            if planned is not None:
-                buckets, self._copied = planned, self._held
-        opened = lanes.open({bucket.specs: bucket.flat.device for bucket in buckets})
-        # Where parameters become known bucket by bucket, the state of another model can't be refused sooner.
+        """Send the buckets that waited, after one comparison of the processes for all of them."""
+        lanes = self._all_lanes
+        opened = lanes.open({bucket.specs: bucket.flat.device for bucket in self._held})
+        # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
         # Nothing has been written yet.
         lanes.check_loaded()
-        for bucket in buckets:
+        for bucket in self._held:
             self._send(opened[bucket.specs], bucket.flat)
         self._held = []
 
@@ -252,9 +230,7 @@ class Step:
                         break
                 with shown("thinwire: commit"):
                     committed = self._commit()
-                copy_back(self._buckets, self._copied)
                 lanes = self._all_lanes
-                lanes.expected.note(self._came, self._number, was_regrouped=bool(self._copied))
                 # Behind the commit: exchanges go by the count of the steps before theirs.
                 if committed:
                     lanes.memory.step += 1
@@ -262,12 +238,6 @@ class Step:
                 else:
                     lanes.nonfinite_steps += 1
                 lanes.note(self.lanes)
-                # Before a new plan, to which the memory of lanes in flight is not fitted at once.
-                for lane in self.lanes:
-                    lane.is_in_flight = False
-                if committed:
-                    # Collective, so at a point that all members reach alike; by what this step has left.
-                    lanes.replan(self._wire)
             finally:
                 # Closes the generators of buckets that did not commit: they must not write later.
                 self.abandon()

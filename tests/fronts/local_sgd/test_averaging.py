@@ -81,31 +81,6 @@ def _with_statistics(member: Member, algorithm: Algorithm) -> tuple[Tensor, Tens
     return before, variance.clone(), local.stats().compression_ratio
 
 
-def test_a_budget_plans_anew_beside_statistics() -> None:
-    """They travel by a plan of their own, which has no factors."""
-    first, last = run(2, _planned_anew)[0]
-    assert first.compression_ratio > 4
-    assert last != first
-    for plan in (first, last):
-        routes = {route.label: route for route in plan.routes}
-        assert not any(routes[name].is_compressed for name in ("1.running_mean", "1.running_var"))
-
-
-def _planned_anew(member: Member) -> tuple[Plan, Plan]:
-    torch.manual_seed(0)
-    linear = nn.Linear(48, 48)
-    member.take(nn.Sequential(linear, nn.BatchNorm1d(48)))
-    algorithm = PowerSGD(matrix_rank=1, factor_bits=8, bytes_per_step=1800, replan_every_steps=2)
-    draws = torch.Generator().manual_seed(member.rank)
-    with member.local(every_steps=1, algorithm=algorithm) as local:
-        first = local.sync.plan
-        for _ in range(4):
-            with torch.no_grad():
-                linear.weight.add_(torch.randn(48, 48, generator=draws))
-            member.optimizer.step()
-        return first, local.sync.plan
-
-
 @pytest.mark.parametrize("algorithm", [Quantize(bits=4, error_feedback=True), BatchedPowerSGD(matrix_rank=1)])
 def test_before_the_first_averaging_the_plan_knows_statistics(algorithm: Algorithm) -> None:
     """As it is after it."""

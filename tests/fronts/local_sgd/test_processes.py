@@ -168,7 +168,7 @@ def test_a_warm_up_is_resumed_to_the_bit(pool2: Pool) -> None:
 
 
 def _resumed_warmup() -> tuple[bool, bool, str, int]:
-    warmup = Quantize(bits=2, rounding="stochastic", error_feedback=True)
+    warmup = PowerSGD(matrix_rank=1, alternating=True)
     settings: dict[str, Any] = {"every_steps": 2, "algorithm": Quantize(bits=4)}
 
     def ends(first: int) -> tuple[Tensor, dict[str, Any]]:

@@ -190,9 +190,6 @@ class WatchedWork:
     look: Look
     collective: Collective
 
-    def is_completed(self) -> bool:
-        raise AssertionError("what is sent must not depend on what has come")
-
     def wait(self) -> None:
         self.look.waited.append((self.look.step, self.collective))
         self.work.wait()

@@ -77,7 +77,6 @@ def _numba_serves(like: torch.Tensor, matrix_rank: int) -> bool:
         and like.dtype == torch.float32
         and torch.get_num_threads() == 1
         and matrix_rank <= FACTOR_ROWS
-        and like.numel() > 0  # a shard may have none of the rows
     )
 
 

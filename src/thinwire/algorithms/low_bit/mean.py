@@ -55,14 +55,6 @@ class LowBitMean:
         """
         self.kernels.decode(self.coded, self.blocks, self.codebook, flat)
 
-    def as_sent(self, flat: torch.Tensor) -> None:
-        """Write what this member has sent: its own numbers, rounded.
-
-        Args:
-            flat: In the type that was averaged.
-        """
-        self.kernels.decode(self.sent, self.blocks, self.codebook, flat)
-
     def unsent(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this member's residual.
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from thinwire.algorithms.base import NO_CHOICES, Algorithm, Bucket, BucketPlan, Choices, Memory
+from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.kernels.matrices import round_into
@@ -111,16 +111,7 @@ class Quantize(Algorithm):
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def sees_buckets(self) -> bool:
-        """As `Algorithm.sees_buckets`: with error feedback they do."""
-        # Who averages a block keeps what coding its mean loses, and which blocks those are depends on the
-        # bucket.
-        return self.error_feedback
-
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all parameters travel in whole blocks.
 
         The largest one's route bears what fills up the members' shares.

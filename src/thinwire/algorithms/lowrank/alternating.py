@@ -17,9 +17,9 @@ from thinwire.algorithms.kernels.dispatch import orthonormal_rows, subtract_own
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
 from thinwire.algorithms.lowrank.bases import StartingBases
 from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.joint import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.two_rounds import Approximation
-from thinwire.algorithms.lowrank.wire import FactorWire
 from thinwire.algorithms.requests import Jointly, Message, Request
 
 __all__ = ["alternate"]
@@ -27,7 +27,6 @@ __all__ = ["alternate"]
 
 def alternate(
     config: LowRank,
-    wire: FactorWire,
     bases: StartingBases,
     groups: Sequence[MatrixGroup],
     uncompressed: Sequence[torch.Tensor],
@@ -38,15 +37,13 @@ def alternate(
 
     Args:
         config: Iterations per step and the type of messages.
-        wire: How factors travel.
         bases: Makes the first ones.
         groups: The matrices; on return less the own projections of all iterations but the last.
         uncompressed: Flat gradients that travel in the first message.
         memory: Only read; its step says which side's turn it is.
         bucket: Its type is that of the messages; its loss scale that of the matrices.
 
-    Cost: one round for each iteration (of coded factors two), which reads every matrix once and, but for the
-    last, updates it.
+    Cost: one round for each iteration, which reads every matrix once and, but for the last, updates it.
     """
     # By the count of committed steps, which all members have and a saved state keeps: the factor in memory is
     # of the side whose turn it is.
@@ -62,8 +59,8 @@ def alternate(
         asked = [Asked(*each, scale, is_first) for each in zip(groups, fixed, strict=True)]
         own = yield Jointly(project, asked)
         beside = uncompressed if is_first else ()
-        arrived = yield from wire.averaged(own, beside, dtype, bucket.rank, wants_own=True)
-        received += arrived.received
+        arrived = yield from average_factors(own, dtype, beside, as_sent=True)
+        received.append(arrived.received)
         if is_first:
             uncompressed_mean = arrived.uncompressed
         own, means = arrived.own, arrived.means

@@ -9,16 +9,16 @@ from itertools import accumulate
 import torch
 from torch.nn.functional import pad
 
-from thinwire.algorithms.base import NO_CHOICES, Bucket, BucketPlan, Choices, Memory
+from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_all_into
 from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
-from thinwire.algorithms.lowrank.packing import as_sent, packed, unpacked
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
-from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Mean, Requests
+from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
 from thinwire.plan import ParameterSpec
 
 __all__ = ["BatchedPowerSGD"]
@@ -32,10 +32,9 @@ class BatchedPowerSGD(LowRank):
     not the rows of any layer. Meant for rank 1. The settings are `PowerSGD`'s, with `matrix_rank=1` by
     default.
 
-    The error is kept by parameter and outlives a change of buckets; the factor belongs to the bucket. A state
-    holds the buckets, and the first step after it is loaded is made with them, whatever DDP's are; so is a
-    run's second step with those of its first, since DDP rebuilds its buckets in between. Such a step copies
-    the gradients to and fro and sends nothing during the backward pass.
+    The error is kept by parameter and outlives a change of buckets; the factor belongs to the bucket. A new
+    bucket starts from random factors: in DDP's second step, since DDP rebuilds its buckets after the first,
+    and in the first step after a state was loaded, unless its buckets are those of the state.
 
     Cost per step: two rounds of r · √elements each; an fp32 error of the size of the gradients (fp64 of fp64)
     and, of gradients in 16 bits, an fp32 copy until the step's end; one host synchronisation, for the finite
@@ -52,14 +51,7 @@ class BatchedPowerSGD(LowRank):
 
     matrix_rank: int = 1
 
-    @property
-    def sees_buckets(self) -> bool:
-        """As `Algorithm.sees_buckets`: the factors are of a bucket."""
-        return True
-
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: one route for the bucket, or one for each parameter if uncompressed."""
         numel = sum(spec.numel for spec in specs)
         shape = square(numel)
@@ -103,19 +95,16 @@ class BatchedPlan(LowRankPlan):
             lefts = products(parts, [right] * len(parts), scale, add_error=iteration == 0)
             # As of the whole square: with its rows of zeros the message has the length of the plan.
             left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
-            mean = yield Mean(packed([left], dtype))
-            received.append(mean)
-            (left,) = yield Jointly(orthonormal_rows, unpacked(mean, like=[left]))
+            arrived = yield from average_factors([left], dtype, as_sent=False)
+            received.append(arrived.received)
+            (left,) = yield Jointly(orthonormal_rows, arrived.means)
             lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
             # P̂ᵀ M of both parts' rows adds up to that of the whole square.
             owns = projections(parts, lefts, scale, add_error=False)
             own = sum(owns[1:], start=owns[0])
-            message = packed([own], dtype)
-            # Before the message is given away, in whose memory the mean comes to lie.
-            (own,) = as_sent(self.config.wire_dtype, message, [own])
-            mean = yield Mean(message)
-            received.append(mean)
-            (mean,) = unpacked(mean, like=[own])
+            arrived = yield from average_factors([own], dtype, as_sent=True)
+            received.append(arrived.received)
+            (own,), (mean,) = arrived.own, arrived.means
             if iteration + 1 < self.config.power_iterations:
                 (right,) = yield Jointly(orthonormal_rows, [mean])
         if self.config.error_feedback and residual is None:

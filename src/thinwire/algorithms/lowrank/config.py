@@ -20,7 +20,6 @@ __all__ = ["ELSEWHERE", "LowRank", "LowRankRoute", "translated"]
 
 # What torch, the reference implementation and earlier versions call our settings.
 ELSEWHERE = {
-    "relative_error": "max_relative_error",
     "rank": "matrix_rank",
     "matrix_approximation_rank": "matrix_rank",
     "min_compression_rate": "min_compression_ratio",
@@ -29,7 +28,6 @@ ELSEWHERE = {
     "use_error_feedback": "error_feedback",
     "random_seed": "seed",
     "num_iters_per_step": "power_iterations",
-    "wire_bits": "factor_bits",
 }
 
 # Each takes the name by which its setting was given, for errors.

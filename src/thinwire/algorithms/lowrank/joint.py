@@ -9,13 +9,11 @@ import torch
 
 from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.kernels.matrices import MatrixGroup, Terms, Write
-from thinwire.algorithms.lowrank.packing import packed
 
 __all__ = [
     "Asked",
     "Reconstruction",
     "all_divided",
-    "all_packed",
     "all_products",
     "all_projections",
     "all_reconstructed",
@@ -90,23 +88,6 @@ def all_reconstructed(items: Sequence[Reconstruction]) -> Sequence[Reconstructio
             [item.spare for item in given],
         )
     return items
-
-
-def all_packed(items: Sequence[tuple[Sequence[torch.Tensor], torch.dtype]]) -> list[torch.Tensor]:
-    """Return the messages of factors of all buckets, `packed` as one: so they are sent without another copy.
-
-    Args:
-        items: Of each bucket its factors, at least one, and the type of its message.
-    """
-    kinds: dict[object, list[int]] = {}
-    for index, (factors, dtype) in enumerate(items):
-        kinds.setdefault((factors[0].device, factors[0].dtype, dtype), []).append(index)
-    messages: dict[int, torch.Tensor] = {}
-    for some in kinds.values():
-        whole = packed([factor for index in some for factor in items[index][0]], items[some[0]][1])
-        sizes = [sum(factor.numel() for factor in items[index][0]) for index in some]
-        messages.update(zip(some, whole.split_with_sizes(sizes), strict=True))
-    return [messages[index] for index in range(len(items))]
 
 
 def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:

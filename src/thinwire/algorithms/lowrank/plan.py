@@ -16,7 +16,7 @@ from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.kernels.dispatch import name_of_kernels_for
-from thinwire.algorithms.kernels.matrices import Factors, Terms, Write
+from thinwire.algorithms.kernels.matrices import Terms, Write
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.joint import all_divided, all_written, all_zeros
@@ -100,7 +100,7 @@ class LowRankPlan(BucketPlan):
         # Of the last iteration: the next step starts where this one has ended.
         factors = [of_group[-1].mean for of_group in terms]
         # Of all: what a process has not sent is measured against all that it has.
-        owns = [[self.sent_of(term) for term in of_group] for of_group in terms]
+        owns = [[term.own.flatten(1) for term in of_group] for of_group in terms]
         sent = [torch.cat(own, dim=1) if len(own) > 1 else own[0] for own in owns]
         if bucket.loss_scale is not None:
             scaled = [(each, bucket.loss_scale) for each in [*factors, *sent]]
@@ -155,10 +155,6 @@ class LowRankPlan(BucketPlan):
         # Each slot takes its own from one iterator. Labels first: with them `zip` ends.
         return {slot: dict(zip(tensors, kept, strict=False)) for slot, tensors in remembered.items()}
 
-    def sent_of(self, term: Factors) -> torch.Tensor:
-        """Return what has, for each matrix, the norm of what a term sent: (matrices, elements)."""
-        return term.own.flatten(1)
-
     def adopt(self, memory: Memory) -> str:
         """Cut factors to the matrix ranks of the plan, or extend them: so a saved state has the plan."""
         refitted = []
@@ -168,7 +164,7 @@ class LowRankPlan(BucketPlan):
             factor = memory[FACTOR].get(route.label)
             if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:
                 continue
-            # What is added is zeros: dead rows, which the next step draws anew.
+            # What is added is zeros: dead rows, which the next step draws again.
             memory[FACTOR][route.label] = fitted(factor, factor.new_empty(route.matrix_rank, factor.shape[1]))
             refitted.append((route.label, len(factor), route.matrix_rank))
         if not refitted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -14,34 +14,21 @@ from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.kernels.dispatch import kernels_for
-from thinwire.algorithms.kernels.matrices import (
-    Factors,
-    MatrixGroup,
-    Terms,
-    Write,
-    round_all_into,
-    widened,
-)
+from thinwire.algorithms.kernels.matrices import MatrixGroup, Terms, Write, round_all_into, widened
 from thinwire.algorithms.kernels.residuals import Rooms
-from thinwire.algorithms.lowrank.across_shards import approximate_whole, norm_of_rows
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.rooms import Wanted, all_laid
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
-from thinwire.algorithms.lowrank.wire import FactorWire
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
-from thinwire.plan import Cut
 
 __all__ = ["PowerSGDPlan"]
 
 
 class _ShapeGroup(NamedTuple):
-    """Parameters of a bucket with the same matrix shape and matrix rank, by index.
-
-    Of parameters that are cut into shards, `shape` is that of this process's rows.
-    """
+    """Parameters of a bucket with the same matrix shape and matrix rank, by index."""
 
     shape: tuple[int, int]
     matrix_rank: int
@@ -53,11 +40,9 @@ class PowerSGDPlan(LowRankPlan):
     """Every matrix of a bucket as two factors.
 
     Attributes:
-        wire: How factors travel.
         alternating: Whether an iteration projects on one side only, in one round.
     """
 
-    wire: FactorWire
     alternating: bool = False
 
     @cached_property
@@ -67,21 +52,10 @@ class PowerSGDPlan(LowRankPlan):
         for index, route in enumerate(self.routes):
             if route.matrix_shape is not None and route.matrix_rank is not None:
                 groups[route.matrix_shape, route.matrix_rank].append(index)
-        # By the shapes of whole matrices: shards with other numbers of rows must make the same groups.
         return tuple(
-            _ShapeGroup((self.specs[indices[0]].numel // columns, columns), matrix_rank, tuple(indices))
-            for ((_, columns), matrix_rank), indices in groups.items()
+            _ShapeGroup(shape, matrix_rank, tuple(indices))
+            for (shape, matrix_rank), indices in groups.items()
         )
-
-    @cached_property
-    def cuts(self) -> tuple[Cut, ...]:
-        """Of each group, where the matrices are cut into shards; none where they are not."""
-        cuts = [self.specs[group.indices[0]].cut for group in self.shape_groups]
-        return tuple(cut for cut in cuts if cut is not None)
-
-    def sent_of(self, term: Factors) -> torch.Tensor:
-        """As `LowRankPlan.sent_of`; of whole matrices, what was sent of this shard's rows."""
-        return norm_of_rows(term) if self.cuts else super().sent_of(term)
 
     @cached_property
     def uncompressed(self) -> tuple[int, ...]:
@@ -90,44 +64,30 @@ class PowerSGDPlan(LowRankPlan):
 
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
         """As `LowRankPlan.compress`: one or two rounds for each iteration."""
-        names, gradients = [spec.name for spec in bucket.specs], bucket.gradients
         groups = self._matrices(bucket, memory)
-        sent = compensated(bucket, memory, self.uncompressed, self.config.message_dtype(bucket.flat.dtype))
-        if self.cuts:
-            found = yield from approximate_whole(
-                self.config, self.bases, groups, sent.parts, memory, bucket, self.cuts
-            )
-        else:
-            rounds = alternate if self.alternating else approximate
-            found = yield from rounds(self.config, self.wire, self.bases, groups, sent.parts, memory, bucket)
         labels = [group.labels for group in groups]
+        sent = compensated(bucket, memory, self.uncompressed, self.config.message_dtype(bucket.flat.dtype))
+        rounds = alternate if self.alternating else approximate
+        found = yield from rounds(self.config, self.bases, groups, sent.parts, memory, bucket)
         remembered = yield from self.to_remember(memory, labels, found.terms, bucket)
         rooms = yield from self._rooms(bucket, memory, groups)
+
+        names = [bucket.specs[index].name for index in self.uncompressed]
         # What is dropped only the host can take back: then the engine copies memory, and puts it back.
-        drops = any(names[index] in memory[slot] for index in self.uncompressed for slot in (ERROR, SENT))
+        drops = any(name in memory[slot] for name in names for slot in (ERROR, SENT))
         is_healthy = yield Commit(AllFinite(tuple(found.received)), writes_where=not drops)
-        count = len(self.uncompressed)
-        targets = [gradients[index] for index in self.uncompressed]
-        writes = [
-            Write(target, mean, None)
-            for target, mean in zip(targets, found.uncompressed[:count], strict=True)
-        ]
+
+        means, remaining = found.uncompressed[: len(names)], found.uncompressed[len(names) :]
+        targets = [bucket.gradients[index] for index in self.uncompressed]
+        writes = [Write(target, mean, None) for target, mean in zip(targets, means, strict=True)]
         remembered = yield from self.written(memory, labels, found.starts, remembered, is_healthy, writes)
-        errors = {
-            label: tensor
-            for group, of_group in zip(groups, rooms, strict=True)
-            if of_group is not None
-            for label, tensor in zip(group.labels, of_group.tensors, strict=True)
-        }
-        yield from self._reconstruct(bucket, groups, found.terms, rooms, errors, is_healthy)
-        for slot, tensors in {ERROR: errors, **remembered}.items():
+        remembered[ERROR] = yield from self._reconstruct(bucket, groups, found.terms, rooms, is_healthy)
+        for slot, tensors in remembered.items():
             memory[slot].update(tensors)
         # With nothing of the bucket in front, since of nothing at all there is no `cat`.
-        remaining = torch.cat([bucket.flat[:0], *found.uncompressed[count:]])
-        sent_names = [names[index] for index in self.uncompressed]
-        keep_remainder(memory, sent_names, sent, remaining)
+        keep_remainder(memory, names, sent, torch.cat([bucket.flat[:0], *remaining]))
         # All of it was sent: what a step before has sent no longer says how much was not.
-        for name in sent_names:
+        for name in names:
             memory[SENT].pop(name, None)
 
     def _reconstruct(
@@ -136,15 +96,16 @@ class PowerSGDPlan(LowRankPlan):
         groups: Sequence[MatrixGroup],
         terms: Sequence[Terms],
         rooms: Sequence[Rooms | None],
-        errors: Mapping[str, torch.Tensor],
         is_healthy: torch.Tensor | None,
-    ) -> Requests:
-        """Make compressed gradients their mean, and residuals what this process has not sent of its own."""
+    ) -> Generator[Request | tuple[Message, ...], Any, dict[str, torch.Tensor]]:
+        """Make compressed gradients their mean; return by name what this process has not sent of its own."""
         reconstructions, copied = [], []
+        errors: dict[str, torch.Tensor] = {}
         for shape_group, group, found, room in zip(self.shape_groups, groups, terms, rooms, strict=True):
             residuals, spare = None, None
             if room is not None:
                 residuals, spare = [each.view(shape_group.shape) for each in room.tensors], room.spare
+                errors.update(zip(group.labels, room.tensors, strict=True))
             reconstructions.append(
                 Reconstruction(group, residuals, found, bucket.loss_scale, is_healthy, spare)
             )
@@ -162,6 +123,7 @@ class PowerSGDPlan(LowRankPlan):
             bucket.loss_scale,
             is_healthy,
         )
+        return errors
 
     def _matrices(self, bucket: Bucket, memory: Memory) -> list[MatrixGroup]:
         """Return gradients and residuals as matrices: views, or copies in fp32 where kernels need them."""

@@ -13,8 +13,8 @@ from thinwire.algorithms.kernels.dispatch import orthonormal_rows
 from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Terms
 from thinwire.algorithms.lowrank.bases import StartingBases
 from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.joint import Asked, all_products, all_projections
-from thinwire.algorithms.lowrank.wire import FactorWire
 from thinwire.algorithms.requests import Jointly, Message, Request
 
 __all__ = ["Approximation", "approximate"]
@@ -27,7 +27,7 @@ class Approximation:
     Attributes:
         terms: The factors of each group.
         uncompressed: The means of the flat gradients that travelled with them.
-        received: What must be finite: all means, flat; of coded ones their scales.
+        received: What must be finite: all means, flat.
         starts: The bases that the step started from, of each group.
     """
 
@@ -39,7 +39,6 @@ class Approximation:
 
 def approximate(
     config: LowRank,
-    wire: FactorWire,
     bases: StartingBases,
     groups: Sequence[MatrixGroup],
     uncompressed: Sequence[torch.Tensor],
@@ -50,15 +49,14 @@ def approximate(
 
     Args:
         config: Power iterations and the type of messages.
-        wire: How factors travel.
         bases: Makes the first ones.
         groups: The matrices.
         uncompressed: Flat gradients that travel in the first message.
         memory: Only read.
         bucket: Its type decides that of the messages; its loss scale that of the matrices.
 
-    Cost: two rounds for each power iteration (of coded factors four); in each iteration, every matrix is read
-    twice (and once written).
+    Cost: two rounds for each power iteration; in each iteration, every matrix is read twice (and once
+    written).
     """
     starts = rights = bases.of(memory, groups, left=False)
     dtype, scale = config.message_dtype(bucket.flat.dtype), bucket.loss_scale
@@ -70,18 +68,16 @@ def approximate(
         asked = [Asked(*each, scale, is_first) for each in zip(groups, rights, strict=True)]
         lefts = yield Jointly(all_products, asked)
         beside = uncompressed if is_first else ()
-        # Nobody need know how left factors were rounded: any basis will do that all members have.
-        arrived = yield from wire.averaged(lefts, beside, dtype, bucket.rank, wants_own=False)
-        received += arrived.received
+        arrived = yield from average_factors(lefts, dtype, beside, as_sent=False)
+        received.append(arrived.received)
         if is_first:
             uncompressed_mean = arrived.uncompressed
         lefts = yield Jointly(orthonormal_rows, arrived.means)
 
         asked = [Asked(*each, scale, add_error=False) for each in zip(groups, lefts, strict=True)]
         own = yield Jointly(all_projections, asked)
-        # Of earlier iterations nothing stays in the result, so nothing of theirs leaves the residual.
-        arrived = yield from wire.averaged(own, (), dtype, bucket.rank, wants_own=is_last)
-        received += arrived.received
+        arrived = yield from average_factors(own, dtype, as_sent=is_last)
+        received.append(arrived.received)
         own, means = arrived.own, arrived.means
         if not is_last:
             rights = yield Jointly(orthonormal_rows, means)

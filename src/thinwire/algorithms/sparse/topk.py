@@ -11,11 +11,9 @@ import torch
 
 from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import (
-    NO_CHOICES,
     Algorithm,
     Bucket,
     BucketPlan,
-    Choices,
     Diagnosis,
     Memory,
     Slot,
@@ -125,9 +123,7 @@ class TopK(Algorithm):
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "chunk", chunk)
 
-    def prepare(
-        self, specs: Sequence[ParameterSpec], choices: Choices = NO_CHOICES, *, num_members: int = 1
-    ) -> BucketPlan:
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: of every parameter its largest entries, in one message for the bucket."""
         message = Message(chunks_of(specs, self.chunk, self.density), self.density, self.bits)
         bits_of, entries = [0] * len(specs), [0] * len(specs)

@@ -22,9 +22,8 @@ from thinwire.sync.state import DTYPES
 
 __all__ = ["DistributedState", "LoadedState", "checked_state", "go_on_from", "packed_state"]
 
-STATE_VERSION = 3
-KEYS = {"version", "step", "pending_steps", "last_average", "sync", "outer", "checksum"}
-LATER_KEYS = {"sent_after", "in_flight"}  # that a state of version 2 lacks
+STATE_VERSION = 4
+KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer", "checksum"}
 WARMUP_KEY = "warmup"  # where an algorithm of the warm-up still remembers something
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor]
@@ -77,8 +76,6 @@ def packed_state(
     state = {
         "version": STATE_VERSION,
         "step": averagings.step,
-        # As version 2 had it: with fragments it follows from `sent_after`.
-        "pending_steps": averagings.step - min(fragment.sent_after for fragment in fragments),
         "sent_after": tuple(fragment.sent_after for fragment in fragments),
         "in_flight": tuple(
             (fragments.index(each), replica.whole(each.named(means))) for each, means in in_flight
@@ -168,22 +165,17 @@ def checked_state(
     check_readable(state)
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("expected a state made by LocalSGD.state_dict()")
-    version = whole_number("version", state["version"], minimum=0, error=StateError)
-    if version not in (2, STATE_VERSION):
+    if whole_number("version", state["version"], minimum=0, error=StateError) != STATE_VERSION:
         raise StateError(
-            f"the state is of version {version!r}, this Thinwire reads version {STATE_VERSION}; "
+            f"the state is of version {state['version']!r}, this Thinwire reads version {STATE_VERSION}; "
             "load it with the Thinwire that saved it"
         )
-    if state.keys() - {WARMUP_KEY} != (KEYS if version == 2 else KEYS | LATER_KEYS):
+    if state.keys() - {WARMUP_KEY} != KEYS:
         raise StateError("expected a state made by LocalSGD.state_dict()")
     # Before anything is believed of it.
     checksum = check_undamaged(state)
     step = whole_number("step", state["step"], minimum=0, error=StateError)
-    pending_steps = whole_number("pending_steps", state["pending_steps"], minimum=0, error=StateError)
     state = {WARMUP_KEY: None, **state, "step": step, "checksum": checksum}
-    # Version 2 is of before fragments: there was one, and nothing in flight.
-    if version == 2:
-        state |= {"sent_after": (step - pending_steps,), "in_flight": ()}
     if state["outer"] is not None and not has_outer:
         raise StateError("the state has an outer optimizer's state; pass outer= as when it was saved")
     if state[WARMUP_KEY] is not None and not has_warmup:
@@ -199,7 +191,7 @@ def checked_state(
 
 def _check_flights(state: Mapping[str, Any], shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
     """Refuse what does not say, of each fragment, when it was sent, and of some, what came back."""
-    for key in LATER_KEYS:
+    for key in ("sent_after", "in_flight"):
         if not isinstance(state[key], list | tuple):
             raise StateError(f"{key} must be a tuple, got {type(state[key]).__name__}")
     for sent_after in state["sent_after"]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +16,6 @@ from thinwire.fronts.ddp_model import plain_name
 from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
-from thinwire.fronts.sharded.trial import as_averaged_faster
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.loss_scale import LossScale
 from thinwire.sync.nonfinite import OnNonfinite
@@ -36,7 +33,6 @@ def attach_sharded(
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
     overlap: bool = True,
-    whole_matrices: bool | Literal["auto"] = False,
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
@@ -49,7 +45,6 @@ def attach_sharded(
         host_check: As of `attach`.
         on_nonfinite: As of `attach`.
         overlap: As of `attach`.
-        whole_matrices: As of `attach`.
 
     Raises:
         AttachError: The model, or the group, can't be attached.
@@ -59,8 +54,6 @@ def attach_sharded(
         CommunicationError: A collective failed.
     """
     overlap = true_or_false("overlap", overlap)
-    if whole_matrices != "auto":
-        whole_matrices = true_or_false('whole_matrices, where it is not "auto",', whole_matrices)
     sharded = ShardedModel(model)
     replicas = replicas_of(sharded, process_group, mesh)
     pieces = pieces_of(model, sharded)
@@ -82,24 +75,17 @@ def attach_sharded(
         shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
     together = shards if shards.size > 1 else None
-    if whole_matrices is True and together is not None:
-        pieces = [piece.of_whole_matrix(shards.rank, shards.size) for piece in pieces]
     settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite, together=together)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
     tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
-    # Over shards and replicas: the trial is collective over both, and only "auto" makes one.
-    given = {"algorithm": repr(algorithm), "whole_matrices": str(whole_matrices)}
+    described = {**_described(shards, tensors, pieces), "algorithm": repr(algorithm)}
     alike_on_all_shards(
         shards,
         "attach()",
-        lambda: {"replica": f"{transport.rank} of {transport.size}", **given},
-        lambda: agree(transport, {**_described(shards, tensors, pieces), **given}, "attach()"),
+        lambda: {"replica": f"{transport.rank} of {transport.size}", "algorithm": repr(algorithm)},
+        lambda: agree(transport, described, "attach()"),
     )
-    if whole_matrices == "auto" and together is not None:
-        pieces = list(as_averaged_faster(algorithm, pieces, transport, shards))
-        # A new one: the trial's own have other memory, and are past any warm-up.
-        engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
     if sharded.is_replicated:
         sharded.stop_averaging()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from thinwire.channel import alone, checked_group
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import plain_name
-from thinwire.plan import Cut, ParameterSpec
+from thinwire.plan import ParameterSpec
 
 __all__ = [
     "Piece",
@@ -61,7 +61,6 @@ class Piece(NamedTuple):
         shape: The whole parameter's.
         dim: Along which it is cut; None if this process has all of it.
         bucket: Parameters of one number become ready together.
-        whole_matrix: Of which whole parameter an algorithm is to know that this is a part; None for none.
     """
 
     name: str
@@ -69,29 +68,11 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     dim: int | None
     bucket: int
-    whole_matrix: Cut | None = None
 
     @property
     def spec(self) -> ParameterSpec:
         """What an engine is to know of this process's shard."""
-        return ParameterSpec.of(self.name, local_of(self.parameter))._replace(cut=self.whole_matrix)
-
-    def of_whole_matrix(self, shard: int, num_shards: int) -> Piece:
-        """Return it with a note of which whole matrix it is a part.
-
-        Args:
-            shard: This process's, from 0 on.
-            num_shards: Of the parameter.
-
-        Raises:
-            AttachError: It is cut along another dimension than the first, so it has no whole rows.
-        """
-        if self.dim not in (None, 0):
-            raise AttachError(
-                f"{self.name} is cut along dimension {self.dim} (shard_placement_fn); whole_matrices=True "
-                "needs parameters cut along their first; leave out one of the two"
-            )
-        return self._replace(whole_matrix=Cut(self.shape, shard, num_shards))
+        return ParameterSpec.of(self.name, local_of(self.parameter))
 
     def cut(self, shard: int, num_shards: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty.

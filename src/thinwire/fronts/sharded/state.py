@@ -1,15 +1,15 @@
 """The state of a sharded run: that of the whole model, so that any number of shards and replicas go on.
 
 What has an element for each of a parameter's, the residual above all, is put together in the parameter's
-whole shape. What belongs to a shard alone (a low-rank factor, a chosen matrix rank) is kept with a note of
-which shard it is of, and taken up by the same shard of as many; others begin anew.
+whole shape. What belongs to a shard alone (a low-rank factor) is kept with a note of which shard it is of,
+and taken up by the same shard of as many; other shards start without it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -22,11 +22,9 @@ from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import with_checksum
-from thinwire.sync.state import LoadedState, without_shards
+from thinwire.sync.state import LoadedState
 
 __all__ = ["ShardedSync"]
-
-Kept = TypeVar("Kept")
 
 
 class ShardedSync(GradientSync):
@@ -48,7 +46,6 @@ class ShardedSync(GradientSync):
     ) -> None:
         super().__init__(engine)
         self._shards, self._pieces, self._forget_pass = shards, pieces, forget_pass
-        self._joins_shards = any(piece.whole_matrix is not None for piece in pieces.values())
 
     def abandon(self) -> None:
         """As `GradientSync.abandon`."""
@@ -66,7 +63,7 @@ class ShardedSync(GradientSync):
         own = alike_on_all_shards(
             shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
         )
-        return _whole_state(own, self._pieces, shards, is_joined=self._joins_shards)
+        return _whole_state(own, self._pieces, shards)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`.
@@ -74,9 +71,6 @@ class ShardedSync(GradientSync):
         The state may be of other numbers of shards and replicas, or of a run with DDP.
         """
         loaded = self._engine.check_state_dict(state, strict=strict, specs=self._whole_specs())
-        # Factors that were saved of single shards would differ between them.
-        if self._joins_shards:
-            loaded = without_shards(loaded)
         self._engine.load(_cut(loaded, self._pieces, self._shards))
 
     def _whole_specs(self) -> dict[str, ParameterSpec]:
@@ -101,7 +95,7 @@ class ShardedSync(GradientSync):
         )
         elementwise = [name for name, kind in own["slots"] if kind[1]]
         rest = {**own, **dict.fromkeys(elementwise, ())}
-        rest = _whole_state(rest, self._pieces, shards, is_joined=self._joins_shards)
+        rest = _whole_state(rest, self._pieces, shards)
         kept = {slot: dict(own[slot]) for slot in elementwise}
         specs = {spec.name: spec for spec in engine.specs}
         return {
@@ -126,8 +120,6 @@ class ShardedSync(GradientSync):
             StateError: It is not such a state, damaged, or of another model.
         """
         loaded = self._engine.check_state_dict(state["rest"], specs=self._whole_specs())
-        if self._joins_shards:
-            loaded = without_shards(loaded)
         loaded = _cut(loaded, self._pieces, self._shards)
         slots = {slot.name: slot for slot in loaded.slots}
         tensors = dict(loaded.slots)
@@ -161,39 +153,31 @@ def _key(slot: str, name: str) -> str:
     return f"{slot} of {name}"
 
 
-def _whole_state(
-    own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport, *, is_joined: bool
-) -> dict[str, Any]:
+def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport) -> dict[str, Any]:
     """Return the state of the whole model. Collective over the shards.
 
     Args:
         own: Of this shard.
         pieces: What this process has of each parameter.
         shards: Joins the shards.
-        is_joined: Whether what is not elementwise is of whole matrices, and so the same on all shards.
     """
     if shards.size == 1:
         return dict(own)
     is_elementwise = {name: kind[1] for name, kind in own["slots"]}
     whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
-    choices: list[tuple[str, int]] = []
     for shard, (slot, label, tensor) in _tensors_of_all(own, is_elementwise, shards):
         if not is_elementwise[slot]:
-            whole[slot][label if is_joined else _marked(label, shard, shards.size)] = tensor
+            whole[slot][_marked(label, shard, shards.size)] = tensor
             continue
         # A shard of which nothing is remembered has zeros there.
         into = whole[slot].setdefault(label, torch.zeros(pieces[label].shape, dtype=tensor.dtype))
         # Of what all have whole, the first one's.
         if shard == 0 or pieces[label].dim is not None:
             pieces[label].cut(shard, shards.size)(into).copy_(tensor)
-    everyone = gather_bytes(json.dumps(own["choices"]).encode(), shards, "state_dict(), what was chosen")
-    for shard, data in enumerate(everyone):
-        choices += [(_marked(name, shard, shards.size), choice) for name, choice in json.loads(data)]
     return with_checksum(
         {
             **{key: value for key, value in own.items() if key != "checksum"},
             "parameters": tuple(sorted((name, piece.shape) for name, piece in pieces.items())),
-            "choices": tuple(sorted(choices)),
             **{slot: tuple(sorted(tensors.items())) for slot, tensors in whole.items()},
         }
     )
@@ -252,11 +236,10 @@ def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) ->
         if slot.check is not None:
             for label in [label for label in slots[slot] if label + mark in tensors]:
                 slot.check(label, slots[slot][label], shapes)
-    choices = None if loaded.choices is None else _of_shard(loaded.choices, mark)
-    return loaded._replace(shapes=shapes, slots=slots, choices=choices)
+    return loaded._replace(shapes=shapes, slots=slots)
 
 
-def _of_shard(kept: Mapping[str, Kept], mark: str) -> dict[str, Kept]:
+def _of_shard(kept: Mapping[str, torch.Tensor], mark: str) -> dict[str, torch.Tensor]:
     """Return what is of no shard, and what is of the one with this mark, without it."""
     of_none = {label: each for label, each in kept.items() if SHARD_MARK not in label}
     own = {label.removesuffix(mark): each for label, each in kept.items() if label.endswith(mark)}

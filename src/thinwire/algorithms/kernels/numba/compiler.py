@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from numba import njit  # type: ignore[attr-defined]
+from numba import njit
 from numpy.typing import NDArray
 
 __all__ = ["Addresses", "FactorBatch", "Matrix", "addresses", "compiled", "inlined"]
