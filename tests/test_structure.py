@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import json
+import pkgutil
 import re
 from functools import cache
 from pathlib import Path
@@ -276,9 +277,29 @@ def is_attribute(function: ast.FunctionDef) -> bool:
     return any("property" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
-def test_functions_of_several_parameters_say_what_each_is() -> None:
+@cache
+def in_the_reference() -> set[str]:
+    """The modules, classes and functions that the pages of the reference list, by where they are defined."""
+    places = set()
+    for page in ("api.md", "api-algorithms.md"):
+        for name in re.findall(r"^::: (\S+)$", (SOURCE.parents[1] / "docs" / page).read_text(), re.M):
+            if name.startswith("thinwire.integrations."):  # to import the frameworks takes seconds
+                places.add(name)
+                continue
+            listed = pkgutil.resolve_name(name)
+            members = [getattr(listed, each) for each in getattr(listed, "__all__", ())]
+            places |= {
+                f"{each.__module__}.{each.__qualname__}" for each in (listed, *members) if callable(each)
+            }
+    return places
+
+
+def test_functions_of_several_parameters_that_users_call_say_what_each_is() -> None:
     checked = 0
     for place, function in documented_functions():
+        owner = place.rpartition(".")[0]
+        if in_the_reference().isdisjoint((place, owner, owner.rpartition(".")[0])):
+            continue
         arguments = function.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         names = [each.arg for each in named if each.arg not in ("self", "cls") and each.arg[0] != "_"]
@@ -289,7 +310,7 @@ def test_functions_of_several_parameters_say_what_each_is() -> None:
         assert described, f"{place} has no Args"
         missing = [each for each in names if not re.search(rf"^    {each}: ", described[0], re.M)]
         assert not missing, f"{place} does not describe {missing}"
-    assert checked > 100
+    assert checked > 40
 
 
 def test_functions_that_raise_say_what() -> None:
