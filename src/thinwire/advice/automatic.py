@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from thinwire.advice.trials import (
 from thinwire.algorithms import AllReduce
 from thinwire.channel import CALL, agree, gather_numbers
 from thinwire.checks import number, true_or_false, whole_count, whole_number
-from thinwire.errors import ConfigError, GradientError
+from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd.validation import check_trains
 from thinwire.sync import GradientSync, engine_of
@@ -210,9 +210,7 @@ class Auto:
         self._sees_waiting = sees_waiting
         traffic = self._engine.traffic
         self._clock = clock or (lambda: Reading(time.perf_counter(), traffic.waiting_seconds))
-        self._candidates = replace(
-            candidates, within=tuple(each for each in candidates.within if self._fits(each))
-        )
+        self._candidates = candidates
         self._why = ["off: exact averaging"]
         self._is_trying = False
         # The replicas' group, and the shards' group if the model is sharded.
@@ -227,7 +225,7 @@ class Auto:
             "least_gain": str(least_gain),
             "budget_loss": str(candidates.budget_loss),
             "optimizer": str(candidates.optimizer),
-            "candidates": "; ".join(each.name for each in self._candidates.within),
+            "candidates": "; ".join(each.name for each in candidates.within),
         }
         for group in self._groups:
             agree(group, described, "auto()")
@@ -257,14 +255,6 @@ class Auto:
         if self._course is not None:
             self._engine.observers.remove(self._after_step)
             self._course = None
-
-    def _fits(self, candidate: Candidate) -> bool:
-        """Return whether the model can be averaged by it: not all take shards of whole tensors."""
-        try:
-            candidate.algorithm.check_model(self._engine.specs)
-        except (ConfigError, GradientError):
-            return False
-        return True
 
     # As a generator: trials and looks read from top to bottom, and each `yield` is a step of the run.
     def _follow(self) -> Course:
