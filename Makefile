@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE :=
 STAGES := types compiled docs lint triton tests
 
 # What no framework, tool or demo is needed for.
-CORE := tests/algorithms tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
+CORE := tests/algorithms tests/kernels tests/channel tests/ddp_comm_hooks tests/fronts tests/hooks tests/sync tests/testing tests/watch \
 	tests/test_all_gather.py tests/test_checkpoint.py tests/test_plan.py tests/test_powersgd.py
 OTHER := .venv-torch-$(VERSION)-$(notdir $(PYTHON))
 
@@ -47,7 +47,7 @@ docs: .venv/.installed
 
 # Once, so that two workers of the tests do not compile the same at the same time.
 compiled: build/.compiled
-build/.compiled: .venv/.installed $(wildcard src/thinwire/algorithms/kernels/numba/*.py)
+build/.compiled: .venv/.installed $(wildcard src/thinwire/kernels/numba/*.py)
 	nice -n 19 $(BIN)/python tests/preloaded.py
 	@mkdir -p build && touch $@
 

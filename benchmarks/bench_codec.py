@@ -28,8 +28,8 @@ from pages import markdown_table, page, save
 from progress import Progress
 from shapes import SHAPE_SETS, Shape
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize
-from thinwire.algorithms.kernels import dispatch
 from thinwire.channel import ProcessGroupTransport
+from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.sync.engine import Engine
 

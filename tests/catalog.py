@@ -12,8 +12,8 @@ import torch
 from in_turn import InTurn
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows
 from thinwire.algorithms.lowrank.config import LowRankRoute
+from thinwire.kernels.dispatch import orthonormal_rows
 from thinwire.plan import ParameterSpec, Plan
 from toy import AroundTrend
 

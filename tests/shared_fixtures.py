@@ -9,9 +9,9 @@ import torch
 
 import catalog
 from pool import Pool, Pools
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import replaced
 from thinwire.algorithms.lowrank import alternating, bases, batched, two_rounds
+from thinwire.kernels import dispatch
+from thinwire.kernels.matrices import replaced
 
 # Simulated workers make many small tensors: a second thread costs more than it brings.
 torch.set_num_threads(1)

@@ -19,26 +19,6 @@ from thinwire import algorithms, channel, checkpoint, ddp_comm_hooks, errors, ho
 
 SOURCE = Path(thinwire.__file__).parent
 
-# From the bottom up; a module imports from its own layer or a lower one only.
-LAYERS = [
-    {"errors", "version", "end_signals", "interpreter", "lifeline", "foreign"},
-    {"plan", "checks"},
-    {"algorithms", "channel"},
-    {"sync"},
-    {"checkpoint", "all_gather", "fronts", "simulation", "testing"},
-    {"hooks", "epfml", "elastic"},
-    {"powersgd"},
-    {"ddp_comm_hooks"},
-    {"watch", "local_job", "elastic_job", "probe"},
-    {"advice"},
-    {"integrations"},
-    {"__init__"},
-    {"lab", "report", "selfcheck"},
-    {"demo"},
-    {"cli"},
-    {"__main__"},
-]
-
 
 def modules() -> dict[str, Path]:
     """Every module of the package, by its dotted name."""
@@ -78,20 +58,34 @@ def room_of(name: str) -> str:
     return [*name.split("."), "__init__"][1]
 
 
-def test_every_module_stands_on_a_layer_and_imports_only_downwards() -> None:
-    height_of = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
-    assert len(MODULES) > 100
-    assert {room_of(name) for name in MODULES} == height_of.keys()
-    for name in MODULES:
-        for other in imported_by(name):
-            assert height_of[room_of(other)] <= height_of[room_of(name)], (
-                f"{name} imports {other} from above it"
-            )
+def rooms_imported_in(package: str) -> dict[str, set[str]]:
+    """Which of a package's modules and subpackages import which others, with all that is in them."""
+    depth, rooms = package.count(".") + 2, dict[str, set[str]]()
+    for name in (each for each in MODULES if each.startswith(f"{package}.")):
+        own = ".".join(name.split(".")[:depth])
+        inside = (each for each in imported_by(name) if each.startswith(f"{package}."))
+        others = {".".join(each.split(".")[:depth]) for each in inside}
+        rooms.setdefault(own, set()).update(others - {own})
+    return rooms
+
+
+def test_packages_form_no_circle_at_any_level() -> None:
+    packages = [name for name, path in MODULES.items() if path.name == "__init__.py"]
+    assert len(packages) > 15
+    for package in packages:
+        rooms = rooms_imported_in(package)
+        order = list(graphlib.TopologicalSorter(rooms).static_order())  # raises where there is a circle
+        assert rooms.keys() <= set(order)
 
 
 def test_imports_form_no_circle() -> None:
     sorter = graphlib.TopologicalSorter({name: imported_by(name) for name in MODULES})
     assert len(list(sorter.static_order())) == len(MODULES)
+
+
+def test_the_protocol_of_algorithms_imports_no_kernel() -> None:
+    for name in ("thinwire.algorithms.base", "thinwire.algorithms.requests"):
+        assert not [each for each in imported_by(name) if each.startswith("thinwire.kernels")]
 
 
 DISTRIBUTED = re.compile(

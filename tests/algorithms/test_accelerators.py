@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from thinwire.algorithms.accelerators import sent_to
+from thinwire.tensors.accelerators import sent_to
 
 
 class Pinnable:

@@ -13,9 +13,9 @@ import torch
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, BatchedPowerSGD
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.kernels import dispatch
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.errors import ConfigError
+from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

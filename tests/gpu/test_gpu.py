@@ -24,9 +24,9 @@ import thinwire
 from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.accelerators import shortfalls
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.dispatch import (
+from thinwire.channel import InProcessTransport
+from thinwire.kernels import dispatch
+from thinwire.kernels.dispatch import (
     code_kernels_for,
     kernels_for,
     orthonormal_rows,
@@ -34,19 +34,19 @@ from thinwire.algorithms.kernels.dispatch import (
     projections,
     reconstruct,
 )
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write
-from thinwire.algorithms.kernels.torch_codes import TorchCodes
-from thinwire.algorithms.kernels.torch_kernels import TorchKernels
-from thinwire.algorithms.kernels.triton.limits import OLDEST_CAPABILITY
-from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
-from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
-from thinwire.algorithms.low_bit.blocks import Blocks
-from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
-from thinwire.channel import InProcessTransport
+from thinwire.kernels.matrices import Factors, MatrixGroup, Write
+from thinwire.kernels.torch_codes import TorchCodes
+from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
+from thinwire.kernels.triton.triton_codes import TritonCodes
+from thinwire.kernels.triton.triton_kernels import TritonKernels
 from thinwire.plan import ParameterSpec
 from thinwire.powersgd import Config, optimizer_step
 from thinwire.powersgd import PowerSGD as Aggregator
 from thinwire.sync import Engine
+from thinwire.tensors.accelerators import shortfalls
+from thinwire.tensors.blocks import Blocks
+from thinwire.tensors.codebooks import CODEBOOKS
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]

@@ -22,15 +22,15 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
-from thinwire.algorithms.accelerators import sent_to
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.dispatch import Backend
-from thinwire.algorithms.kernels.triton import launcher
-from thinwire.algorithms.kernels.triton.limits import FACTOR_ROWS
-from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
-from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
 from thinwire.channel.transport import Operation, Transport, Work
+from thinwire.kernels import dispatch
+from thinwire.kernels.dispatch import Backend
+from thinwire.kernels.triton import launcher
+from thinwire.kernels.triton.limits import FACTOR_ROWS
+from thinwire.kernels.triton.triton_codes import TritonCodes
+from thinwire.kernels.triton.triton_kernels import TritonKernels
 from thinwire.plan import ParameterSpec
+from thinwire.tensors.accelerators import sent_to
 
 # Views, allocations and questions to the host's own part of a tensor launch nothing.
 FREE = {

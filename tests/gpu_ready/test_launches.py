@@ -28,24 +28,25 @@ from gpu_ready.counting import (
     on_meta,
 )
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm, Memory, accelerators
-from thinwire.algorithms.accelerators import sent_to
+from thinwire.algorithms import Algorithm, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels.matrices import MatrixGroup
-from thinwire.algorithms.kernels.torch_entries import TorchEntries
-from thinwire.algorithms.kernels.triton import launcher
-from thinwire.algorithms.kernels.triton.triton_kernels import TritonKernels
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY
-from thinwire.algorithms.requests import all_finite
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd import model as local_sgd_model
 from thinwire.fronts.sharded.front import ShardedFront
 from thinwire.fronts.sharded.model import Piece
 from thinwire.fronts.tensors import StepFront
+from thinwire.kernels.finite import all_finite
+from thinwire.kernels.matrices import MatrixGroup
+from thinwire.kernels.torch_entries import TorchEntries
+from thinwire.kernels.triton import launcher
+from thinwire.kernels.triton.triton_kernels import TritonKernels
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, engine_of, loss_scale
 from thinwire.sync.loss_scale import loss_scale_of
+from thinwire.tensors import accelerators
+from thinwire.tensors.accelerators import sent_to
 
 NUM_BUCKETS = 16
 

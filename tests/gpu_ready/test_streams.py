@@ -9,11 +9,12 @@ import torch
 
 from gpu_ready.streams import MAIN, NCCL, Device, SimulatedNCCL
 from thinwire import AllReduce, PowerSGD
-from thinwire.algorithms import Algorithm, accelerators
-from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
+from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings, clock, streams
+from thinwire.tensors import accelerators
 
 NUM_BUCKETS, NUM_STEPS = 3, 2
 SHAPES = {"first": (24, 16), "second": (24, 16), "bias": (24,)}

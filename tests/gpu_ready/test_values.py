@@ -10,17 +10,19 @@ import torch
 
 from catalog import buckets, random_gradients, spec
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm, Memory, accelerators
+from thinwire.algorithms import Algorithm, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels import dispatch, torch_kernels
-from thinwire.algorithms.kernels.matrices import MatrixGroup, fill_alike, fill_memory, stacked
-from thinwire.algorithms.kernels.residuals import move_where
 from thinwire.algorithms.lowrank import rooms
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.rooms import Wanted, _laid_alike, all_laid
 from thinwire.algorithms.lowrank.slots import BASIS
+from thinwire.kernels import dispatch, torch_kernels
+from thinwire.kernels.matrices import MatrixGroup
+from thinwire.kernels.residuals import move_where
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
+from thinwire.tensors import accelerators
+from thinwire.tensors.layout import fill_alike, fill_memory, stacked
 
 LOW_RANK = [
     PowerSGD(matrix_rank=2),

@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from catalog import buckets, random_gradients
 from gpu_ready.counting import Alike, Counting, buckets_of, flats_of, gpt2_small, on_meta
 from thinwire import PowerSGD, TopK
-from thinwire.algorithms import Algorithm, accelerators
-from thinwire.algorithms.kernels import dispatch
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
+from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine
+from thinwire.tensors import accelerators
 
 SHAPES = {name: shape for name, shape in gpt2_small().items() if name.startswith("h.0.")}
 

@@ -25,8 +25,8 @@ from thinwire import AgreementError, AllReduce, Cast, PowerSGD, Quantize, TopK, 
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels import dispatch
 from thinwire.channel import InProcessTransport, agree, run_members
+from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, lanes
 

@@ -13,13 +13,14 @@ import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients
 from pool import Pool
 from thinwire import AgreementError, AllReduce, BatchedPowerSGD, Cast, ConfigError, PowerSGD
-from thinwire.algorithms import Algorithm, accelerators
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import stacked
 from thinwire.channel import InProcessTransport
+from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, Settings
+from thinwire.tensors import accelerators
+from thinwire.tensors.layout import stacked
 
 NUM_WORKERS = 2
 NUM_STEPS = 4

@@ -33,7 +33,7 @@ def compiled(
 ) -> dict[str, Any]:
     """Return the bytes spilled, and how many loads of 16 bytes there are."""
     module, _, name = kernel.partition(".")
-    function = getattr(import_module(f"thinwire.algorithms.kernels.triton.{module}"), name)
+    function = getattr(import_module(f"thinwire.kernels.triton.{module}"), name)
     names = function.arg_names
     source = ASTSource(
         fn=function,

@@ -18,7 +18,7 @@ with patch.dict(
         pytest.skip("TRITON WAS IMPORTED ELSEWHERE: its interpreter is off", allow_module_level=True)
     import_module("triton.experimental.gluon.language")
     for name in ("compiled_bases", "compiled_codes", "compiled_matrices"):
-        import_module(f"thinwire.algorithms.kernels.triton.{name}")
+        import_module(f"thinwire.kernels.triton.{name}")
 
 # What is not finite is computed with as on a GPU, which warns of nothing.
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from thinwire.algorithms.kernels.torch_codes import TorchCodes
-from thinwire.algorithms.kernels.triton.triton_codes import ELEMENTS, TritonCodes
-from thinwire.algorithms.low_bit.blocks import Blocks
-from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
-from thinwire.algorithms.low_bit.coded import Coded
-from thinwire.algorithms.low_bit.rounding import Draws, draws_for
+from thinwire.kernels.torch_codes import TorchCodes
+from thinwire.kernels.triton.triton_codes import ELEMENTS, TritonCodes
+from thinwire.tensors.blocks import Blocks
+from thinwire.tensors.codebooks import CODEBOOKS
+from thinwire.tensors.coded import Coded
+from thinwire.tensors.rounding import Draws, draws_for
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from thinwire import PowerSGD
-from thinwire.algorithms import Algorithm, accelerators
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, Write
-from thinwire.algorithms.kernels.torch_kernels import TorchKernels
-from thinwire.algorithms.kernels.triton.triton_codes import TritonCodes
-from thinwire.algorithms.kernels.triton.triton_kernels import SPLIT_ROWS, TritonKernels
+from thinwire.algorithms import Algorithm
+from thinwire.kernels import dispatch
+from thinwire.kernels.matrices import Factors, MatrixGroup, Write
+from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.triton.triton_codes import TritonCodes
+from thinwire.kernels.triton.triton_kernels import SPLIT_ROWS, TritonKernels
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
+from thinwire.tensors import accelerators
 from triton_ready.interpreting import quiet
 
 pytestmark = quiet

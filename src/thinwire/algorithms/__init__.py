@@ -10,9 +10,9 @@ from thinwire.algorithms.base import (
 )
 from thinwire.algorithms.cast import Cast
 from thinwire.algorithms.exact import AllReduce
-from thinwire.algorithms.low_bit.quantize import Quantize
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
+from thinwire.algorithms.quantize import Quantize
 from thinwire.algorithms.requests import (
     AllFinite,
     AllGather,
@@ -23,9 +23,9 @@ from thinwire.algorithms.requests import (
     Message,
     Request,
     Requests,
-    all_finite,
 )
 from thinwire.algorithms.sparse.topk import TopK
+from thinwire.kernels.finite import all_finite
 
 __all__ = [
     "Algorithm",

@@ -11,12 +11,12 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from thinwire.algorithms.kernels.matrices import fill_alike, in_one_piece
 from thinwire.algorithms.requests import Requests
 from thinwire.algorithms.spelling import check_names
 from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
+from thinwire.tensors.layout import fill_alike, in_one_piece
 
 __all__ = [
     "Algorithm",

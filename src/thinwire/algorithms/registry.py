@@ -9,9 +9,9 @@ from types import MappingProxyType
 from thinwire.algorithms.base import Algorithm, Slot
 from thinwire.algorithms.cast import Cast
 from thinwire.algorithms.exact import AllReduce
-from thinwire.algorithms.low_bit.quantize import Quantize
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
+from thinwire.algorithms.quantize import Quantize
 from thinwire.algorithms.sparse.topk import TopK
 
 __all__ = ["REGISTRY", "SLOTS", "Registered", "Variant"]

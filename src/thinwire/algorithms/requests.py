@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from thinwire.algorithms import accelerators
-from thinwire.algorithms.kernels.dispatch import kernels_for
 from thinwire.errors import ConfigError
 
 __all__ = [
@@ -22,7 +20,6 @@ __all__ = [
     "Message",
     "Request",
     "Requests",
-    "all_finite",
 ]
 
 
@@ -103,13 +100,13 @@ class Commit:
     """
 
     # A function: to look at what was received costs a pass, and where nothing is written nobody looks.
-    is_healthy: Callable[[], torch.Tensor]
+    is_healthy: Callable[[], torch.Tensor] | AllFinite
     writes: bool = True
     writes_where: bool = False
 
     def __post_init__(self) -> None:
         """Refuse the answer itself, which would be called only where it matters."""
-        if not callable(self.is_healthy):
+        if not isinstance(self.is_healthy, AllFinite) and not callable(self.is_healthy):
             raise ConfigError(
                 f"Commit takes a function, got {type(self.is_healthy).__name__}; write "
                 "Commit(lambda: all_finite(mean))"
@@ -128,10 +125,6 @@ class AllFinite:
 
     tensors: tuple[torch.Tensor, ...]
 
-    def __call__(self) -> torch.Tensor:
-        """Return `all_finite` of the tensors."""
-        return all_finite(*self.tensors)
-
 
 Request: TypeAlias = Mean | AllGather | AllToAll | Jointly | Commit
 
@@ -141,29 +134,3 @@ Requests: TypeAlias = Generator["Request | tuple[Message, ...]", Any, None]
 All messages that are yielded together, in all buckets, are under way together; those of one operation, type
 and device travel as one.
 """
-
-
-def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
-    """Return whether every element of every tensor is finite, as a tensor of one bool; not read back.
-
-    Tensors without elements are finite. They may lie on several devices; the answer is on the first one's.
-    """
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    if not kinds:
-        return torch.tensor(True)
-    answers = []
-    for (device, _), alike in kinds.items():
-        if accelerators.pays_per_launch(device):
-            # As they lie: kernels are told where a tensor begins and how long it is.
-            whole = [tensor.contiguous() for tensor in alike]
-            answers.append(kernels_for(alike[0], 1).all_finite(whole))
-        else:
-            # NaN wins every minimum and maximum, so extremes are enough.
-            extremes = torch.stack([each for tensor in alike for each in torch.aminmax(tensor)])
-            answers.append(extremes.isfinite().all())
-    if len(answers) == 1:
-        return answers[0]
-    return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()

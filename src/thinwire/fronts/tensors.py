@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
-from thinwire.algorithms import Algorithm, Bucket, accelerators
+from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, copy_from
 from thinwire.channel.uneven import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
@@ -23,6 +23,7 @@ from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.loss_scale import loss_scale_of
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.tensors import accelerators
 
 __all__ = ["StepFront"]
 

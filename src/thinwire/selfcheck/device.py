@@ -15,16 +15,16 @@ from typing import TypeVar
 import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
-from thinwire.algorithms.accelerators import shortfalls
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
-from thinwire.algorithms.kernels.triton.limits import installed
 from thinwire.channel import Transport, gather_numbers
 from thinwire.errors import CommunicationError
+from thinwire.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
+from thinwire.kernels.matrices import Factors, MatrixGroup
+from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.page import DevicePage, KernelError, StepCost
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
+from thinwire.tensors.accelerators import shortfalls
 from thinwire.version import __version__
 
 __all__ = ["ALGORITHMS", "GPT2_SMALL", "measure", "new_page"]

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from thinwire.algorithms import Algorithm, BucketPlan, Memory, accelerators
+from thinwire.algorithms import Algorithm, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Description, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
@@ -23,6 +23,7 @@ from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, average_local, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
+from thinwire.tensors import accelerators
 
 __all__ = ["Engine"]
 

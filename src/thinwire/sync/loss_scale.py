@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from thinwire.algorithms.accelerators import sent_to
 from thinwire.checks import shown
 from thinwire.errors import ConfigError
+from thinwire.tensors.accelerators import sent_to
 
 __all__ = ["LossScale", "loss_scale_of"]
 

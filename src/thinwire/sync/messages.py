@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from thinwire.algorithms import AllGather, AllToAll, Commit, Mean
-from thinwire.algorithms.joining import as_one
 from thinwire.channel import Transport, Work
 from thinwire.errors import ConfigError
+from thinwire.tensors.joining import as_one
 
 __all__ = ["Sent", "send_all"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit, accelerators
+from thinwire.algorithms import Bucket, Commit
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Traffic, Transport, true_for_all
 from thinwire.errors import StepError
@@ -18,6 +18,7 @@ from thinwire.sync.lanes import Lanes, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
+from thinwire.tensors import accelerators
 
 __all__ = ["Step"]
 

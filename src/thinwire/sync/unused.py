@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests, accelerators
+from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.tensors import accelerators
 
 __all__ = ["keep_unapplied", "used_flags"]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.codes import CodeKernels
-from thinwire.algorithms.low_bit.blocks import Blocks
-from thinwire.algorithms.low_bit.codebooks import CODEBOOKS
-from thinwire.algorithms.low_bit.coded import Coded
-from thinwire.algorithms.low_bit.rounding import draws_for
+from thinwire.kernels import dispatch
+from thinwire.kernels.codes import CodeKernels
+from thinwire.tensors.blocks import Blocks
+from thinwire.tensors.codebooks import CODEBOOKS
+from thinwire.tensors.coded import Coded
+from thinwire.tensors.rounding import draws_for
 
 every_bits = pytest.mark.parametrize("bits", CODEBOOKS)
 BLOCKS = Blocks((300, 3, 0, 128, 1, 65), 64, 2)

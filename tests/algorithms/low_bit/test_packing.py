@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.algorithms.low_bit.packing import pack, packed_bytes, unpack
 from thinwire.errors import ConfigError
+from thinwire.tensors.packing import pack, packed_bytes, unpack
 
 
 def bits_of(codes: np.ndarray, bits: int) -> np.ndarray:

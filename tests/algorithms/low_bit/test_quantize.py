@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from catalog import flat_error, random_gradients, spec, true_means
 from thinwire import AllReduce, PowerSGD, Quantize
-from thinwire.algorithms.kernels import dispatch
 from thinwire.channel import wire_bytes
 from thinwire.errors import ConfigError
+from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 

@@ -14,9 +14,9 @@ from thinwire import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import round_into
 from thinwire.algorithms.lowrank.slots import SENT
+from thinwire.kernels import dispatch
+from thinwire.kernels.matrices import round_into
 from thinwire.simulation import Simulation
 
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from catalog import buckets, flat_error, random_gradients, spec, true_means
 from reference_topk import Reference
 from thinwire import AllReduce, ConfigError, PowerSGD, TopK
-from thinwire.algorithms import accelerators
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.sparse.chunks import Chunks, Run
 from thinwire.algorithms.sparse.levels import end_levels
 from thinwire.algorithms.sparse.message import Message
+from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
+from thinwire.tensors import accelerators
+from thinwire.tensors.chunks import Chunks, Run
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from thinwire.algorithms.base import Bucket, Memory
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows, subtract_own
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup
 from thinwire.algorithms.lowrank.bases import StartingBases
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.joint import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.two_rounds import Approximation
 from thinwire.algorithms.requests import Jointly, Message, Request
+from thinwire.kernels.dispatch import orthonormal_rows, subtract_own
+from thinwire.kernels.matrices import Factors, MatrixGroup
 
 __all__ = ["alternate"]
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Memory
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows
-from thinwire.algorithms.kernels.matrices import MatrixGroup, stacked
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR
 from thinwire.algorithms.requests import Jointly, Message, Request
+from thinwire.kernels.dispatch import orthonormal_rows
+from thinwire.kernels.matrices import MatrixGroup
+from thinwire.tensors import accelerators
+from thinwire.tensors.layout import stacked
 
 __all__ = ["StartingBases", "fitted", "random_rows"]
 

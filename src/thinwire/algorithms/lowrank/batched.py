@@ -11,14 +11,14 @@ from torch.nn.functional import pad
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels.dispatch import orthonormal_rows, products, projections
-from thinwire.algorithms.kernels.matrices import Factors, MatrixGroup, round_all_into
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
+from thinwire.kernels.dispatch import orthonormal_rows, products, projections
+from thinwire.kernels.matrices import Factors, MatrixGroup, round_all_into
 from thinwire.plan import ParameterSpec
 
 __all__ = ["BatchedPowerSGD"]

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.algorithms import accelerators
-from thinwire.algorithms.kernels.matrices import widened
 from thinwire.algorithms.requests import Jointly, Mean, Message, Request
+from thinwire.kernels.matrices import widened
+from thinwire.tensors import accelerators
 
 __all__ = ["average_factors"]
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms.kernels import dispatch
-from thinwire.algorithms.kernels.matrices import MatrixGroup, Terms, Write
+from thinwire.kernels import dispatch
+from thinwire.kernels.matrices import MatrixGroup, Terms, Write
 
 __all__ = [
     "Asked",

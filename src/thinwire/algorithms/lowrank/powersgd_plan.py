@@ -10,12 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
-from thinwire.algorithms.kernels.dispatch import kernels_for
-from thinwire.algorithms.kernels.matrices import MatrixGroup, Terms, Write, round_all_into, widened
-from thinwire.algorithms.kernels.residuals import Rooms
 from thinwire.algorithms.lowrank.alternating import alternate
 from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan
@@ -23,6 +19,10 @@ from thinwire.algorithms.lowrank.rooms import Wanted, all_laid
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
+from thinwire.kernels.dispatch import kernels_for
+from thinwire.kernels.matrices import MatrixGroup, Terms, Write, round_all_into, widened
+from thinwire.kernels.residuals import Rooms
+from thinwire.tensors import accelerators
 
 __all__ = ["PowerSGDPlan"]
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms.kernels.dispatch import kernels_for
-from thinwire.algorithms.kernels.matrices import MatrixGroup, fill_alike, fill_memory, in_one_piece
-from thinwire.algorithms.kernels.residuals import Rooms, row_elements
+from thinwire.kernels.dispatch import kernels_for
+from thinwire.kernels.matrices import MatrixGroup
+from thinwire.kernels.residuals import Rooms, row_elements
+from thinwire.tensors.layout import fill_alike, fill_memory, in_one_piece
 
 __all__ = ["Wanted", "all_laid"]
 

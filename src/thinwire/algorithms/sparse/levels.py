@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.algorithms import accelerators
+from thinwire.tensors import accelerators
 
 __all__ = ["SCALE_DTYPE", "codes_of", "end_levels", "on_the_wire", "values_of"]
 

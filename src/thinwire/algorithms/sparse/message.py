@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms.kernels.dispatch import entry_kernels_for
-from thinwire.algorithms.low_bit.packing import pack, packed_bytes, unpack
-from thinwire.algorithms.sparse.chunks import Chunks
 from thinwire.algorithms.sparse.levels import SCALE_DTYPE, codes_of, end_levels, on_the_wire, values_of
+from thinwire.kernels.dispatch import entry_kernels_for
+from thinwire.tensors.chunks import Chunks
+from thinwire.tensors.packing import pack, packed_bytes, unpack
 
 __all__ = ["Entries", "Message"]
 
@@ -49,7 +49,7 @@ class Message:
         bits: Of an entry's value; 16 for bf16.
 
     Examples:
-        >>> from thinwire.algorithms.sparse.chunks import Run
+        >>> from thinwire.tensors.chunks import Run
         >>> message = Message((Chunks(4096, 64, (Run(0, 0, 1),)),), density=1 / 64, bits=2)
         >>> gradient = torch.zeros(4096).index_fill_(0, torch.arange(0, 128, 2), 3.0)
         >>> packed = message.packed(gradient)

@@ -9,7 +9,6 @@ from typing import Literal
 
 import torch
 
-from thinwire.algorithms import accelerators
 from thinwire.algorithms.base import (
     Algorithm,
     Bucket,
@@ -19,14 +18,16 @@ from thinwire.algorithms.base import (
     Slot,
 )
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.kernels.dispatch import entry_kernels_for
-from thinwire.algorithms.kernels.matrices import round_into
-from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests, all_finite
-from thinwire.algorithms.sparse.chunks import chunks_of
+from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests
 from thinwire.algorithms.sparse.message import Entries, Message
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
+from thinwire.kernels.dispatch import entry_kernels_for
+from thinwire.kernels.finite import all_finite
+from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
+from thinwire.tensors import accelerators
+from thinwire.tensors.chunks import chunks_of
 
 __all__ = ["TopK"]
 

@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
 
 from thinwire.algorithms import Bucket
-from thinwire.algorithms.accelerators import sent_to
 from thinwire.channel import Transport, gather_bytes
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import AttachError, StepError
@@ -22,6 +21,7 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
 from thinwire.sync.lane import Lane
 from thinwire.sync.step import Step
+from thinwire.tensors.accelerators import sent_to
 
 __all__ = ["ShardedFront", "refuse_attached", "specs_of"]
 

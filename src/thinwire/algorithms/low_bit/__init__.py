@@ -1,1 +1,0 @@
-"""Quantization: bit packing, codes of blocks with scales, and averaging them."""

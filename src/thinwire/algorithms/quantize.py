@@ -1,0 +1,206 @@
+"""Gradients in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from thinwire.algorithms.base import Algorithm, Bucket, BucketPlan, Memory
+from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.exact import exchange_uncompressed
+from thinwire.algorithms.low_bit_mean import low_bit_mean
+from thinwire.algorithms.requests import AllFinite, Commit, Requests
+from thinwire.checks import true_or_false, whole_number
+from thinwire.errors import ConfigError
+from thinwire.kernels.finite import all_finite
+from thinwire.kernels.matrices import round_into
+from thinwire.plan import ParameterSpec, Route
+from thinwire.tensors.blocks import Blocks
+from thinwire.tensors.codebooks import CODEBOOKS
+from thinwire.tensors.coded import block_bytes
+from thinwire.tensors.rounding import Draws, draws_for
+
+__all__ = ["Quantize"]
+
+# Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
+BLOCK_UNIT = 16
+# A scale then adds 0.004 bits to an element, so there is nothing left to save. But each parameter ends with a
+# block that travels whole: longer ones would make messages of biases longer.
+MAX_BLOCK = 4096
+OF_THE_MEAN = -1
+
+
+@dataclass(frozen=True)
+class Quantize(Algorithm):
+    """Average gradients in few bits: a code for each element, a scale for each block of them.
+
+    Every member averages a share of the blocks: it receives their codes from all, adds them up in fp32 (fp64
+    of fp64 gradients), codes the mean again, and sends it to all. All members decode the same bytes.
+
+    For Adam and its kin, which need no error feedback at these precisions, and which low-rank approximation
+    serves badly. From 4 bits on zeros stay zeros; below, a zero beside others comes out as a small number.
+
+    Args:
+        bits: 8, 4, 3, 2 or 1. Codes of 8 and 4 bits are fractions of the block's largest element, those of
+            3 and 2 bits the best levels of a Gaussian times its root mean square, and 1 bit is the sign
+            times its mean magnitude.
+        block: Elements that share a scale, a multiple of 16, at most 4,096. Every parameter begins a new
+            block. Shorter ones are more exact: at 64, a scale adds a quarter of a bit to each element.
+        rounding: "nearest" level, or "stochastic": one of the two around a number by chance, so that
+            rounding is right on average (up to the outermost levels, which 3, 2 and 1 bits exceed). The
+            members' chances differ, and those of their mean are the same on all.
+        error_feedback: Keep what was not transmitted and add it to the next gradient. SGD gains by it in
+            2 and 1 bits; Adam loses below 4.
+        seed: Of stochastic rounding.
+
+    Cost per step: two rounds, of (bits + 16 / block) / 32 of the bytes
+    of an fp32 all-reduce. Error feedback keeps an fp32 residual of the size of the gradients (fp64 of fp64)
+    and makes a host synchronisation, for the finite check (none without `host_check`); without it there is
+    no memory and no check.
+
+    A scale has fp32's range: what is beyond it in fp64 gradients is not finite. Of any type, what is beyond
+    half of it (1.7e38) may not be, since below 8 bits a level may be higher than the number it stands for.
+    Blocks whose scale would be below 1.2e-38 become zeros.
+
+    If an algorithm with error feedback ran before it (`GradientSync.use`) and it has none, its first step
+    sends gradients and residual uncompressed, so nothing is lost.
+
+    Raises:
+        ConfigError: A setting is of the wrong type or out of range.
+
+    Examples:
+        >>> import torch
+        >>> print(Quantize(bits=4).plan([ParameterSpec("weight", (64, 32), (32, 1), torch.float32)]))
+        parameter              travels as  bytes before  bytes after
+        weight     4 bits in blocks of 64         8,192        1,088
+        total                                     8,192        1,088
+        compression ratio 7.5
+    """
+
+    slots = (ERROR,)
+    always_shown = ("bits",)
+    pipelines_buckets = True
+
+    bits: int = 4
+    _: KW_ONLY
+    block: int = 64
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    error_feedback: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        bits = whole_number("bits", self.bits, minimum=1)
+        if bits not in CODEBOOKS:
+            raise ConfigError(f"bits must be 8, 4, 3, 2 or 1, got {self.bits!r}")
+        block = whole_number("block", self.block, minimum=1)
+        if block % BLOCK_UNIT or block > MAX_BLOCK:
+            raise ConfigError(
+                f"block must be a multiple of {BLOCK_UNIT} and at most {MAX_BLOCK:,}, got {self.block!r}"
+            )
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ConfigError(f'rounding must be "nearest" or "stochastic", got {self.rounding!r}')
+        settings = {
+            "bits": bits,
+            "block": block,
+            "error_feedback": true_or_false("error_feedback", self.error_feedback),
+            "seed": whole_number("seed", self.seed, minimum=0),
+        }
+        for name, value in settings.items():
+            object.__setattr__(self, name, value)
+
+    def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
+        """As `Algorithm.prepare`: all parameters travel in whole blocks.
+
+        The largest one's route bears what fills up the members' shares.
+        """
+        numels = [spec.numel for spec in specs]
+        blocks = Blocks(tuple(numels), self.block, num_members)
+        # Every member averages as many blocks, so the last ones may be empty; they travel all the same.
+        counts = list(blocks.counts)
+        counts[numels.index(max(numels))] += blocks.share * num_members - blocks.total
+        routes = [
+            Route(
+                (spec.name,),
+                spec.gradient_bytes,
+                count * block_bytes(self.block, self.bits),
+                f"{self.bits} bits in blocks of {self.block}",
+                is_compressed=True,
+            )
+            for spec, count in zip(specs, counts, strict=True)
+        ]
+        return QuantizePlan(tuple(specs), tuple(routes), self, blocks)
+
+
+@dataclass(frozen=True)
+class QuantizePlan(BucketPlan):
+    """Of one bucket.
+
+    Attributes:
+        config: The settings.
+        blocks: What has a scale of its own.
+    """
+
+    config: Quantize
+    blocks: Blocks
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of the parameters."""
+        return [spec.name for spec in self.specs]
+
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        """As `BucketPlan.exchange`: two rounds, or one where a residual is left that nobody will add to."""
+        config, scale = self.config, bucket.loss_scale
+        keeps_residual = config.error_feedback
+        if not keeps_residual and not memory[ERROR].keys().isdisjoint(self.names):
+            yield from exchange_uncompressed(bucket, memory, None, always_checks=True)
+            return
+        if not self.blocks.total:  # on all members alike: nobody sends, and nobody waits
+            yield Commit(all_finite, writes=False)
+            return
+        dtype = self.specs[0].memory_dtype
+        # Kernels take fp32 and fp64; of those it is the bucket itself.
+        values = bucket.flat.to(dtype)
+        kept = [
+            (part, memory[ERROR][name])
+            for part, name in zip(bucket.split(values), self.names, strict=True)
+            if name in memory[ERROR]
+        ]
+        if kept:
+            parts, errors = zip(*kept, strict=True)
+            # In units of the scaled loss, which what is wanted is in.
+            torch._foreach_add_(parts, errors if scale is None else torch._foreach_mul(errors, scale))
+        found = yield from low_bit_mean(
+            values,
+            self.blocks,
+            CODEBOOKS[config.bits],
+            bucket.rank,
+            self._draws(memory, bucket),
+            keeps_lost=keeps_residual,
+        )
+        # Only the gathered scales are the same on all members: by others some would commit, and some not.
+        yield Commit(AllFinite((found.scales,)), writes=keeps_residual)
+        # Before the mean is written: it comes to lie where the values are.
+        residual = found.unsent(values) if keeps_residual else None
+        found.write(values)
+        if values is not bucket.flat:
+            round_into(bucket.flat, values, residual, None)
+        if residual is not None:
+            if scale is not None:
+                residual /= scale
+            memory[ERROR].update(zip(self.names, bucket.split(residual), strict=True))
+
+    def _draws(self, memory: Memory, bucket: Bucket) -> tuple[Draws, Draws] | None:
+        """Return the draws of this member and of the mean, if there are any."""
+        if self.config.rounding == "nearest":
+            return None
+        device, seed = bucket.flat.device, self.config.seed
+        member, mean = (
+            draws_for(self.blocks, self.names, seed, memory.step, who, device)
+            for who in (bucket.rank, OF_THE_MEAN)
+        )
+        return member, mean

@@ -1,0 +1,140 @@
+"""The protocol of kernels: what a low-rank step computes between its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import ClassVar, Protocol
+
+import torch
+
+from thinwire.kernels.matrices import Factors, MatrixGroup, Terms, Write
+
+__all__ = ["Kernels"]
+
+
+class Kernels(Protocol):
+    """The arithmetic of a low-rank step, for the groups that its backend serves.
+
+    Every method takes all groups of a device at once, so that a backend on which each launch costs may serve
+    groups of many shapes with one. Inside a group, all matrices have one shape and type; groups may differ in
+    both. A backend does all of the protocol for what it serves, and hands on itself what it has no code
+    for. The loss scale stays a tensor down to the backend: to read it on the host waits for an accelerator.
+
+    M is a gradient plus its residual. A backend may add them in place when it is first asked for anything of
+    a step's matrices, or whenever it reads them; so residuals are the same until `reconstruct`, and are given
+    every time.
+
+    Attributes:
+        gradient_types: Types of gradients that may be a group's matrices. Others are copied to fp32 first.
+        lays_by_shape: Whether on an accelerator residuals of one shape, of all buckets, are to lie side by
+            side.
+    """
+
+    gradient_types: ClassVar[Collection[torch.dtype]]
+    lays_by_shape: ClassVar[bool] = False
+
+    def products(
+        self,
+        groups: Sequence[MatrixGroup],
+        rights: Sequence[torch.Tensor],
+        loss_scale: torch.Tensor | None,
+        *,
+        add_error: bool,
+    ) -> list[torch.Tensor]:
+        """Return (M Q)ᵀ of every matrix, for each group (matrices, r, rows).
+
+        Args:
+            groups: The matrices and their residuals.
+            rights: Of each group Qᵀ, (matrices, r, columns).
+            loss_scale: What the loss was multiplied by, None for 1.
+            add_error: Whether these matrices are asked for the first time in this step.
+        """
+
+    def projections(
+        self,
+        groups: Sequence[MatrixGroup],
+        lefts: Sequence[torch.Tensor],
+        loss_scale: torch.Tensor | None,
+        *,
+        add_error: bool,
+    ) -> list[torch.Tensor]:
+        """Return P̂ᵀ M of every matrix, for each group (matrices, r, columns).
+
+        Args:
+            groups: The matrices and their residuals.
+            lefts: Of each group P̂ᵀ, (matrices, r, rows).
+            loss_scale: What the loss was multiplied by, None for 1.
+            add_error: Whether these matrices are asked for the first time in this step.
+        """
+
+    def reconstruct(
+        self,
+        groups: Sequence[MatrixGroup],
+        errors: Sequence[Sequence[torch.Tensor] | None],
+        terms: Sequence[Terms],
+        loss_scale: torch.Tensor | None,
+        is_healthy: torch.Tensor | None = None,
+        spares: Sequence[torch.Tensor | None] | None = None,
+    ) -> None:
+        """Turn every gradient into the mean one, in place, and write to its error what was not sent.
+
+        Of gradients in 16 bits also what their type can't hold of the mean.
+
+        What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
+        then leave the residual, which so stays bounded; the mean of the residuals is the same.
+
+        Args:
+            groups: Every matrix is M less the own projections of all terms but the last.
+            errors: Of each group, where to write the new residual of each matrix, (rows, columns); None to
+                forget it. They may be the tensors that the group itself has as `errors`.
+            terms: Of each group the iterations of the step; their approximations add up.
+            loss_scale: What the loss was multiplied by, None for 1.
+            is_healthy: One bool, not read back: if it is false, errors stay as they were and gradients become
+                NaN. None for true.
+            spares: Of each group the spare row of its errors, as of `Rooms`; None if there are none.
+        """
+
+    def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
+        """Leave in every matrix what an iteration did not send of it.
+
+        Args:
+            groups: The matrices, updated in place.
+            factors: Of each group those of the iteration.
+        """
+
+    def write(self, items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
+        """Write what a step leaves, by whether it is healthy.
+
+        Args:
+            items: What, on one device. Targets that stay in a healthy step are given away.
+            is_healthy: One bool, not read back; None for true.
+
+        Returns:
+            Of each item the target; or, if that was to stay, a tensor in its place.
+        """
+
+    def orthonormal_rows(
+        self, batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Return an orthonormal basis of the rows of every matrix.
+
+        A row that depends on those before it becomes zero: the basis has as many rows that are not zero
+        as the matrix has rank. So projecting on the rows is right whatever the matrix rank, zero included.
+        Finite input never gives NaN.
+
+        Args:
+            batches: fp32 or fp64 tensors of shape (matrices, rows, columns), few rows and many columns; they
+                may differ in all three and in type.
+            drawn: Of each batch what replaces rows of zeros, (rows, columns), the same for batches of one
+                shape; None to leave them. With it the batches are given away.
+
+        Returns:
+            A new tensor of the same shape and type for each batch.
+        """
+
+    def all_finite(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return whether every element is finite, as a tensor of one bool; not read back.
+
+        Args:
+            tensors: Contiguous, of one type and device, none of them empty.
+        """

@@ -1,0 +1,357 @@
+"""Which backend computes what: for each group the first one that serves it.
+
+The functions here are the methods of `Kernels`, with every group handed to its backend.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import cast
+
+import torch
+
+from thinwire.kernels.base import Kernels
+from thinwire.kernels.codes import CodeKernels
+from thinwire.kernels.entries import EntryKernels
+from thinwire.kernels.matrices import Factors, MatrixGroup, Terms, Write
+from thinwire.kernels.numba.limits import FACTOR_ROWS
+from thinwire.kernels.torch_codes import TorchCodes
+from thinwire.kernels.torch_entries import TorchEntries
+from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.triton import limits as triton_limits
+from thinwire.kernels.triton.triton_codes import TritonCodes
+from thinwire.kernels.triton.triton_kernels import TritonKernels
+
+__all__ = [
+    "NUMBA",
+    "TORCH",
+    "TRITON",
+    "Backend",
+    "backends",
+    "code_kernels_for",
+    "entry_kernels_for",
+    "kernels_for",
+    "name_of_kernels_for",
+    "orthonormal_rows",
+    "products",
+    "projections",
+    "reconstruct",
+    "subtract_own",
+    "write",
+]
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Kernels, and what they serve.
+
+    Attributes:
+        name: For people.
+        serves: Whether they serve matrices like this one at this matrix rank, in this process as it is now.
+            Asked for every group of every step: cheap, reads nothing back from a device, imports nothing.
+        load: Returns the kernels, or None where they can't be used; called only if they would serve.
+        serves_codes: The same of averaging in few bits: whether a tensor like this one is served.
+        load_codes: Returns the kernels for that, or None.
+        load_entries: Returns the kernels for few entries, or None. Serving codes, it serves those.
+        version: Returns that of the package, once the kernels are loaded.
+    """
+
+    name: str
+    serves: Callable[[torch.Tensor, int], bool]
+    load: Callable[[], Kernels | None]
+    serves_codes: Callable[[torch.Tensor], bool]
+    load_codes: Callable[[], CodeKernels | None]
+    load_entries: Callable[[], EntryKernels | None] = lambda: None
+    version: Callable[[], str] = lambda: ""
+
+
+def _numba_serves(like: torch.Tensor, matrix_rank: int) -> bool:
+    # With more threads PyTorch's products run on all of them, and compiled code on one.
+    return (
+        like.device.type == "cpu"
+        and like.dtype == torch.float32
+        and torch.get_num_threads() == 1
+        and matrix_rank <= FACTOR_ROWS
+    )
+
+
+@lru_cache(maxsize=1)
+def _numba_kernels() -> Kernels | None:
+    if find_spec("numba") is None:
+        return None
+    try:
+        # Not at the head of this file: Numba is an extra, and takes longer to import than all else.
+        module = import_module("thinwire.kernels.numba.numba_kernels")
+    # Numba's own, that it finds no place for its cache, and that it keeps it otherwise than is known.
+    except (ImportError, RuntimeError, AttributeError) as error:
+        warnings.warn(
+            f"Numba is installed but can't be used ({error}): low-rank arithmetic takes PyTorch's products, "
+            "about half as fast on one thread; to mend it, pip install '.[numba]' in a clone of Thinwire",
+            stacklevel=2,
+        )
+        return None
+    return cast("Kernels", module.NumbaKernels())
+
+
+@lru_cache(maxsize=1)
+def _numba_codes() -> CodeKernels | None:
+    if _numba_kernels() is None:
+        return None
+    module = import_module("thinwire.kernels.numba.numba_codes")
+    return cast("CodeKernels", module.NumbaCodes())
+
+
+@lru_cache(maxsize=1)
+def _numba_entries() -> EntryKernels | None:
+    if _numba_kernels() is None:
+        return None
+    module = import_module("thinwire.kernels.numba.numba_entries")
+    return cast("EntryKernels", module.NumbaEntries())
+
+
+def _triton_serves(like: torch.Tensor, matrix_rank: int) -> bool:
+    if not triton_limits.reaches(like.device):
+        return False
+    if like.dtype not in TritonKernels.gradient_types:
+        triton_limits.tell(f"Triton's kernels do not take {like.dtype}")
+        return False
+    if matrix_rank > triton_limits.FACTOR_ROWS:
+        triton_limits.tell(
+            f"Triton's kernels take matrix ranks up to {triton_limits.FACTOR_ROWS}, this one is {matrix_rank}"
+        )
+        return False
+    return True
+
+
+def _triton_serves_codes(like: torch.Tensor) -> bool:
+    if not triton_limits.reaches(like.device):
+        return False
+    if like.dtype != torch.float32:
+        triton_limits.tell(f"Triton's kernels for few bits do not take {like.dtype}")
+        return False
+    return True
+
+
+# One of each for the process: groups are put together by the kernels that serve them. None of them compiles
+# anything before it is asked for something.
+_triton, _torch = (TritonKernels(), TritonCodes()), (TorchKernels(), TorchCodes(), TorchEntries())
+
+NUMBA = Backend(
+    "Numba",
+    _numba_serves,
+    _numba_kernels,
+    # With several threads as well: PyTorch's many passes over a part that stays in cache gain little by them.
+    lambda like: like.device.type == "cpu" and like.dtype == torch.float32,
+    _numba_codes,
+    _numba_entries,
+    lambda: str(import_module("numba").__version__),
+)
+TRITON = Backend(
+    "Triton",
+    _triton_serves,
+    lambda: _triton[0] if triton_limits.can_be_used() else None,
+    _triton_serves_codes,
+    lambda: _triton[1] if triton_limits.can_be_used() else None,
+    version=lambda: triton_limits.installed() or "",
+)
+TORCH = Backend(
+    "PyTorch",
+    lambda like, matrix_rank: True,
+    lambda: _torch[0],
+    lambda like: True,
+    lambda: _torch[1],
+    lambda: _torch[2],
+    # Wheels for a CPU and for a GPU are of one version.
+    lambda: torch.__version__.partition("+")[0],
+)
+
+backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
+"""By preference; the last one serves everything. The switch of tests and benchmarks, read at every call:
+`dispatch.backends = (dispatch.TORCH,)` makes PyTorch's products serve all.
+"""
+
+
+def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
+    """Return the kernels of the first backend that serves.
+
+    Args:
+        like: A matrix or a factor; its device and type count.
+        matrix_rank: r, the number of rows of a factor.
+    """
+    return _serving(like, matrix_rank)[1]
+
+
+def _serving(like: torch.Tensor, matrix_rank: int) -> tuple[Backend, Kernels]:
+    for backend in backends:
+        if backend.serves(like, matrix_rank):
+            kernels = backend.load()
+            # What can't be loaded has said so, once; the next one serves in its place.
+            if kernels is not None:
+                return backend, kernels
+    names = ", ".join(backend.name for backend in backends)
+    raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+
+
+def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
+    """Return who serves, with version and kind of device: where these differ, so may the last bits.
+
+    Args:
+        like: As of `kernels_for`.
+        matrix_rank: As of `kernels_for`.
+    """
+    backend, _ = _serving(like, matrix_rank)
+    name = f"{backend.name} {backend.version()}"
+    if like.device.type != "cuda":
+        return name
+    gpu = torch.cuda.get_device_properties(like.device)
+    return f"{name} on {gpu.gcnArchName if torch.version.hip else f'sm_{gpu.major}{gpu.minor}'}"
+
+
+def code_kernels_for(like: torch.Tensor) -> CodeKernels:
+    """Return the kernels of the first backend that serves averaging in few bits.
+
+    Args:
+        like: What is averaged; its device and type count.
+    """
+    for backend in backends:
+        if backend.serves_codes(like):
+            kernels = backend.load_codes()
+            if kernels is not None:
+                return kernels
+    names = ", ".join(backend.name for backend in backends)
+    raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+
+
+def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
+    """Return the kernels of the first backend that serves averaging of few entries.
+
+    Args:
+        like: What is averaged; its device and type count.
+    """
+    # On an accelerator PyTorch's: nobody else has any, and to ask others might warn of what they lack.
+    serving = backends if like.device.type == "cpu" else (TORCH,)
+    for backend in serving:
+        if backend.serves_codes(like):
+            kernels = backend.load_entries()
+            if kernels is not None:
+                return kernels
+    return _torch[2]
+
+
+def products(
+    groups: Sequence[MatrixGroup],
+    rights: Sequence[torch.Tensor],
+    loss_scale: torch.Tensor | None,
+    *,
+    add_error: bool,
+) -> list[torch.Tensor]:
+    """As `Kernels.products`, each group by its backend."""
+    results: dict[int, torch.Tensor] = {}
+    for kernels, share in _shares(groups):
+        lefts = kernels.products(
+            [groups[index] for index in share],
+            [rights[index] for index in share],
+            loss_scale,
+            add_error=add_error,
+        )
+        results.update(zip(share, lefts, strict=True))
+    return [results[index] for index in range(len(groups))]
+
+
+def projections(
+    groups: Sequence[MatrixGroup],
+    lefts: Sequence[torch.Tensor],
+    loss_scale: torch.Tensor | None,
+    *,
+    add_error: bool,
+) -> list[torch.Tensor]:
+    """As `Kernels.projections`, each group by its backend."""
+    results: dict[int, torch.Tensor] = {}
+    for kernels, share in _shares(groups):
+        owns = kernels.projections(
+            [groups[index] for index in share],
+            [lefts[index] for index in share],
+            loss_scale,
+            add_error=add_error,
+        )
+        results.update(zip(share, owns, strict=True))
+    return [results[index] for index in range(len(groups))]
+
+
+def reconstruct(
+    groups: Sequence[MatrixGroup],
+    errors: Sequence[Sequence[torch.Tensor] | None],
+    terms: Sequence[Terms],
+    loss_scale: torch.Tensor | None,
+    is_healthy: torch.Tensor | None = None,
+    spares: Sequence[torch.Tensor | None] | None = None,
+) -> None:
+    """As `Kernels.reconstruct`, each group by its backend."""
+    for kernels, share in _shares(groups):
+        kernels.reconstruct(
+            [groups[index] for index in share],
+            [errors[index] for index in share],
+            [terms[index] for index in share],
+            loss_scale,
+            is_healthy,
+            None if spares is None else [spares[index] for index in share],
+        )
+
+
+def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
+    """As `Kernels.subtract_own`, each group by its backend."""
+    for kernels, share in _shares(groups):
+        kernels.subtract_own([groups[index] for index in share], [factors[index] for index in share])
+
+
+def write(items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
+    """As `Kernels.write`, each tensor by its backend."""
+    results: dict[int, torch.Tensor] = {}
+    # By device and type alone: writing is the same at every matrix rank.
+    for kernels, share in _by_kernels([(item.target, 1) for item in items]):
+        written = kernels.write([items[index] for index in share], is_healthy)
+        results.update(zip(share, written, strict=True))
+    return [results[index] for index in range(len(items))]
+
+
+def orthonormal_rows(
+    batches: Sequence[torch.Tensor], drawn: Sequence[torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """Return an orthonormal basis of the rows of every matrix, as `Kernels.orthonormal_rows`.
+
+    One function for all: buckets whose `Jointly` names it are served by one call.
+
+    Args:
+        batches: Shape (matrices, rows, columns) each; they may differ in shape, type and device.
+        drawn: As of `Kernels.orthonormal_rows`.
+    """
+    results: dict[int, torch.Tensor] = {}
+    for kernels, share in _by_kernels([(batch, batch.shape[1]) for batch in batches]):
+        instead = None if drawn is None else [drawn[index] for index in share]
+        bases = kernels.orthonormal_rows([batches[index] for index in share], instead)
+        results.update(zip(share, bases, strict=True))
+    return [results[index] for index in range(len(batches))]
+
+
+def _shares(groups: Sequence[MatrixGroup]) -> list[tuple[Kernels, list[int]]]:
+    return _by_kernels([(group.matrices[0], group.matrix_rank) for group in groups])
+
+
+def _by_kernels(items: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[Kernels, list[int]]]:
+    """Return which kernels compute what, by index: all of a backend in one call, device by device.
+
+    Args:
+        items: As `kernels_for` takes them.
+    """
+    # So that one launch may serve many shapes. A launch is of one device, where a model's parameters may lie
+    # on several: a kernel that got an address of another one's memory would fault, or write nobody knows
+    # where.
+    shares: dict[tuple[Kernels, torch.device], list[int]] = {}
+    for index, (like, matrix_rank) in enumerate(items):
+        shares.setdefault((kernels_for(like, matrix_rank), like.device), []).append(index)
+    return [(kernels, share) for (kernels, _), share in shares.items()]

@@ -1,0 +1,265 @@
+"""Matrices on their way through a step, and the factors found of them.
+
+Notation of the PowerSGD paper (arXiv 1905.13727, algorithm 1): M (rows × columns) is gradient plus error,
+P (rows × r) the left and Q (columns × r) the right factor. Factors are held row by row, as Pᵀ and Qᵀ:
+skinny products are several times faster that way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from thinwire.tensors import accelerators
+from thinwire.tensors.layout import in_one_piece
+
+__all__ = [
+    "DEPENDENT_BELOW",
+    "Factors",
+    "MatrixGroup",
+    "Terms",
+    "Write",
+    "add_errors",
+    "add_scaled",
+    "joined",
+    "parted",
+    "replaced",
+    "round_all_into",
+    "round_into",
+    "shape_groups",
+    "widened",
+]
+
+# A row is dependent on those before it if the squared sine of its angle to their span is below this.
+# fp32 noise in a dependent row is about 1e-14. Many nearly dependent rows amplify float64's rounding in
+# the coefficients; a second pass over rows that are nearly orthonormal takes out what the first left.
+DEPENDENT_BELOW = 1e-10
+
+# So many are rounded at a time on the CPU: they stay in a core's cache with what is lost of them.
+ROUNDED_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class MatrixGroup:
+    """Matrices of one shape and matrix rank.
+
+    Attributes:
+        labels: One for each matrix, the key of its factor in memory.
+        matrices: M, each (rows, columns), in fp32 or fp64, or of the backend's types of gradients; on entry
+            the gradients alone.
+        errors: The residual of each, (rows, columns); None if there is none.
+        matrix_rank: r.
+    """
+
+    labels: Sequence[str]
+    matrices: Sequence[torch.Tensor]
+    errors: Sequence[torch.Tensor | None]
+    matrix_rank: int
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What one iteration makes known of a group.
+
+    Attributes:
+        basis: Orthonormal rows, the same on all processes: P̂ᵀ (matrices, r, rows), or Q̂ᵀ (matrices, r,
+            columns).
+        own: The projection of this process's M on it, as it travelled: P̂ᵀ M (matrices, r, columns), or
+            Q̂ᵀ Mᵀ (matrices, r, rows).
+        mean: The mean of `own` over the processes.
+        basis_is_left: Whether the basis is P̂ᵀ.
+    """
+
+    basis: torch.Tensor
+    own: torch.Tensor
+    mean: torch.Tensor
+    basis_is_left: bool = True
+
+    def pair(self, projection: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (left, right): leftᵀ right approximates what `projection`, own or mean, is of."""
+        return (self.basis, projection) if self.basis_is_left else (projection, self.basis)
+
+
+Terms: TypeAlias = Sequence[Factors]
+"""The iterations of a step; their approximations add up."""
+
+
+class Write(NamedTuple):
+    """What becomes of a tensor at the end of a step.
+
+    Attributes:
+        target: Contiguous.
+        healthy: What it becomes in a healthy step, contiguous, in any floating type; None to leave it as it
+            is.
+        unhealthy: What it becomes in any other, contiguous, of its shape and type; None for NaN.
+    """
+
+    target: torch.Tensor
+    healthy: torch.Tensor | None
+    unhealthy: torch.Tensor | None
+
+
+def shape_groups(batches: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return which batches are to be treated as one, by index.
+
+    On accelerators those of matrices of one shape, type and device; on the CPU each is one.
+
+    Args:
+        batches: Shape (matrices, rows, columns) each.
+    """
+    found: dict[object, list[int]] = defaultdict(list)
+    for index, batch in enumerate(batches):
+        # Joined they are copied, which costs less than launches; on the CPU there is only the copy.
+        is_joined = accelerators.pays_per_launch(batch.device)
+        found[(batch.shape[1:], batch.dtype, batch.device) if is_joined else index].append(index)
+    return list(found.values())
+
+
+def joined(batches: Sequence[torch.Tensor], group: Sequence[int]) -> torch.Tensor:
+    """Return the batches of a shape group as one.
+
+    Args:
+        batches: All of them.
+        group: One of `shape_groups`.
+    """
+    return batches[group[0]] if len(group) == 1 else torch.cat([batches[index] for index in group])
+
+
+def parted(
+    wholes: Sequence[torch.Tensor], batches: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """Return what was made of the shape groups, batch by batch: views.
+
+    Args:
+        wholes: One for each group, with as many matrices.
+        batches: All of them, as given to `shape_groups`.
+        groups: The shape groups.
+    """
+    results: dict[int, torch.Tensor] = {}
+    for whole, group in zip(wholes, groups, strict=True):
+        sizes = [len(batches[index]) for index in group]
+        results.update(zip(group, whole.split_with_sizes(sizes), strict=True))
+    return [results[index] for index in range(len(batches))]
+
+
+def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Return factors with other rows in place of those that are all zeros; on the CPU the same tensor.
+
+    Args:
+        rows: Shape (matrices, r, columns), given away.
+        drawn: Shape (r, columns).
+    """
+    if accelerators.pays_per_launch(rows.device):
+        is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
+        return torch.where(is_dead, drawn, rows)
+    is_dead = rows.abs().amax(dim=2, keepdim=True) == 0
+    # A dead row is zero, so that the sum is the drawn row; the others get zero times a finite number.
+    return rows.addcmul_(is_dead.to(rows.dtype), drawn)
+
+
+def add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
+    """Add a residual, in units of the unscaled loss, to a gradient in units of the scaled one.
+
+    Args:
+        matrix: The gradient, in place.
+        error: The residual, of the same shape.
+        loss_scale: What the loss was multiplied by, None for 1.
+    """
+    matrix.add_(error if loss_scale is None else error * loss_scale)
+
+
+def add_errors(group: MatrixGroup, loss_scale: torch.Tensor | None) -> None:
+    """Add its residual to every matrix of a group, in units of the scaled loss.
+
+    Args:
+        group: Its matrices are changed in place.
+        loss_scale: What the loss was multiplied by, None for 1.
+    """
+    for matrix, error in zip(group.matrices, group.errors, strict=True):
+        if error is not None:
+            add_scaled(matrix, error, loss_scale)
+
+
+def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return flat gradients in a wider type: copies, on accelerators all in one tensor; themselves in theirs.
+
+    Args:
+        gradients: Flat, of one type and device.
+        dtype: The type.
+    """
+    if not gradients or gradients[0].dtype == dtype:
+        return list(gradients)
+    if not accelerators.pays_per_launch(gradients[0].device):
+        return [gradient.to(dtype) for gradient in gradients]
+    sizes = [gradient.numel() for gradient in gradients]
+    wide = gradients[0].new_empty(sum(sizes), dtype=dtype).split_with_sizes(sizes)
+    torch._foreach_copy_(list(wide), list(gradients))
+    return list(wide)
+
+
+def round_all_into(
+    gradients: Sequence[torch.Tensor],
+    means: Sequence[torch.Tensor],
+    errors: Sequence[torch.Tensor | None],
+    loss_scale: torch.Tensor | None,
+    is_healthy: torch.Tensor | None = None,
+) -> None:
+    """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them.
+
+    Args:
+        gradients: Flat, of one type and device.
+        means: Of the same lengths, in fp32 or fp64; overwritten.
+        errors: In the type of the means; all of them None to forget it.
+        loss_scale: What the loss was multiplied by, None for 1.
+        is_healthy: One bool, not read back: if it is false, errors stay as they were. None for true.
+    """
+    if not gradients or not accelerators.pays_per_launch(gradients[0].device):
+        for gradient, mean, error in zip(gradients, means, errors, strict=True):
+            round_into(gradient, mean, error, loss_scale)
+        return
+    # Cut off at the range: what is beyond stays in the residual, where an infinite gradient would be lost.
+    limit = min(torch.finfo(gradients[0].dtype).max, torch.finfo(means[0].dtype).max)
+    rounded, kept = list(gradients), list(means)
+    # Rounded first and cut off then: a mean that rounds up to infinity is cut off as well.
+    torch._foreach_copy_(rounded, kept)
+    # What the range can't hold stays in the means, whose rest goes to the residual.
+    torch._foreach_clamp_max_(rounded, limit)
+    torch._foreach_clamp_min_(rounded, -limit)
+    known = [error for error in errors if error is not None]
+    if known:
+        torch._foreach_sub_(kept, widened(rounded, kept[0].dtype))
+        if loss_scale is not None:
+            torch._foreach_div_(kept, loss_scale)
+        if is_healthy is not None:
+            is_unhealthy, whole = ~is_healthy, in_one_piece(kept)
+            # Copies mostly lie so. Not with what lies between: that is another's.
+            is_dense = whole is not None and whole.numel() == sum(mean.numel() for mean in kept)
+            for mean in [whole] if whole is not None and is_dense else kept:
+                # Filled, and not multiplied by zero: a NaN would stay one and spoil the residual.
+                mean.masked_fill_(is_unhealthy, 0.0)
+        torch._foreach_add_(known, kept)
+
+
+def round_into(
+    gradient: torch.Tensor, mean: torch.Tensor, error: torch.Tensor | None, loss_scale: torch.Tensor | None
+) -> None:
+    """Store the mean in a gradient of another type; what its type can't hold goes to the residual.
+
+    Args:
+        gradient: Flat, of any floating type, written.
+        mean: Flat, of the same length, in fp32 or fp64.
+        error: Flat, in the type of `mean`, takes up what rounding and the range lose; None to forget it.
+        loss_scale: What the loss was multiplied by, None for 1.
+    """
+    limit = min(torch.finfo(gradient.dtype).max, torch.finfo(mean.dtype).max)
+    together = ROUNDED_ELEMENTS if mean.device.type == "cpu" else max(1, len(mean))
+    for start in range(0, len(mean), together):
+        some = slice(start, start + together)
+        gradient[some] = mean[some].clamp(-limit, limit)
+        if error is not None:
+            lost = mean[some] - gradient[some].to(mean.dtype)
+            error[some] += lost if loss_scale is None else lost.div_(loss_scale)

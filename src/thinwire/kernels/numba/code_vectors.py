@@ -1,0 +1,424 @@
+"""Numbers to packed codes and back, sixteen or sixty-four at a time, as operations of compiled code.
+
+LLVM would compare and pack numbers one by one: here are the vectors it should take. Eight codes, a byte each,
+are one whole number of 64 bits, in which they are pushed together in three steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+from llvmlite import ir
+from numba import types
+
+from thinwire.kernels.numba.vectors import LANES, operation, vector
+from thinwire.tensors.codebooks import CODEBOOKS
+
+__all__ = [
+    "ADD_WIDE",
+    "READ",
+    "READ_WIDE",
+    "SUBTRACT_WIDE",
+    "WIDE",
+    "WRITE",
+    "WRITE_WIDE",
+    "add_magnitudes",
+    "add_squares",
+    "bits_of",
+    "float_of",
+    "larger",
+    "larger_wide",
+    "largest",
+    "load_half",
+    "magnitudes",
+    "store_half",
+]
+
+WIDE = 64
+"""So many numbers are a block of the usual length, and four of the longest registers there are."""
+
+
+FLOAT, INT8, INT16, INT32, INT64 = (
+    ir.FloatType(),
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+)
+NUMBERS, WORDS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+WITHOUT_SIGN = 0x7FFFFFFF
+ROUNDING = 1.5 * 2.0**23
+"""A number of fp32 around which there are whole ones only; its last byte is zero."""
+
+
+def _all(kind: Any, value: float) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _like(numbers: Any, element: Any) -> Any:
+    """Return the type of as many elements."""
+    return ir.VectorType(element, numbers.type.count)
+
+
+def _call(builder: Any, name: str, result: Any, *arguments: Any) -> Any:
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(builder.module.declare_intrinsic(name, (), kind), arguments)
+
+
+def _at(builder: Any, address: Any, kind: Any) -> Any:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@operation(types.int64(types.float32))
+def bits_of(builder: Any, number: Any) -> Any:
+    """Emit the bits of a number.
+
+    Args:
+        builder: Of the code.
+        number: fp32.
+    """
+    return builder.zext(builder.bitcast(number, INT32), INT64)
+
+
+@operation(types.float32(types.int64))
+def float_of(builder: Any, bits: Any) -> Any:
+    """Emit the number of some bits.
+
+    Args:
+        builder: Of the code.
+        bits: Of an fp32 number.
+    """
+    return builder.bitcast(builder.trunc(bits, INT32), FLOAT)
+
+
+@operation(types.int64(types.int64))
+def load_half(builder: Any, address: Any) -> Any:
+    """Emit the load of the sixteen bits at an address.
+
+    Args:
+        builder: Of the code.
+        address: Even.
+    """
+    return builder.zext(builder.load(_at(builder, address, INT16), align=2), INT64)
+
+
+@operation(types.void(types.int64, types.int64))
+def store_half(builder: Any, address: Any, bits: Any) -> None:
+    """Emit the store of sixteen bits.
+
+    Args:
+        builder: Of the code.
+        address: Even.
+        bits: The number of which they are the lowest.
+    """
+    builder.store(builder.trunc(bits, INT16), _at(builder, address, INT16), align=2)
+
+
+@operation(vector(vector))
+def magnitudes(builder: Any, numbers: Any) -> Any:
+    """Emit the magnitudes of sixteen numbers.
+
+    Args:
+        builder: Of the code.
+        numbers: The vector.
+    """
+    return builder.bitcast(_without_sign(builder, numbers), NUMBERS)
+
+
+@operation(vector(vector, vector))
+def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
+    """Emit the larger of magnitudes, lane by lane; NaN is larger than all.
+
+    Args:
+        builder: Of the code.
+        so_far: Magnitudes.
+        numbers: Of any sign.
+    """
+    # As whole numbers: without its sign a larger number has larger bits, and NaN the largest of all, where a
+    # comparison of numbers would pass over it.
+    bits = builder.bitcast(so_far, WORDS)
+    largest_bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, numbers))
+    return builder.bitcast(largest_bits, NUMBERS)
+
+
+@operation(types.float32(vector))
+def largest(builder: Any, numbers: Any) -> Any:
+    """Emit the largest of sixteen magnitudes; NaN is larger than all.
+
+    Args:
+        builder: Of the code.
+        numbers: Magnitudes.
+    """
+    bits = builder.bitcast(numbers, WORDS)
+    return builder.bitcast(_call(builder, "llvm.vector.reduce.smax.v16i32", INT32, bits), FLOAT)
+
+
+def _without_sign(builder: Any, numbers: Any) -> Any:
+    words = _like(numbers, INT32)
+    return builder.and_(builder.bitcast(numbers, words), _all(words, WITHOUT_SIGN))
+
+
+def _quarters(builder: Any, address: Any) -> list[Any]:
+    """Emit the load of sixty-four numbers, as four vectors."""
+    starts = [builder.add(address, INT64(64 * place)) for place in range(WIDE // LANES)]
+    return [builder.load(_at(builder, start, NUMBERS), align=4) for start in starts]
+
+
+@operation(vector(vector, types.int64))
+def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
+    """Emit the larger of magnitudes, lane by lane, of those so far and of sixty-four numbers.
+
+    Args:
+        builder: Of the code.
+        so_far: Magnitudes.
+        address: Of the numbers.
+    """
+    bits = builder.bitcast(so_far, WORDS)
+    for quarter in _quarters(builder, address):
+        bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
+    return builder.bitcast(bits, NUMBERS)
+
+
+@operation(vector(vector, types.int64, types.float32))
+def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
+    """Emit sums, and to each the squares of four numbers times a factor.
+
+    Args:
+        builder: Of the code.
+        sums: The vector.
+        address: Of sixty-four numbers.
+        factor: fp32.
+    """
+    for quarter in _quarters(builder, address):
+        part = builder.fmul(quarter, _repeated(builder, factor, LANES))
+        sums = builder.fadd(sums, builder.fmul(part, part, flags=("contract",)), flags=("contract",))
+    return sums
+
+
+@operation(vector(vector, types.int64, types.float32))
+def add_magnitudes(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
+    """Emit sums, and to each the magnitudes of four numbers times a factor.
+
+    Args:
+        builder: Of the code.
+        sums: The vector.
+        address: Of sixty-four numbers.
+        factor: fp32.
+    """
+    for quarter in _quarters(builder, address):
+        part = builder.fmul(quarter, _repeated(builder, factor, LANES))
+        sums = builder.fadd(sums, builder.bitcast(_without_sign(builder, part), NUMBERS))
+    return sums
+
+
+def _repeated(builder: Any, number: Any, lanes: int) -> Any:
+    kind = ir.VectorType(FLOAT, lanes)
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, INT32(0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(INT32, lanes), [0] * lanes))
+
+
+def _writer(bits: int) -> Any:
+    """Return the operation that writes the codes of sixteen numbers, in units of their scale."""
+
+    def emit(builder: Any, address: Any, units: Any) -> None:
+        _write(builder, bits, address, units)
+
+    return operation(types.void(types.int64, vector))(emit)
+
+
+def _wide_writer(bits: int) -> Any:
+    """Return the operation that writes the codes of sixty-four numbers at an address, times a factor."""
+
+    def emit(builder: Any, address: Any, source: Any, factor: Any) -> None:
+        numbers = _wide(builder, source)
+        _write(builder, bits, address, builder.fmul(numbers, _repeated(builder, factor, WIDE)))
+
+    return operation(types.void(types.int64, types.int64, types.float32))(emit)
+
+
+def _reader(bits: int) -> Any:
+    """Return the operation that reads sixteen levels."""
+
+    def emit(builder: Any, address: Any) -> Any:
+        return _read(builder, bits, address, LANES)
+
+    return operation(vector(types.int64))(emit)
+
+
+def _wide_reader(bits: int) -> Any:
+    """Return the operation that reads sixty-four levels and writes them, times a factor."""
+
+    def emit(builder: Any, address: Any, factor: Any, target: Any) -> None:
+        levels = _read(builder, bits, address, WIDE)
+        # One product, rounded once, and nothing that may be contracted with it: what is decoded must be the
+        # same to the bit with every backend.
+        _store_wide(builder, builder.fmul(levels, _repeated(builder, factor, WIDE)), target)
+
+    return operation(types.void(types.int64, types.float32, types.int64))(emit)
+
+
+def _wide_adder(bits: int) -> Any:
+    """Return the operation that reads sixty-four levels and adds them, times a factor, to numbers."""
+
+    def emit(builder: Any, address: Any, factor: Any, target: Any) -> None:
+        levels = _read(builder, bits, address, WIDE)
+        # A sum of members is coded again before anybody decodes it, so its last bits are free.
+        added = builder.fmul(levels, _repeated(builder, factor, WIDE), flags=("contract",))
+        _store_wide(builder, builder.fadd(_wide(builder, target), added, flags=("contract",)), target)
+
+    return operation(types.void(types.int64, types.float32, types.int64))(emit)
+
+
+def _wide_subtracter(bits: int) -> Any:
+    """Return the operation that writes sixty-four numbers less levels times a factor."""
+
+    def emit(builder: Any, address: Any, factor: Any, source: Any, target: Any) -> None:
+        levels = _read(builder, bits, address, WIDE)
+        taken = builder.fmul(levels, _repeated(builder, factor, WIDE), flags=("contract",))
+        _store_wide(builder, builder.fsub(_wide(builder, source), taken, flags=("contract",)), target)
+
+    return operation(types.void(types.int64, types.float32, types.int64, types.int64))(emit)
+
+
+def _wide(builder: Any, address: Any) -> Any:
+    return builder.load(_at(builder, address, ir.VectorType(FLOAT, WIDE)), align=4)
+
+
+def _store_wide(builder: Any, numbers: Any, address: Any) -> None:
+    builder.store(numbers, _at(builder, address, numbers.type), align=4)
+
+
+def _write(builder: Any, bits: int, address: Any, units: Any) -> None:
+    """Emit the store of the codes of numbers, in units of their scale."""
+    # One bit is the comparison itself: a mask of lanes is stored as it is. Where packed codes begin is no
+    # multiple of a vector, hence the alignment.
+    if bits == 1:
+        is_positive = builder.fcmp_ordered(">", units, _all(units.type, 0.0))
+        together = ir.IntType(units.type.count)
+        builder.store(builder.bitcast(is_positive, together), _at(builder, address, together), align=1)
+        return
+    codes = builder.trunc(_places(builder, bits, units), _like(units, INT8))
+    if bits == 8:
+        builder.store(codes, _at(builder, address, codes.type), align=1)
+        return
+    eights = builder.bitcast(codes, ir.VectorType(INT64, codes.type.count // 8))
+    kind = eights.type
+    for width in (8, 16, 32):
+        used = bits * width // 8
+        shifted = builder.lshr(eights, _all(kind, width - used))
+        eights = builder.and_(builder.or_(eights, shifted), _all(kind, _fields(2 * width, 2 * used)))
+    # Of each number of 64 bits the lowest bytes, as many as a code has bits, one behind the other.
+    count = kind.count
+    kept = [8 * place + byte for place in range(count) for byte in range(bits)]
+    packed = _shuffled(builder, builder.bitcast(eights, ir.VectorType(INT8, 8 * count)), kept)
+    builder.store(packed, _at(builder, address, packed.type), align=1)
+
+
+def _places(builder: Any, bits: int, units: Any) -> Any:
+    """Emit which level is nearest to each number."""
+    codebook = CODEBOOKS[bits]
+    levels, words = codebook.levels, _like(units, INT32)
+    if codebook.is_linear:
+        # What is not finite has such a scale, and any code will do, but it must be one: NaN is not below.
+        last = _all(units.type, levels[-1])
+        finite = builder.select(builder.fcmp_ordered("<", units, last), units, last)
+        # Their sum is a whole number, half to even, which stands in its last bits: faster than conversion.
+        whole = builder.fadd(finite, _all(units.type, ROUNDING))
+        return builder.add(builder.bitcast(whole, words), _all(words, int(levels[-1])))
+    # By magnitude, and then by sign: half the comparisons.
+    upper = [each for each in levels if each >= 0]
+    size = builder.bitcast(_without_sign(builder, units), units.type)
+    place = _all(words, 0)
+    for low, high in pairwise(upper):
+        is_above = builder.fcmp_ordered(">", size, _all(units.type, (low + high) / 2))
+        place = builder.sub(place, builder.sext(is_above, words))
+    is_negative = builder.fcmp_ordered("<=", units, _all(units.type, 0.0))
+    below = builder.sub(_all(words, len(upper) - 1), place)
+    above = builder.add(_all(words, len(levels) - len(upper)), place)
+    return builder.select(is_negative, below, above)
+
+
+def _read(builder: Any, bits: int, address: Any, lanes: int) -> Any:
+    """Emit the levels of packed codes."""
+    levels = CODEBOOKS[bits].levels
+    if bits == 1:
+        together, numbers = ir.IntType(lanes), ir.VectorType(FLOAT, lanes)
+        loaded = builder.load(_at(builder, address, together), align=1)
+        is_positive = builder.bitcast(loaded, ir.VectorType(ir.IntType(1), lanes))
+        return builder.select(is_positive, _all(numbers, levels[1]), _all(numbers, levels[0]))
+    codes_type = ir.VectorType(INT8, lanes)
+    if bits == 8:
+        codes = builder.load(_at(builder, address, codes_type), align=1)
+    else:
+        count = lanes // 8
+        packed = builder.load(_at(builder, address, ir.VectorType(INT8, bits * count)), align=1)
+        # To each eight codes eight bytes; above those that they fill, the first of the zeros behind.
+        places = [
+            bits * place + byte if byte < bits else bits * count
+            for place in range(count)
+            for byte in range(8)
+        ]
+        eights = builder.bitcast(_shuffled(builder, packed, places), ir.VectorType(INT64, count))
+        for width in (32, 16, 8):
+            used = bits * width // 8
+            shifted = builder.shl(eights, _all(eights.type, width - used))
+            eights = builder.and_(builder.or_(eights, shifted), _all(eights.type, _fields(width, used)))
+        codes = builder.bitcast(eights, codes_type)
+    return _levels(builder, bits, builder.zext(codes, ir.VectorType(INT32, lanes)))
+
+
+def _levels(builder: Any, bits: int, places: Any) -> Any:
+    """Emit the levels at some places."""
+    codebook, numbers = CODEBOOKS[bits], _like(places, FLOAT)
+    levels = codebook.levels
+    if codebook.is_linear or codebook.cubic:
+        middle = _all(places.type, len(levels) // 2)
+        signed = builder.sitofp(builder.sub(places, middle), numbers)
+        if not codebook.cubic:
+            return signed
+        # Whole numbers, all of them: nothing is rounded.
+        square = builder.fmul(signed, signed)
+        return builder.fmul(signed, builder.fadd(square, _all(numbers, codebook.cubic)))
+    # At most eight levels: chosen one after the other, without a table in memory.
+    chosen = _all(numbers, levels[0])
+    for place, level in enumerate(levels[1:], 1):
+        is_there = builder.icmp_unsigned(">=", places, _all(places.type, place))
+        chosen = builder.select(is_there, _all(numbers, level), chosen)
+    return chosen
+
+
+def _fields(width: int, used: int) -> int:
+    """Return the mask of the lowest bits of every field of a number of 64 bits."""
+    field = (1 << used) - 1
+    mask = sum(field << start for start in range(0, 64, width))
+    return mask - (1 << 64) if mask >> 63 else mask
+
+
+def _shuffled(builder: Any, bytes_: Any, places: list[int]) -> Any:
+    """Emit the bytes at some places; behind them stand zeros."""
+    order = ir.Constant(ir.VectorType(INT32, len(places)), places)
+    return builder.shuffle_vector(bytes_, _all(bytes_.type, 0), order)
+
+
+Operations: TypeAlias = dict[int, Callable[..., Any]]
+
+WRITE: Operations = {bits: _writer(bits) for bits in CODEBOOKS}
+"""By bits: write the codes of sixteen numbers, in units of their scale, to an address."""
+
+READ: Operations = {bits: _reader(bits) for bits in CODEBOOKS}
+"""By bits: read sixteen levels at an address."""
+
+WRITE_WIDE: Operations = {bits: _wide_writer(bits) for bits in CODEBOOKS}
+"""By bits: write to an address the codes of sixty-four numbers at another, times a factor."""
+
+READ_WIDE: Operations = {bits: _wide_reader(bits) for bits in CODEBOOKS}
+"""By bits: read sixty-four levels at an address, and write them, times a factor, to another."""
+
+ADD_WIDE: Operations = {bits: _wide_adder(bits) for bits in CODEBOOKS}
+"""By bits: read sixty-four levels at an address, and add them, times a factor, to numbers at another."""
+
+SUBTRACT_WIDE: Operations = {bits: _wide_subtracter(bits) for bits in CODEBOOKS}
+"""By bits: read sixty-four levels at an address and write numbers at another, less them times a factor, to a
+third."""

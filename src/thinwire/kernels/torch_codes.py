@@ -1,0 +1,199 @@
+"""Codes by PyTorch: for every device and type, nearest and stochastic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+
+from thinwire.kernels.codes import CodeKernels
+from thinwire.tensors.accelerators import pays_per_launch
+from thinwire.tensors.blocks import Blocks
+from thinwire.tensors.codebooks import Codebook
+from thinwire.tensors.coded import Coded
+from thinwire.tensors.packing import pack, packed_bytes, unpack
+from thinwire.tensors.rounding import Draws
+
+__all__ = ["TorchCodes", "levels_of"]
+
+# So many are coded at a time on the CPU: they stay in a core's cache.
+CACHED_ELEMENTS = 1 << 16
+MAX_COMPARISONS = 3
+
+
+class TorchCodes(CodeKernels):
+    """PyTorch's operations on a row for each block; see `CodeKernels` for what each method does."""
+
+    def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+        """As `CodeKernels.encoded`; where blocks are short, a copy is filled up with zeros."""
+        codes, scales = _encoded(blocks.rows(flat), blocks.lengths(flat.device), codebook, draws)
+        return Coded.of(codes, scales, blocks.num_members, blocks.share)
+
+    def averaged(
+        self,
+        received: Coded,
+        blocks: Blocks,
+        own: slice,
+        codebook: Codebook,
+        draws: Draws | None,
+        lost: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> Coded:
+        """As `CodeKernels.averaged`."""
+        members, num_blocks = len(received.message), own.stop - own.start
+        device, block = received.message.device, blocks.block
+        all_codes, all_scales = received.codes, received.scales
+        lengths = blocks.lengths(device)[own]
+        levels = levels_of(codebook, dtype, device)
+        # In the memory of what is lost, which it is, less what it becomes when it is coded.
+        mean = torch.empty(num_blocks, block, dtype=dtype, device=device) if lost is None else lost
+        for some in _cached(mean, copies=members):
+            sent = _decoded(all_codes[:, some], all_scales[:, some], levels, block, codebook, members)
+            # Their scales were divided by the members: the sum is the mean, and as far from the range's end.
+            torch.sum(sent, 0, out=mean[some])
+            # Below four bits a zero decodes as a small number, which would count in the block's scale.
+            if not blocks.are_whole:
+                is_behind = torch.arange(block, device=device) >= lengths[some, None]
+                mean[some].masked_fill_(is_behind, 0)
+        codes, scales = _encoded(mean, lengths, codebook, draws)
+        if lost is not None:
+            for some in _cached(mean):
+                lost[some] -= _decoded(codes[some], scales[some], levels, block, codebook)
+        return Coded.of(codes, scales, 1, blocks.share)
+
+    def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+        """As `CodeKernels.decode`; where blocks are short, by way of a copy."""
+        block = blocks.block
+        levels = levels_of(codebook, flat.dtype, flat.device)
+        rows = blocks.rows(flat) if blocks.are_whole else flat.new_empty(blocks.total, block)
+        codes, scales = coded.codes.flatten(0, 1), coded.scales.flatten()
+        for some in _cached(rows):
+            rows[some] = _decoded(codes[some], scales[some], levels, block, codebook)
+        if not blocks.are_whole:
+            torch._foreach_copy_(list(flat.split_with_sizes(list(blocks.numels))), blocks.parts(rows))
+
+    def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+        """As `CodeKernels.remainder`."""
+        sent = torch.empty_like(flat)
+        self.decode(coded, blocks, codebook, sent)
+        return torch.sub(flat, sent, out=sent)
+
+
+def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the levels of a codebook on a device, only to be read.
+
+    Args:
+        codebook: Which.
+        dtype: Of the levels.
+        device: Where.
+    """
+    if device.type == "cpu":
+        return torch.tensor(codebook.levels, dtype=dtype)
+    return _levels_on(codebook, dtype, device)
+
+
+# Kept: made anew they would be copied from the host in every step, and it waits for such a copy.
+@lru_cache(maxsize=32)
+def _levels_on(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(codebook.levels, dtype=dtype, device=device)
+
+
+def _cached(rows: torch.Tensor, copies: int = 1) -> Iterator[slice]:
+    """Yield blocks that are worked on together."""
+    count, block = rows.shape
+    together = max(1, CACHED_ELEMENTS // (copies * block)) if rows.device.type == "cpu" else max(1, count)
+    return (slice(start, min(start + together, count)) for start in range(0, count, together))
+
+
+def _encoded(
+    rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook, draws: Draws | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return codes and scales of rows."""
+    num_blocks, block = rows.shape
+    size = packed_bytes(block, codebook.bits)
+    codes = torch.empty(num_blocks, size, dtype=torch.uint8, device=rows.device)
+    scales = torch.empty(num_blocks, dtype=torch.bfloat16, device=rows.device)
+    levels = levels_of(codebook, rows.dtype, rows.device)
+    for some in _cached(rows):
+        part = rows[some]
+        scales[some] = _scales(part, lengths[some], codebook)
+        wide = scales[some].to(rows.dtype)
+        # By the scale as it travels, with which codes are read, and not by the one that was wanted.
+        units = part * torch.where(wide > 0, 1 / wide, 0)[:, None]
+        if draws is None:
+            places = _nearest(units, levels, codebook)
+        else:
+            # Without the end levels: beyond those a number is rounded to one of the last two, as well as it
+            # goes.
+            lower = torch.bucketize(units, levels[1:-1], right=True).clamp_(0, len(levels) - 2)
+            upper_share = (units - levels[lower]) / (levels[lower + 1] - levels[lower])
+            # By chance the one or the other of the two levels around each number, so that their mean is it.
+            uniform = draws.of(some).uniform(block, rows.dtype)
+            places = (lower + (uniform < upper_share)).to(torch.uint8)
+        codes[some] = pack(places, codebook.bits)
+    return codes, scales
+
+
+def _scales(rows: torch.Tensor, lengths: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Return the scale of each block, in bf16."""
+    tiny = torch.finfo(torch.bfloat16).tiny
+    magnitudes = rows.abs()
+    largest = magnitudes.amax(1)  # NaN where a number is, and so is the scale
+    if codebook.statistic == "largest":
+        wanted = (largest / codebook.levels[-1]).float()
+        scales = wanted.bfloat16()
+        # Not below what is wanted, or the largest would be cut off.
+        raised = (scales.view(torch.int16) + 1).view(torch.bfloat16)
+        # The bits of positive numbers are in their order: one more is the next.
+        scales = torch.where(scales.float() < wanted, raised, scales)
+    else:
+        # Of shares of the largest: squares of the numbers themselves could leave the range.
+        shares = magnitudes * torch.where(largest < tiny, 0, 1 / largest)[:, None]
+        if codebook.statistic == "mean magnitude":
+            scales = (largest * (shares.sum(1) / lengths)).bfloat16()
+        else:
+            scales = (largest * (shares.square().sum(1) / lengths).sqrt()).bfloat16()
+    return torch.where(scales < tiny, 0, scales)  # one over it would not be finite; NaN stays
+
+
+def _nearest(units: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    """Return the place of the level that is nearest, uint8."""
+    if codebook.is_linear:
+        last = codebook.levels[-1]
+        return (units.round().clamp_(-last, last) + last).nan_to_num_(0).to(torch.uint8)
+    middles = (levels[1:] + levels[:-1]) / 2
+    # On the CPU a search costs as much as several comparisons.
+    if len(middles) > MAX_COMPARISONS or pays_per_launch(units.device):
+        return torch.bucketize(units, middles, out_int32=True).to(torch.uint8)
+    places = torch.zeros_like(units, dtype=torch.uint8)
+    for middle in middles.tolist():
+        # As a search would: a number in the middle goes down.
+        places += units > middle
+    return places
+
+
+def _decoded(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    levels: torch.Tensor,
+    block: int,
+    codebook: Codebook,
+    divisor: int = 1,
+) -> torch.Tensor:
+    scales = scales.to(levels.dtype)
+    # So that what is infinite does not end as the largest number of the gradient's type.
+    scales = torch.where(scales.isfinite(), scales, torch.nan) / divisor
+    places = unpack(codes, codebook.bits, block)
+    return _levels_at(places, levels, codebook).mul_(scales[..., None])
+
+
+def _levels_at(places: torch.Tensor, levels: torch.Tensor, codebook: Codebook) -> torch.Tensor:
+    if pays_per_launch(places.device):
+        return levels[places.int()]
+    # On the CPU arithmetic on whole parts is faster than a look-up for each number.
+    if codebook.is_linear or codebook.cubic:
+        signed = places.to(levels.dtype).sub_(len(levels) // 2)
+        # Whole numbers, all of them: nothing is rounded.
+        return signed.mul_(signed.square().add_(codebook.cubic)) if codebook.cubic else signed
+    return torch.index_select(levels, 0, places.reshape(-1).int()).view(places.shape)

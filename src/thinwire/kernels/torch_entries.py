@@ -1,0 +1,62 @@
+"""Few entries by PyTorch: for every device and type."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from thinwire.kernels.entries import EntryKernels
+from thinwire.tensors.chunks import Chunks
+
+__all__ = ["TorchEntries"]
+
+
+class TorchEntries(EntryKernels):
+    """PyTorch's operations on a row for each chunk; see `EntryKernels` for what each method does."""
+
+    def largest(self, flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `EntryKernels.largest`."""
+        rows = chunks.rows(flat)
+        positions = _largest(rows, chunks.kept)
+        return positions, rows.gather(1, positions)
+
+    def add(
+        self,
+        result: torch.Tensor,
+        places: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        kept: torch.Tensor,
+        *,
+        by_senders: bool,
+    ) -> None:
+        """As `EntryKernels.add`."""
+        if by_senders:
+            # The result itself counts the senders: another tensor of its length would cost more than all
+            # else.
+            for where, own in zip(places, sent, strict=True):
+                result.index_add_(0, where, (own != 0).to(result.dtype))
+            values = values / result[places].clamp_min_(1)
+            result[places] = 0
+        # Member after member, in one order everywhere: so all get the same bits, whatever the sums round.
+        for where, own in zip(places, values, strict=True):
+            result.index_add_(0, where, own)
+
+
+def _largest(rows: torch.Tensor, kept: int) -> torch.Tensor:
+    """Return where the entries of largest magnitude stand in each row, in ascending order."""
+    # Only the groups with the highest peaks can have the largest entries: to order those alone is three times
+    # as fast as to order whole rows.
+    num_rows, length = rows.shape
+    size = 1 << int(math.log2(length / kept) / 2 + 0.5)  # about as many groups as there are candidates
+    if size == 1 or length % size:
+        return rows.abs().topk(kept, sorted=False).indices.sort(1).values
+    num_groups = length // size
+    grouped = rows.view(num_rows, size, num_groups)  # a group's entries lie `num_groups` apart
+    # Of both extremes, and not of `abs`: that would write all of the gradient once more.
+    peaks = torch.maximum(grouped.amax(1), grouped.amin(1).neg_())
+    groups = peaks.topk(kept, sorted=False).indices
+    candidates = grouped.gather(2, groups.unsqueeze(1).expand(-1, size, -1)).abs_().view(num_rows, -1)
+    best = candidates.topk(kept, sorted=False).indices
+    return (best // kept * num_groups + groups.gather(1, best % kept)).sort(1).values

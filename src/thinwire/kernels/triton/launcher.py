@@ -1,0 +1,59 @@
+"""Launches of kernels by name: so they can be counted where there is nothing to run them on, nor Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+__all__ = ["FUSED", "check", "launch"]
+
+# Given, and not left to Triton: its versions differ in it, and with it the last bits.
+FUSED: dict[str, object] = {"enable_fp_fusion": True, "num_warps": 4}
+
+
+def launch(
+    kernel: str,
+    programs: int,
+    arguments: Sequence[torch.Tensor | int | None],
+    constants: Mapping[str, object],
+    device: torch.device,
+    *,
+    reads: Sequence[torch.Tensor] = (),
+    writes: Sequence[torch.Tensor] = (),
+) -> None:
+    """Launch a kernel on the current stream of a device.
+
+    Args:
+        kernel: "module.function", in this package.
+        programs: How many; with none nothing is launched.
+        arguments: Of the function, in order.
+        constants: Its compile-time arguments, and options of Triton's.
+        device: Where the tensors lie.
+        reads: What it reads, for who counts bytes.
+        writes: What it writes, likewise.
+    """
+    # Of parameters without elements; CUDA refuses a grid of none.
+    if programs == 0:
+        return
+    # Triton launches on the current device, which need not be that of the tensors. Its interpreter has none.
+    # On the stream that is current there, which is the caller's: so it comes behind what has made its inputs.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        _function(kernel)[(programs,)](*arguments, **constants)
+
+
+def check() -> None:
+    """Compile a small kernel and launch it on the current device. Raises whatever Triton raises."""
+    number = torch.zeros(1, dtype=torch.float32, device="cuda")
+    launch("compiled_codes.probe", 1, [number], {}, number.device, writes=[number])
+
+
+@cache
+def _function(kernel: str) -> Any:
+    module, _, name = kernel.partition(".")
+    # Not at the head of this file: Triton is no requirement.
+    return getattr(import_module(f"thinwire.kernels.triton.{module}"), name)

@@ -1,0 +1,98 @@
+"""What Triton's kernels serve, and whether they can be used here: known without importing Triton."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from thinwire.tensors.accelerators import note_shortfall
+
+__all__ = ["FACTOR_ROWS", "OLDEST_CAPABILITY", "can_be_used", "installed", "reaches", "tell"]
+
+# The largest matrix rank that is served.
+FACTOR_ROWS = 32
+
+# PyTorch's nightly wheels, NVIDIA's containers and wheels for ROCm come with one of their own.
+PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")
+
+# That of torch 2.6. Older ones lack what the kernels are written with.
+OLDEST = (3, 2)
+
+# Compute capability of Ampere: the oldest GPUs that the kernels are compiled for in tests.
+OLDEST_CAPABILITY = (8, 0)
+
+
+def reaches(device: torch.device) -> bool:
+    """Return whether the kernels are compiled for a device; say so if not.
+
+    Args:
+        device: Where the tensors lie.
+    """
+    why_not = _why_not(device)
+    if why_not:
+        tell(why_not)
+    return why_not is None
+
+
+# Asked for every group of every step, and a device does not change.
+@cache
+def _why_not(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        # "meta" has nothing to compute, and so nothing that could be slow.
+        if device.type in ("cpu", "meta"):
+            return ""
+        return f"Triton's kernels are for CUDA and ROCm, and this device is of type {device.type}"
+    # AMD's numbers mean something else, and no lower bound of theirs is known.
+    capability = (9, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability}, which is below 8.0"
+    return None
+
+
+def installed() -> str | None:
+    """Return Triton's version, by whatever name it was packaged; None without it."""
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            return version(package)
+    return None
+
+
+def can_be_used() -> bool:
+    """Return whether Triton is there, new enough, and compiles; say so if not.
+
+    Cost: a small kernel is compiled and launched on the current device, once.
+    """
+    why_not = _why_unusable()
+    if why_not:
+        tell(why_not)
+    return not why_not
+
+
+@cache
+def _why_unusable() -> str:
+    found = installed()
+    if found is None:
+        return "Triton is not installed"
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST:
+        return f"Triton {found} is installed, expected {OLDEST[0]}.{OLDEST[1]} or later"
+    try:
+        # Not at the head of this file: Triton is no requirement.
+        import_module("thinwire.kernels.triton.launcher").check()
+    # Whatever it is, a missing compiler of C or a cache without a place: PyTorch's kernels do without.
+    except Exception as error:
+        return f"Triton {found} is installed but does not compile ({''.join(str(error).splitlines()[:1])})"
+    return ""
+
+
+def tell(why: str) -> None:
+    """Say why PyTorch's kernels serve: once in a warning, and in `stats()` of each engine that they serve.
+
+    Args:
+        why: The beginning of the sentence.
+    """
+    note_shortfall(f"{why}: PyTorch's kernels serve, in several times as many launches")

@@ -1,0 +1,1 @@
+"""Shapes, layouts and packings of tensors: what kernels and algorithms share. Imports neither."""

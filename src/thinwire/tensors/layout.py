@@ -1,0 +1,63 @@
+"""How tensors lie in memory: side by side, in one piece, or alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["fill_alike", "fill_memory", "in_one_piece", "stacked"]
+
+
+def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors of one shape as a batch, a view of them; None if they are not evenly strided."""
+    # As the gradients of a model's equal layers lie in a bucket, between those of other parameters.
+    first = tensors[0]
+    offsets = [each.storage_offset() for each in tensors]
+    step = offsets[1] - offsets[0] if len(tensors) > 1 else first.numel()
+    is_even = (
+        offsets == list(range(offsets[0], offsets[0] + step * len(tensors), step)) if step > 0 else False
+    )
+    is_one = len({each.untyped_storage().data_ptr() for each in tensors}) == 1
+    if not (is_even and is_one and all(each.is_contiguous() for each in tensors)):
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+
+
+def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return tensors as one flat view, with what lies between them; None where that is much more.
+
+    Args:
+        tensors: Of one type, in any order.
+    """
+    storages = {each.untyped_storage()._cdata for each in tensors}
+    if len(storages) > 1 or not all(each.is_contiguous() for each in tensors):
+        return None
+    start = min(each.storage_offset() for each in tensors)
+    length = max(each.storage_offset() + each.numel() for each in tensors) - start
+    # An eighth more: between matrices lie biases.
+    if 8 * length >= 9 * sum(each.numel() for each in tensors):
+        return None
+    return tensors[0].as_strided((length,), (1,), start)
+
+
+def fill_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors share their memory with nothing else, and lie in one."""
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
+    return list(storages.values()) == [sum(each.nbytes for each in tensors)]
+
+
+def fill_alike(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return both as flat views, if `others` lie to each other as `tensors` do, alone in their memory.
+
+    Args:
+        tensors: Of one type.
+        others: As many, of the same shapes.
+    """
+    whole, other = in_one_piece(tensors), in_one_piece(others)
+    distances = {b.storage_offset() - a.storage_offset() for a, b in zip(tensors, others, strict=True)}
+    if whole is None or other is None or len(distances) > 1:
+        return None
+    return (whole, other) if other.untyped_storage().nbytes() == other.nbytes else None

@@ -1,0 +1,275 @@
+"""Which backend serves what, and that groups of several backends come back in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from catalog import spec
+from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
+from thinwire.channel import InProcessTransport
+from thinwire.kernels import dispatch
+from thinwire.kernels.dispatch import NUMBA, TORCH, kernels_for
+from thinwire.kernels.matrices import Factors, MatrixGroup, Write
+from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.kernels.triton import limits as triton_limits
+from thinwire.sync import Engine
+from thinwire.sync.stats import Stats
+from thinwire.tensors import accelerators
+
+needs_numba = pytest.mark.skipif(
+    find_spec("numba") is None, reason="NO NUMBA HERE: nothing compiled was tested"
+)
+
+
+@needs_numba
+def test_numba_serves_fp32_one_thread_and_small_matrix_ranks() -> None:
+    numba = NUMBA.load()
+    assert numba is not None
+    assert not isinstance(numba, TorchKernels)
+    assert kernels_for(torch.ones(8, 8), 4) is numba
+    assert kernels_for(torch.ones(8, 8), 5) is TORCH.load()
+    assert kernels_for(torch.ones(8, 8).double(), 4) is TORCH.load()
+    assert kernels_for(torch.ones(8, 8, device="meta"), 4) is TORCH.load()
+    torch.set_num_threads(2)
+    try:
+        assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture
+def not_loaded() -> Iterator[None]:
+    dispatch._numba_kernels.cache_clear()
+    yield
+    dispatch._numba_kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("not_loaded")
+@needs_numba
+@pytest.mark.parametrize("error", [ImportError("needs another NumPy"), RuntimeError("no locator available")])
+def test_a_numba_that_does_not_work_is_told_and_products_taken(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(dispatch, "import_module", failing)
+    with pytest.warns(UserWarning, match=rf"Numba .* can't be used \({error}\).*pip install '\.\[numba\]'"):
+        assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
+    assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()  # and is not told again
+
+
+@pytest.mark.usefixtures("not_loaded")
+def test_without_numba_products_are_taken_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    assert kernels_for(torch.ones(8, 8), 3) is TORCH.load()
+
+
+@pytest.mark.usefixtures("not_loaded")
+def test_what_would_not_serve_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "import_module", None)
+    assert kernels_for(torch.ones(8, 8).double(), 3) is TORCH.load()
+
+
+def test_where_nothing_serves_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, serves=lambda like, matrix_rank: False),))
+    with pytest.raises(AssertionError, match=r"no backend of PyTorch serves torch\.float32"):
+        kernels_for(torch.ones(8, 8), 4)
+
+
+class Counting(TorchKernels):
+    """Notes how many groups it is given at once."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, int]] = []
+
+    def products(self, groups, *args, **options):  # type: ignore[no-untyped-def]
+        self.given.append(("products", len(groups)))
+        return super().products(groups, *args, **options)
+
+    def projections(self, groups, *args, **options):  # type: ignore[no-untyped-def]
+        self.given.append(("projections", len(groups)))
+        return super().projections(groups, *args, **options)
+
+    def reconstruct(self, groups, *args):  # type: ignore[no-untyped-def]
+        self.given.append(("reconstruct", len(groups)))
+        super().reconstruct(groups, *args)
+
+    def subtract_own(self, groups, factors):  # type: ignore[no-untyped-def]
+        self.given.append(("subtract_own", len(groups)))
+        super().subtract_own(groups, factors)
+
+    def orthonormal_rows(self, batches, drawn=None):  # type: ignore[no-untyped-def]
+        self.given.append(("orthonormal_rows", len(batches)))
+        return super().orthonormal_rows(batches, drawn)
+
+    def write(self, items, is_healthy):  # type: ignore[no-untyped-def]
+        self.given.append(("write", len(items)))
+        return super().write(items, is_healthy)
+
+
+def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small, large = Counting(), Counting()
+    small_backend = replace(TORCH, serves=lambda like, matrix_rank: matrix_rank <= 2, load=lambda: small)
+    monkeypatch.setattr(dispatch, "backends", (small_backend, replace(TORCH, load=lambda: large)))
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    kinds = [((6, 9), 1), ((5, 7), 3), ((4, 8), 2), ((6, 9), 4)]
+    groups = [MatrixGroup(["m"], [draw(*shape)], [None], matrix_rank) for shape, matrix_rank in kinds]
+    whole = [group.matrices[0].clone() for group in groups]
+    rights = [draw(1, matrix_rank, shape[1]) for shape, matrix_rank in kinds]
+    lefts = dispatch.products(groups, rights, None, add_error=True)
+    for left, right, matrix in zip(lefts, rights, whole, strict=True):
+        torch.testing.assert_close(left[0], right[0] @ matrix.t())
+    bases = dispatch.orthonormal_rows(lefts)
+    assert [basis.shape for basis in bases] == [left.shape for left in lefts]
+    owns = dispatch.projections(groups, bases, None, add_error=False)
+    factors = [Factors(basis, own, own) for basis, own in zip(bases, owns, strict=True)]
+    dispatch.subtract_own(groups, factors)
+    for group, basis, matrix in zip(groups, bases, whole, strict=True):
+        torch.testing.assert_close(group.matrices[0], matrix - basis[0].t() @ basis[0] @ matrix)
+    errors = [[torch.empty_like(matrix)] for matrix in whole]
+    dispatch.reconstruct(groups, errors, [[each] for each in factors], None)
+    for group, each in zip(groups, factors, strict=True):
+        torch.testing.assert_close(group.matrices[0], each.basis[0].t() @ each.own[0])
+    in_order = ["products", "orthonormal_rows", "projections", "subtract_own", "reconstruct"]
+    assert small.given == large.given == [(name, 2) for name in in_order]
+
+
+def test_what_lies_on_several_devices_is_served_device_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = Counting()
+    monkeypatch.setattr(dispatch, "backends", (replace(TORCH, load=lambda: kernels),))
+    devices = ["cpu", "meta", "cpu"]
+    groups = [MatrixGroup(["m"], [torch.eye(6, device=device)], [None], 2) for device in devices]
+    rights = [torch.ones(1, 2, 6, device=device) for device in devices]
+    lefts = dispatch.products(groups, rights, None, add_error=True)
+    bases = dispatch.orthonormal_rows(lefts)
+    owns = dispatch.projections(groups, bases, None, add_error=False)
+    written = dispatch.write([Write(*each, None) for each in zip(bases, owns, strict=True)], None)
+    for found in (lefts, bases, owns, written):
+        assert [each.device.type for each in found] == devices
+    in_order = ["products", "orthonormal_rows", "projections", "write"]
+    assert kernels.given == [(name, count) for name in in_order for count in (2, 1)]
+
+
+def test_no_groups_no_work() -> None:
+    assert dispatch.products([], [], None, add_error=True) == []
+    assert dispatch.orthonormal_rows([]) == []
+
+
+@pytest.fixture
+def no_shortfalls(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(accelerators, "_shortfalls", {})
+    triton_limits._why_unusable.cache_clear()
+    yield
+    triton_limits._why_unusable.cache_clear()
+
+
+def lacking(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
+def rocms(name: str) -> str:
+    return "3.9.1" if name == "pytorch-triton-rocm" else lacking(name)
+
+
+def nightly(name: str) -> str:
+    return "3.7.0+gitabcdef" if name == "pytorch-triton" else lacking(name)
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        (lacking, "Triton is not installed: PyTorch's kernels serve"),
+        (lambda name: "3.1.0", "Triton 3.1.0 is installed, expected 3.2 or later: PyTorch's kernels serve"),
+        (lambda name: "3.9.0", r"Triton 3.9.0 is installed but does not compile \(no compiler\): PyTorch's"),
+        (rocms, "Triton 3.9.1 is installed but does not compile"),
+        (nightly, r"Triton 3.7.0\+gitabcdef is installed but does not compile"),
+    ],
+)
+def test_where_triton_lacks_pytorch_serves_and_says_so_once_and_in_stats(
+    found: Callable[[str], str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(name: str) -> None:
+        raise RuntimeError("no compiler\nin any place")
+
+    monkeypatch.setattr(triton_limits, "version", found)
+    monkeypatch.setattr(triton_limits, "import_module", failing)
+    monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
+    monkeypatch.setattr(dispatch, "backends", (dispatch.TRITON, TORCH))
+    like = torch.empty(1, device="meta")
+    with pytest.warns(UserWarning, match=told):
+        assert dispatch.code_kernels_for(like) is TORCH.load_codes()
+    assert dispatch.code_kernels_for(like) is TORCH.load_codes()  # and is not told again
+    (sentence,) = accelerators.shortfalls(like.device)
+    assert sentence in str(Stats(steps=1, shortfalls=(sentence,)))
+    assert accelerators.shortfalls(torch.device("cpu")) == ()
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+def test_what_triton_has_no_kernels_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_limits, "reaches", lambda device: device.type == "meta")
+    like = torch.empty(1, device="meta")
+    with pytest.warns(UserWarning, match=r"matrix ranks up to 32, this one is 33: PyTorch's kernels serve"):
+        assert kernels_for(like, 33) is TORCH.load()
+    with pytest.warns(UserWarning, match=r"do not take torch.float64: PyTorch's kernels serve"):
+        assert kernels_for(like.double(), 4) is TORCH.load()
+    with pytest.warns(UserWarning, match=r"for few bits do not take torch.float64: PyTorch's"):
+        assert dispatch.code_kernels_for(like.double()) is TORCH.load_codes()
+    assert kernels_for(like, 33) is TORCH.load()  # and is not told again
+    assert len(accelerators.shortfalls(like.device)) == 3
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+def test_each_engine_has_its_own_shortfalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though only the first of them is warned."""
+    monkeypatch.setattr(triton_limits, "_why_not", lambda device: None)
+    monkeypatch.setattr(triton_limits, "installed", lambda: None)
+    told = "Triton is not installed: PyTorch's kernels serve, in several times as many launches"
+    bucket = (spec("weight", 64, 32),)
+
+    def shortfalls_of(algorithm: Algorithm) -> tuple[str, ...]:
+        engine = Engine(algorithm, InProcessTransport.group(1)[0])
+        engine.average([(bucket, torch.randn(64 * 32))])
+        return engine.stats().shortfalls
+
+    with pytest.warns(UserWarning, match=told):
+        assert shortfalls_of(PowerSGD(matrix_rank=8)) == (told,)
+    assert shortfalls_of(AllReduce()) == shortfalls_of(Cast("bf16")) == ()
+    assert shortfalls_of(PowerSGD(matrix_rank=8)) == (told,)
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+def test_a_gpu_that_is_too_old_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    with pytest.warns(UserWarning, match=r"Tesla V100 has compute capability \(7, 0\), which is below 8.0"):
+        assert not triton_limits.reaches(torch.device("cuda", 99))
+    assert not triton_limits.reaches(torch.device("cpu"))
+
+
+@pytest.mark.usefixtures("no_shortfalls")
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_an_accelerator_that_triton_does_not_reach_is_told(kind: str) -> None:
+    triton_limits._why_not.cache_clear()
+    device = torch.device(kind)
+    told = (
+        f"Triton's kernels are for CUDA and ROCm, and this device is of type {kind}: PyTorch's kernels serve"
+    )
+    with pytest.warns(UserWarning, match=told):
+        assert not triton_limits.reaches(device)
+    assert not triton_limits.reaches(device)  # and is not told again
+    (sentence,) = accelerators.shortfalls(device)
+    assert sentence.startswith(told)

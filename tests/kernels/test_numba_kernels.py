@@ -1,0 +1,238 @@
+"""The compiled passes against PyTorch's products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from catalog import spec
+from thinwire import PowerSGD
+from thinwire.kernels import dispatch
+from thinwire.kernels.base import Kernels
+from thinwire.kernels.matrices import Factors, MatrixGroup
+from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.simulation import Simulation
+
+numba = pytest.importorskip("numba", reason="NO NUMBA HERE: nothing compiled was tested")
+compiler = pytest.importorskip("thinwire.kernels.numba.compiler")
+numba_kernels = pytest.importorskip("thinwire.kernels.numba.numba_kernels")
+
+NUMBA, TORCH = numba_kernels.NumbaKernels(), TorchKernels()
+
+# Around the widths and numbers of rows at which they take other ways.
+SHAPES = [
+    (1, 1),
+    (3, 5),
+    (16, 1),
+    (18, 33),
+    (37, 1024),
+    (64, 64),
+    (5, 1025),
+    (7, 1030),
+    (36, 2049),
+    (6, 4097),
+]
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+every_scale = pytest.mark.parametrize("scale", [None, 8.0])
+
+
+def group_of(shape: tuple[int, int], matrix_rank: int = 3, seed: int = 0, offset: int = 0) -> MatrixGroup:
+    """Two matrices with errors; `offset` shifts all of them in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns = shape
+    places = [torch.empty(rows * columns + offset)[offset:].view(shape) for _ in range(4)]
+    matrices, errors = (
+        [place.copy_(torch.randn(shape, generator=generator)) for place in half]
+        for half in (places[:2], places[2:])
+    )
+    return MatrixGroup(["a", "b"], matrices, errors, matrix_rank)
+
+
+def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def copied(group: MatrixGroup) -> MatrixGroup:
+    errors = [None if error is None else error.clone() for error in group.errors]
+    return replace(group, matrices=[matrix.clone() for matrix in group.matrices], errors=errors)
+
+
+def both(
+    run: Callable[[Kernels, MatrixGroup], Sequence[torch.Tensor] | None], group: MatrixGroup
+) -> MatrixGroup:
+    """Run by products and compiled; the group afterwards, after comparing all that was made of it."""
+    compiled = copied(group)
+    got, expected = run(NUMBA, compiled), run(TORCH, group)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-3)
+    for ours, theirs in zip(
+        [*compiled.matrices, *compiled.errors], [*group.matrices, *group.errors], strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
+    return group
+
+
+@every_shape
+@every_scale
+@pytest.mark.parametrize("matrix_rank", [1, 2, 4])
+@pytest.mark.parametrize("add_error", [True, False])
+def test_products_add_the_error_and_multiply(
+    shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool
+) -> None:
+    group = group_of(shape, matrix_rank)
+    before, right = copied(group), factor_of(2, matrix_rank, shape[1])
+    loss_scale = None if scale is None else torch.tensor(scale)
+    after = both(
+        lambda kernels, each: kernels.products([each], [right], loss_scale, add_error=add_error), group
+    )
+    changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
+    assert changed == [add_error, add_error]
+
+
+@every_shape
+@every_scale
+@pytest.mark.parametrize("matrix_rank", [1, 3, 4])
+@pytest.mark.parametrize("add_error", [True, False])
+def test_projections(shape: tuple[int, int], scale: float | None, matrix_rank: int, add_error: bool) -> None:
+    group = group_of(shape, matrix_rank)
+    before, left = copied(group), factor_of(2, matrix_rank, shape[0])
+    loss_scale = None if scale is None else torch.tensor(scale)
+    after = both(
+        lambda kernels, each: kernels.projections([each], [left], loss_scale, add_error=add_error), group
+    )
+    changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
+    assert changed == [add_error, add_error]
+
+
+@every_shape
+@every_scale
+@pytest.mark.parametrize("basis_is_left", [True, False])
+@pytest.mark.parametrize("matrix_rank", [1, 3, 4])
+def test_reconstruction(
+    shape: tuple[int, int], scale: float | None, basis_is_left: bool, matrix_rank: int
+) -> None:
+    of_basis, of_rest = shape if basis_is_left else shape[::-1]
+    basis, own, mean = (
+        factor_of(2, matrix_rank, length, seed=seed)
+        for seed, length in enumerate([of_basis, of_rest, of_rest])
+    )
+    factors = Factors(basis, own, mean, basis_is_left)
+    loss_scale = None if scale is None else torch.tensor(scale)
+
+    def reconstructed(kernels: Kernels, group: MatrixGroup) -> None:
+        errors = [error for error in group.errors if error is not None]
+        kernels.reconstruct([group], [errors], [[factors]], loss_scale)
+
+    both(reconstructed, group_of(shape, matrix_rank))
+
+
+def test_what_is_not_compiled_is_done_by_products() -> None:
+    """Residuals of some matrices only, several terms, none to keep: to the bit, all in one call."""
+    shape = (18, 33)
+    right, left = factor_of(2, 3, 33), factor_of(2, 3, 18)
+    some = group_of(shape)
+    some = replace(some, errors=[some.errors[0], None])
+    torch.testing.assert_close(
+        NUMBA.products([copied(some)], [right], None, add_error=True),
+        TORCH.products([copied(some)], [right], None, add_error=True),
+        rtol=0,
+        atol=0,
+    )
+    terms = [
+        Factors(left, factor_of(2, 3, 33, seed=seed), factor_of(2, 3, 33, seed=seed + 1)) for seed in (3, 5)
+    ]
+    results = []
+    for kernels in (NUMBA, TORCH):
+        groups = [group_of(shape, seed=seed) for seed in range(3)]
+        kernels.subtract_own(groups, terms[:1] * 3)
+        several, forgotten, compiled = groups
+        errors = [
+            list(map(torch.empty_like, several.matrices)),
+            None,
+            list(map(torch.empty_like, compiled.matrices)),
+        ]
+        kernels.reconstruct(groups, errors, [terms, terms[1:], terms[1:]], None)
+        results.append([several.matrices, errors[0], forgotten.matrices])
+        torch.testing.assert_close(compiled.matrices, forgotten.matrices, rtol=1e-5, atol=1e-4)
+        assert all(error.isfinite().all() for error in errors[2] or ())
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("columns", [40, 1100])
+def test_what_is_not_finite_shows_in_every_factor(value: float, columns: int) -> None:
+    group = group_of((6, columns))
+    group.matrices[1][2, 3] = value
+    (left,) = NUMBA.products([group], [factor_of(2, 3, columns)], None, add_error=True)
+    assert left[0].isfinite().all()
+    assert not left[1, :, 2].isfinite().any()
+    (own,) = NUMBA.projections([group], [factor_of(2, 3, 6)], None, add_error=False)
+    assert own[0].isfinite().all()
+    assert not own[1, :, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("shape", [(18, 33), (22, 64), (7, 1030), (6, 1040)], ids=str)
+@pytest.mark.parametrize("offset", [1, 2, 7])
+@pytest.mark.parametrize("matrix_rank", [1, 3])
+def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int, matrix_rank: int) -> None:
+    """So that other buckets, as after a resume, give the same run."""
+    right, left = factor_of(2, matrix_rank, shape[1]), factor_of(2, matrix_rank, shape[0])
+    here, there = group_of(shape, matrix_rank), group_of(shape, matrix_rank, offset=offset)
+    assert not any(place.data_ptr() % 64 for place in [*here.matrices, *here.errors] if place is not None)
+    groups = [here, there]
+    assert torch.equal(*NUMBA.products(groups, [right] * 2, None, add_error=True))
+    assert torch.equal(*NUMBA.projections(groups, [left] * 2, None, add_error=False))
+    errors = [[error for error in group.errors if error is not None] for group in groups]
+    NUMBA.reconstruct(groups, errors, [[Factors(left, right, right)]] * 2, None)
+    of_here, of_there = ([*group.matrices, *group.errors] for group in (here, there))
+    torch.testing.assert_close(of_here, of_there, rtol=0, atol=0)
+
+
+def doubled(x: float) -> float:
+    return x + x
+
+
+def test_what_was_compiled_of_other_sources_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cache_hits() -> int:
+        function: Any = compiler.compiled(doubled)
+        assert function(1.5) == 3
+        return sum(function.stats.cache_hits.values())
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert [cache_hits(), cache_hits()] == [0, 1]
+    monkeypatch.setattr(compiler, "SOURCES", "others")
+    assert cache_hits() == 0
+
+
+@pytest.mark.parametrize("alternating", [False, True])
+@pytest.mark.parametrize("power_iterations", [1, 2])
+def test_whole_steps_are_the_same_run(alternating: bool, power_iterations: int) -> None:
+    algorithm = PowerSGD(matrix_rank=3, alternating=alternating, power_iterations=power_iterations)
+
+    def run() -> torch.Tensor:
+        simulation = Simulation(algorithm, [(spec("weight", 48, 40), spec("wide", 30, 1100))], num_workers=2)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            flats = [torch.randn(48 * 40 + 30 * 1100, generator=generator) for _ in range(2)]
+            assert simulation.step([[flat] for flat in flats])
+        assert simulation.syncs[0].stats().compression_ratio > 2
+        return flats[0]
+
+    assert isinstance(dispatch.kernels_for(torch.ones(48, 40), 3), numba_kernels.NumbaKernels)
+    compiled = run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "backends", (dispatch.TORCH,))
+        products = run()
+    torch.testing.assert_close(compiled, products, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(4, 8).t(), torch.ones(8, 4).double()], ids=["strided", "fp64"])
+def test_compiled_code_reads_only_what_it_may(tensor: torch.Tensor) -> None:
+    with pytest.raises(AssertionError, match="not contiguous or not fp32"):
+        compiler.addresses([tensor])

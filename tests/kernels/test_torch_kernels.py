@@ -1,0 +1,189 @@
+"""PyTorch's kernels: batches, and what they do of a step, against plain products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from thinwire.kernels import torch_kernels
+from thinwire.kernels.matrices import Factors, MatrixGroup, round_all_into, round_into
+from thinwire.kernels.torch_kernels import TorchKernels
+from thinwire.tensors import accelerators
+from thinwire.tensors.layout import stacked
+
+KERNELS = TorchKernels()
+
+
+def factor_of(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batched_group(shape: tuple[int, int], distance: int) -> MatrixGroup:
+    """Three matrices in one flat bucket, errors in one batch."""
+    generator = torch.Generator().manual_seed(0)
+    numel = shape[0] * shape[1]
+    flat = torch.randn(3 * (numel + distance), generator=generator)
+    places = range(0, len(flat), numel + distance)
+    errors = torch.randn(3, *shape, generator=generator)
+    return MatrixGroup(
+        ["a", "b", "c"], [flat[place : place + numel].view(shape) for place in places], list(errors), 2
+    )
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("distance", [0, 7])
+@pytest.mark.parametrize("num_terms", [1, 2])
+@pytest.mark.parametrize("projects", [False, True])
+def test_matrices_at_equal_distances_are_one_batch(
+    scale: float | None, distance: int, num_terms: int, projects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on accelerators."""
+    shape, loss_scale = (18, 33), None if scale is None else torch.tensor(scale)
+    right, left = factor_of(3, 2, 33), factor_of(3, 2, 18)
+    terms = [
+        Factors(left, factor_of(3, 2, 33, seed=2 * each), factor_of(3, 2, 33, seed=2 * each + 1))
+        for each in range(num_terms)
+    ]
+
+    def run() -> list[torch.Tensor]:
+        group = batched_group(shape, distance)
+        made = [
+            *KERNELS.products([group], [right], loss_scale, add_error=not projects),
+            *KERNELS.projections([group], [left], loss_scale, add_error=projects),
+        ]
+        errors = [error for error in group.errors if error is not None]
+        KERNELS.reconstruct([group], [errors], [terms], loss_scale)
+        return [*made, *group.matrices, *errors]
+
+    expected = run()
+    batches = []
+
+    def noted(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        batches.append(stacked(tensors))
+        return batches[-1]
+
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    monkeypatch.setattr(torch_kernels, "stacked", noted)
+    got = run()
+    assert [each is not None and each.shape == (3, 18, 33) for each in batches] == [True] * 4
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("healthy", [True, False])
+def test_of_a_batch_that_is_not_healthy_residuals_stay_by_one_choice(
+    healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, whatever the gradients have become."""
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    choices: list[torch.Tensor] = []
+    choose = torch.where
+
+    def chosen(flag: torch.Tensor, *given: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        choices.extend([] if out is None else [out])
+        return choose(flag, *given, out=out)
+
+    terms = [Factors(factor_of(3, 2, 18), factor_of(3, 2, 33), factor_of(3, 2, 33, seed=2))]
+    before, plain, group = (batched_group((18, 33), distance=7) for _ in range(3))
+    if not healthy:
+        group.matrices[1][2, 3] = torch.inf
+    monkeypatch.setattr(torch, "where", chosen)
+    for each, flag in ((plain, None), (group, torch.tensor(healthy))):
+        errors = [error for error in each.errors if error is not None]
+        KERNELS.reconstruct([each], [errors], [terms], None, flag)
+    for index in range(3):
+        assert group.matrices[index].isnan().all() == (not healthy)
+        error, expected = group.errors[index], (plain if healthy else before).errors[index]
+        assert error is not None
+        assert expected is not None
+        assert torch.equal(error, expected)
+    assert [tuple(each.shape) for each in choices] == [(3, 18, 33)]
+
+
+def test_what_is_no_batch() -> None:
+    flat = torch.zeros(100)
+    assert stacked([flat[0:6].view(2, 3), flat[10:16].view(2, 3), flat[21:27].view(2, 3)]) is None
+    assert stacked([flat[10:16].view(2, 3), flat[0:6].view(2, 3)]) is None
+    assert stacked([flat[0:6].view(2, 3), torch.zeros(100)[10:16].view(2, 3)]) is None
+    assert stacked([flat[0:6].view(2, 3).t(), flat[6:12].view(2, 3).t()]) is None
+    one = stacked([flat[4:10].view(2, 3)])
+    assert one is not None
+    assert one.shape == (1, 2, 3)
+    assert one.data_ptr() == flat[4:].data_ptr()
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(3, 5), (400, 700)], ids=["one block", "several blocks"])
+def test_a_step_is_the_mathematics_of_the_paper(
+    shape: tuple[int, int], dtype: torch.dtype, scale: float | None
+) -> None:
+    """Groups of several shapes in one call; residuals of some matrices only."""
+    loss_scale = None if scale is None else torch.tensor(scale)
+    groups = [
+        MatrixGroup(
+            ["a", "b"],
+            [factor_of(*each, seed=seed).to(dtype) for seed in (0, 1)],
+            [factor_of(*each, seed=2).to(dtype), None],
+            matrix_rank,
+        )
+        for each, matrix_rank in ((shape, 2), (shape[::-1], 3))
+    ]
+    whole = [
+        torch.stack(
+            [m if e is None else m + e * (scale or 1) for m, e in zip(g.matrices, g.errors, strict=True)]
+        )
+        for g in groups
+    ]
+    rights = [factor_of(2, g.matrix_rank, g.matrices[0].shape[1]).to(dtype) for g in groups]
+    lefts = KERNELS.products(groups, rights, loss_scale, add_error=True)
+    own = KERNELS.projections(groups, lefts, loss_scale, add_error=False)
+    for left, right, projection, m in zip(lefts, rights, own, whole, strict=True):
+        torch.testing.assert_close(left, right @ m.mT, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(projection, left @ m, rtol=1e-4, atol=1e-1)
+    bases = KERNELS.orthonormal_rows(lefts)
+    own = KERNELS.projections(groups, bases, loss_scale, add_error=False)
+    found = [Factors(basis, projection, projection / 2) for basis, projection in zip(bases, own, strict=True)]
+    errors = [[torch.empty_like(m) for m in groups[0].matrices], None]
+    KERNELS.reconstruct(groups, errors, [[each] for each in found], loss_scale)
+    for group, each in zip(groups, found, strict=True):
+        torch.testing.assert_close(torch.stack([*group.matrices]), each.basis.mT @ each.mean)
+    rest = (whole[0] - bases[0].mT @ own[0]) / (scale or 1)
+    assert errors[0] is not None
+    torch.testing.assert_close(torch.stack(errors[0]), rest, rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_sent_is_subtracted() -> None:
+    group = MatrixGroup(["a"], [factor_of(18, 33)], [None], 2)
+    before, factors = (
+        group.matrices[0].clone(),
+        Factors(factor_of(1, 2, 33), factor_of(1, 2, 18), factor_of(1, 2, 18), False),
+    )
+    KERNELS.subtract_own([group], [factors])
+    torch.testing.assert_close(group.matrices[0], before - factors.own[0].t() @ factors.basis[0])
+
+
+@pytest.mark.parametrize("healthy", [None, True, False])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_what_a_gradient_cannot_hold_goes_to_its_residual(
+    scale: float | None, healthy: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once as one by one, beyond the range of fp16 too; of a step that is not healthy nothing goes."""
+    loss_scale = None if scale is None else torch.tensor(scale)
+    means = [factor_of(40, seed=seed) for seed in (1, 2)]
+    means[0][3], means[1][4] = 1e6, -3e38
+    expected = [(torch.empty(40).half(), factor_of(40, seed=seed)) for seed in (3, 4)]
+    before = [error.clone() for _, error in expected]
+    found = [(torch.empty(40).half(), error.clone()) for _, error in expected]
+    for mean, (gradient, error) in zip(means, expected, strict=True):
+        round_into(gradient, mean.clone(), error, loss_scale)
+    monkeypatch.setattr(accelerators, "pays_per_launch", lambda device: True)
+    gradients, errors = ([each[place] for each in found] for place in (0, 1))
+    flag = None if healthy is None else torch.tensor(healthy)
+    round_all_into(gradients, [mean.clone() for mean in means], errors, loss_scale, flag)
+    for (gradient, error), (wanted, rest), was in zip(found, expected, before, strict=True):
+        assert torch.equal(gradient, wanted)
+        assert torch.equal(error, was if healthy is False else rest)
+    assert errors[0][3] > 1e5 or healthy is False
