@@ -279,6 +279,11 @@ class Algorithm(ABC):
         short = {name: text if len(text) <= MAX_SETTING_LENGTH else "…" for name, text in texts.items()}
         return f"{type(self).__name__}({', '.join(f'{name}={text}' for name, text in short.items())})"
 
+    @property
+    def mixes_parameters(self) -> bool:
+        """Whether it keeps a residual, and what it sends for one parameter changes the means of others."""
+        return False
+
     @abstractmethod
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """Plan a bucket. Cost: arithmetic on shapes only.

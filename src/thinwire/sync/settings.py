@@ -21,7 +21,7 @@ class Settings:
     Args:
         loss_scale: Returns, for a device, what the loss is multiplied by; None if it is not.
         may_be_unused: Whether a step may leave parameters out on all processes, whose gradients are
-            then not applied. If it may and there is a residual, each step finds out which.
+            then not applied. If it may, each step that could give them a mean finds out which.
         host_check: Whether the host learns in each step if all means were finite; see `attach`.
         on_nonfinite: What becomes of a step where they are not; see `attach`.
         together: Joins members that average other parameters, the shards of one replica: a step is committed

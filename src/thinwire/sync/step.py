@@ -120,7 +120,8 @@ class Step:
             # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the
             # first one has no residual, a later one may.
             has_residual = bool(lanes.memory[ERROR] or lanes.unclaimed.get(ERROR))
-            self._finds_unused = lanes.settings.may_be_unused and has_residual
+            means_unused = has_residual or lanes.algorithm.mixes_parameters
+            self._finds_unused = lanes.settings.may_be_unused and means_unused
         if self._finds_unused:
             # Before the exchange starts, which may write to the gradients.
             self._used.append(used_flags(bucket))

@@ -51,6 +51,11 @@ class BatchedPowerSGD(LowRank):
 
     matrix_rank: int = 1
 
+    @property
+    def mixes_parameters(self) -> bool:
+        """As `Algorithm.mixes_parameters`: with error feedback, since all share one matrix."""
+        return self.error_feedback
+
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: one route for the bucket, or one for each parameter if uncompressed."""
         numel = sum(spec.numel for spec in specs)
