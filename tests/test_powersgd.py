@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Join
 
 import thinwire
-from pool import Pool
+from pool import Pool, Pools
 from reference_powersgd import ReferencePowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
@@ -231,8 +231,11 @@ def _unused() -> tuple[bool, bool, float, bool]:
     return untouched, torch.equal(*everyone), float(owed.norm()), paid
 
 
-def test_saved_and_resumed_bit_equal(pool2: Pool) -> None:
-    for straight, resumed, ratio in pool2.run(_resumed):
+@pytest.mark.parametrize("processes", [2, 3])
+def test_saved_and_resumed_bit_equal(pools: Pools, processes: int) -> None:
+    results = pools.of(processes).run(_resumed)
+    assert len(results) == processes
+    for straight, resumed, ratio in results:
         assert ratio > 2
         for mine, theirs in zip(straight, resumed, strict=True):
             assert torch.equal(mine, theirs)

@@ -394,7 +394,7 @@ class Engine:
             of the unscaled loss.
         """
         lanes = self._lanes
-        lanes.local_is_mean = False
+        lanes.differing.add(name)
         # What else is local belongs to this residual, and would be wrong beside another.
         for slot in lanes.memory.slots:
             if slot.is_local and slot != ERROR:
@@ -408,7 +408,7 @@ class Engine:
             name: Of the parameter.
             error: As from `take_error`; the engine's from now on.
         """
-        self._lanes.local_is_mean = False
+        self._lanes.differing.add(name)
         self._lanes.memory[ERROR][name] = error
 
     # Members that come and go.
@@ -475,10 +475,12 @@ class Engine:
             for slot, tensors in lanes.memory.slots.items():
                 if slot.is_local and not slot.is_saved:
                     tensors.clear()
-            if not lanes.local_is_mean:
-                specs = lanes.specs.values()
+            if lanes.differing:
+                # Only those: what has been averaged and is averaged again may change in its last bits, and of
+                # parameters whose bucket has not come since a load nothing is in memory.
+                specs = [spec for name, spec in lanes.specs.items() if name in lanes.differing]
                 average_local(lanes.memory, specs, lanes.device, self.transport, purpose)
-                lanes.local_is_mean = True
+                lanes.differing.clear()
             return packed_state(
                 lanes.algorithm,
                 lanes.memory,

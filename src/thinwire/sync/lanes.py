@@ -54,7 +54,7 @@ class Lanes:
         specs: All parameters that are known, by name, in the order of the model.
         settings: As given.
         nonfinite_steps: Steps that were not finite, as far as the host knows.
-        local_is_mean: Whether nothing has changed the local slots of the memory since they were averaged.
+        differing: Parameters whose local slots may differ between members: changed since they were averaged.
         device: Of the last bucket.
         shortfalls: Why slower kernels than those made for the device have served steps.
         num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
@@ -78,7 +78,7 @@ class Lanes:
         self.settings = settings
         self.memory = Memory()
         self.nonfinite_steps = 0
-        self.local_is_mean = True  # there is nothing yet
+        self.differing: set[str] = set()
         self.device = torch.device("cpu")
         self.shortfalls: dict[str, None] = {}
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
@@ -190,7 +190,7 @@ class Lanes:
                 tensor.mul_(error_scale)
         # Only some members may have loaded a state or averaged their residuals; both must be the same on all
         # members, so reset them.
-        self._loaded_checksum, self.local_is_mean = None, False
+        self._loaded_checksum, self.differing = None, set(self.specs)
         self._close_all()
 
     def _close_all(self) -> None:
@@ -334,7 +334,7 @@ class Lanes:
                 "committed steps": str(self.memory.step),
                 "steps that were not finite": str(self.nonfinite_steps),
                 "loaded state": self._loaded_checksum or "none",
-                "averaged error": str(self.local_is_mean),
+                "averaged error": str(not self.differing),
             }
         for spec in self.specs.values():
             shape = "×".join(map(str, spec.shape)) or "scalar"
@@ -370,7 +370,7 @@ class Lanes:
         # Into memory when lanes are opened: its order there, and the device, are not known before.
         self._unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
-        self.local_is_mean, self._loaded_checksum = True, loaded.checksum
+        self.differing, self._loaded_checksum = set(), loaded.checksum
         self._close_all()
         self._unchecked = None if self.all_known else loaded
         for plan in self.plans if self.all_known else ():

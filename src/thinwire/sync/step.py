@@ -236,7 +236,7 @@ class Step:
                 # Behind the commit: exchanges go by the count of the steps before theirs.
                 if committed:
                     lanes.memory.step += 1
-                    lanes.local_is_mean = False
+                    lanes.differing.update(spec.name for lane in self.lanes for spec in lane.specs)
                 else:
                     lanes.nonfinite_steps += 1
                 lanes.note(self.lanes)

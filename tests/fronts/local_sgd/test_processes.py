@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from members import Member, run
-from pool import Pool
+from pool import Pool, Pools
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
 from thinwire.errors import StateError
 from thinwire.fronts.local_sgd import LocalSGD
@@ -308,6 +308,47 @@ def _resume_on_more(saved: tuple[dict[str, Tensor], ...]) -> tuple[int, bool, bo
         train(model, optimizer, range(6, 12))
     errors = dict(local.state_dict()["sync"]["error"])
     return dist.get_world_size(), same_start, agreed(model), local.stats().steps, len(errors)
+
+
+@pytest.mark.parametrize("delay_steps", [0, 2])
+def test_three_processes_that_resume_again_and_again_go_on_to_the_bit(pools: Pools, delay_steps: int) -> None:
+    """Saved once more before all fragments were sent again: those that were not stay as they were loaded."""
+    results = pools.of(3).run(_resume_again, delay_steps)
+    assert len(results) == 3
+    for straight, resumed, ratio in results:
+        assert torch.equal(straight, resumed)
+        assert ratio > 10
+
+
+def _resume_again(delay_steps: int) -> tuple[Tensor, Tensor, float]:
+    """The parameters of a run that only saves, and of one that begins again from each of its states."""
+
+    def trained(saved: Any, *parts: range) -> tuple[Any, Tensor, float]:
+        model = new_model()
+        optimizer = new_optimizer(model)
+        local = LocalSGD(
+            model,
+            optimizer,
+            every_steps=6,
+            fragments=2,
+            delay_steps=delay_steps,
+            algorithm=PowerSGD(),
+            outer=NESTEROV,
+        )
+        for each, state in zip((local, model, optimizer), saved, strict=False):
+            each.load_state_dict(state)
+        with local:
+            for steps in parts:
+                train(model, optimizer, steps)
+                saved = copy.deepcopy((local.state_dict(), model.state_dict(), optimizer.state_dict()))
+            return saved, flat(model), local.stats().compression_ratio
+
+    parts = [range(9), range(9, 12), range(12, 20)]
+    _, straight, _ = trained((), *parts)
+    saved: Any = ()
+    for part in parts:
+        saved, resumed, ratio = trained(saved, part)
+    return straight, resumed, ratio
 
 
 def test_fragments_in_flight_over_a_process_group(pool2: Pool) -> None:
