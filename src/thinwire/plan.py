@@ -154,7 +154,7 @@ class Plan:
         for route in self.routes:
             rows.append((route.label, route.detail, f"{route.gradient_bytes:,}", f"{route.message_bytes:,}"))
         rows.append(("total", "", f"{self.gradient_bytes:,}", f"{self.message_bytes:,}"))
-        return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f}"
+        return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f} (of each process)"
 
 
 def compression_ratio(gradient_bytes: float, message_bytes: float) -> float:

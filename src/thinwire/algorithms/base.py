@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -25,11 +25,15 @@ __all__ = [
     "Diagnosis",
     "Memory",
     "Slot",
+    "TravelsBy",
 ]
 
 MAX_SETTING_LENGTH = 60
 
 Kind = TypeVar("Kind", bound="Algorithm")
+
+TravelsBy: TypeAlias = Literal["sum", "exchange", "gather"]
+"""An all-reduce; an all-to-all, and a gather of the means; or a gather of what each member sends."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,9 @@ class Algorithm(ABC):
 
     # Whether a step tells of most entries nothing, and of each only now and then.
     sends_few_entries: ClassVar[bool] = False
+
+    # How what is compressed reaches the other members.
+    travels_by: ClassVar[TravelsBy] = "sum"
 
     def __new__(cls: type[Kind], *args: object, **settings: object) -> Kind:
         """Refuse settings that it does not take.

@@ -78,12 +78,13 @@ class Quantize(Algorithm):
         parameter              travels as  bytes before  bytes after
         weight     4 bits in blocks of 64         8,192        1,088
         total                                     8,192        1,088
-        compression ratio 7.5
+        compression ratio 7.5 (of each process)
     """
 
     slots = (ERROR,)
     always_shown = ("bits",)
     pipelines_buckets = True
+    travels_by = "exchange"
 
     bits: int = 4
     _: KW_ONLY

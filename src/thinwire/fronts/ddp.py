@@ -29,6 +29,7 @@ from thinwire.fronts.ddp_model import (
     register,
     wrong_model,
 )
+from thinwire.fronts.machines import warn_of_shared_cards
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lane import Lane
@@ -72,6 +73,7 @@ def attach_ddp(
         model, algorithm, transport, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
     )
     register(model, front, thinwire_hook)
+    warn_of_shared_cards(front.engine, transport)
     return front.sync
 
 

@@ -21,7 +21,8 @@ class Stats:
             without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
         messages: Collectives of steps; saving a state adds none.
         message_bytes: Their bytes, counted as of an all-reduce (of which a process hands over as many): what
-            an all-gather or an all-to-all sends is converted to what would be as much on a ring.
+            an all-gather or an all-to-all sends is converted to what would be as much on a ring. They are of
+            this process, as all here: what leaves a machine of several may be more (docs/choosing.md).
         gradient_bytes: Bytes that would have been contributed without compression.
         waiting_seconds: Time the host was blocked: until means had come back, processes had agreed, or an
             accelerator had made known whether all is finite.

@@ -13,6 +13,7 @@ from thinwire.checks import true_or_false
 from thinwire.errors import AttachError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
+from thinwire.fronts.machines import warn_of_shared_cards
 from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
@@ -94,6 +95,7 @@ def attach_sharded(
     front = ShardedFront(engine, shards, sharded, pieces, overlap=overlap)
     # Last: hooks of an attach that was refused would stay on the model.
     front.register(model)
+    warn_of_shared_cards(engine, transport)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     return ShardedSync(engine, shards, own, front.forget_pass)
 
