@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -155,6 +158,30 @@ def agreed(model: nn.Module) -> bool:
     """Whether all processes, of both replicas, hold the same model to the bit."""
     own = flat(model)
     return all(torch.equal(own, other) for other in everyones(own))
+
+
+def test_the_pages_mesh_has_a_timeout_of_its_own(pool4: Pool) -> None:
+    """Of `init_process_group` those of `init_device_mesh` have not."""
+    results = pool4.run(_with_timeout)
+    assert len(results) == 4
+    for timeouts, ratio, equal in results:
+        assert timeouts == [timedelta(minutes=2)] * 2
+        assert ratio > 1.5
+        assert equal
+
+
+def _with_timeout() -> tuple[list[timedelta], float, bool]:
+    page = (Path(__file__).parents[2] / "docs" / "sharded.md").read_text()
+    (code,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "from_group" in each]
+    names: dict[str, Any] = {"machines": 2, "gpus_of_each": 2, "torch": torch, "datetime": datetime}
+    exec(code.replace('"cuda"', '"cpu"'), names)
+    mesh = names["mesh"]
+    groups: list[Any] = [mesh[name].get_group() for name in ("replicate", "shard")]
+    timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    model = sharded(wide(), mesh["shard"])
+    sync = attach(model, POWER, mesh=mesh["replicate"])
+    train(model, range(2))
+    return timeouts, sync.stats().compression_ratio, agreed(model)
 
 
 # Exact averaging is native HSDP
