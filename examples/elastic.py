@@ -70,10 +70,10 @@ def main(checkpoint: Path) -> None:
     checksum = sum(p.detach().double().sum().item() for p in model.parameters())
     ratio = sync.stats().compression_ratio
     print(f"process {me}: compression ratio {ratio:.2f}, checksum {checksum:.9f}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]) if sys.argv[1:] else sys.exit("say where the checkpoint is: elastic.py FILE"))
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 1:2 --nproc-per-node 2 --max-restarts 9 \
     #     --rdzv-backend c10d --rdzv-endpoint first-machine:29400 examples/elastic.py /shared/checkpoint.pt
+    dist.destroy_process_group()  # out here nothing holds it: its threads must end before Python does

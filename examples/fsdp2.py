@@ -72,9 +72,9 @@ def main(shards: int) -> None:
     checksum = sum(p.full_tensor().detach().double().sum().item() for p in model.parameters())
     ratio = sync.stats().compression_ratio
     print(f"process {dist.get_rank()}: compression ratio {ratio:.2f}, checksum {checksum:.9f}", flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]) if sys.argv[1:] else sys.exit("say how many processes share a replica: fsdp2.py 2"))
     # torchrun --nnodes 2 --nproc-per-node 8 … examples/fsdp2.py 8; on one machine: --nproc-per-node 4 … 2
+    dist.destroy_process_group()  # out here nothing holds it: its threads must end before Python does

@@ -59,8 +59,8 @@ def main() -> None:
         f"checksum {checksum:.9f}",
         flush=True,
     )
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    dist.destroy_process_group()  # out here nothing holds it: its threads must end before Python does

@@ -63,8 +63,8 @@ def main() -> None:
     ratio = thinwire_callback.sync.stats().compression_ratio
     told = f"compression ratio {ratio:.2f}, checksum {checksum:.9f}"
     print(f"process {arguments.process_index}: {told}", flush=True)
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()  # nothing holds it here: its threads must end before Python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import sys
@@ -113,6 +114,8 @@ def main() -> None:
     text = load_text()
     for algorithm in options.algorithms:
         train(options, algorithm, text)
+    # A model that is still there, in a cycle, keeps the backend's threads running into the interpreter's end.
+    gc.collect()
     dist.destroy_process_group()
 
 
