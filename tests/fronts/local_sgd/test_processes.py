@@ -335,8 +335,10 @@ def _resume_again(delay_steps: int) -> tuple[Tensor, Tensor, float]:
             algorithm=PowerSGD(),
             outer=NESTEROV,
         )
-        for each, state in zip((local, model, optimizer), saved, strict=False):
-            each.load_state_dict(state)
+        if saved:
+            local.load_state_dict(saved[0])
+            model.load_state_dict(saved[1])
+            optimizer.load_state_dict(saved[2])
         with local:
             for steps in parts:
                 train(model, optimizer, steps)
