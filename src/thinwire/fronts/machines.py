@@ -19,13 +19,8 @@ def card_bytes(message_bytes: float, travels_by: TravelsBy, machines: int, per_m
     """Return the bytes that leave a machine's network card.
 
     Sums and gathers are rings, which leave a machine once, however many processes it has. In an exchange each
-    process sends to each other one; a gather brings the means back.
-
-    Args:
-        message_bytes: Of a process, counted as of an all-reduce.
-        travels_by: As of `Algorithm.travels_by`.
-        machines: That take part.
-        per_machine: Processes on each.
+    process sends to each other one; a gather brings the means back. `message_bytes` are those of a process,
+    counted as of an all-reduce.
     """
     members = machines * per_machine
     ring = (members - 1) / members
@@ -35,12 +30,7 @@ def card_bytes(message_bytes: float, travels_by: TravelsBy, machines: int, per_m
 
 
 def warn_of_shared_cards(engine: Engine, transport: ProcessGroupTransport) -> None:
-    """Warn if processes of one machine each send between machines what one could send for all of them.
-
-    Args:
-        engine: What averages.
-        transport: Over which group.
-    """
+    """Warn if processes of one machine each send between machines what one could send for all of them."""
     travels_by = engine.algorithm.travels_by
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     if travels_by == "sum" or transport.rank or not given.isdecimal() or int(given) < 2:
