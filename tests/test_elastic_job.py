@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from launcher import started_python
-from thinwire import ConfigError, lifeline
+from thinwire import ConfigError
 from thinwire.elastic_job import ElasticJob
 from thinwire.end_signals import EndSignals
 
@@ -84,10 +84,8 @@ def test_however_the_command_ends_no_process_and_no_port_is_left(
     tmp_path: Path, how: str, exit_code: int
 ) -> None:
     script = tmp_path / "member.py"
-    # As `TorchftGroup` does: it follows its launcher, and listens.
     script.write_text(f"""
-import runpy, socket
-runpy.run_path({lifeline.__file__!r})["follow_launcher"]()
+import socket
 listener = socket.create_server(("127.0.0.1", 0))
 {PARTING}
 (folder / f"port-{{number}}").symlink_to(str(listener.getsockname()[1]))
@@ -109,7 +107,7 @@ while not (folder / "done").exists():
         else:
             os.kill(command.pid, signal.Signals[how])
         assert command.wait(WITHIN_SECONDS) == exit_code
-        if how == "SIGKILL":  # nobody asks them to end: they see that it is gone
+        if how == "SIGKILL":  # nobody asks them to end, or can
             while any(Path(f"/proc/{process_id}").exists() for process_id, *_ in of_each.values()):
                 assert time.monotonic() < deadline
                 time.sleep(0.01)

@@ -9,10 +9,12 @@ import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from crash import listening_on
+from launcher import started_python
 from thinwire import ConfigError, lifeline, local_job
 from thinwire.interpreter import python_module
 from thinwire.local_job import LocalJob, run_here
@@ -107,21 +109,37 @@ def test_who_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     assert_all_have_ended(tmp_path)
 
 
-@pytest.mark.skipif(os.name != "posix", reason="POSIX's shell")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
 def test_a_launcher_that_is_killed_outright_takes_its_processes_along() -> None:
-    follow = f"import os, runpy, time; runpy.run_path({lifeline.__file__!r})['follow_launcher']()"
-    code = f"{follow}; print(os.getpid(), flush=True); time.sleep(60)"
-    script = f'export {lifeline.LAUNCHER_VARIABLE}=$$; "$PYTHON" -S -c "$CODE" & wait'
-    with subprocess.Popen(
-        ["sh", "-c", script],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHON": sys.executable, "CODE": code},
-    ) as launcher:
-        assert launcher.stdout is not None
-        process_id = int(launcher.stdout.readline())
+    """Even those that have come no further than their imports, and do nothing for that themselves."""
+    command = [sys.executable, "-S", "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    code = f"""
+import time
+from thinwire.local_job import LocalJob
+with LocalJob({command}, 3):
+    time.sleep(60)
+"""
+    with started_python("-u", "-c", code) as launcher:
+        assert [launcher.stdout.readline() for _ in range(3)] == ["here\n"] * 3
         launcher.kill()
-        assert launcher.stdout.read() == b""  # which its process had open, too
-    assert process_id
+        output = Thread(
+            target=launcher.stdout.read, daemon=True
+        )  # ends when nobody has it open, its processes neither
+        output.start()
+        output.join(WITHIN_SECONDS)
+        assert not output.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
+def test_who_starts_after_its_launcher_has_ended_does_not_begin() -> None:
+    gone = {lifeline.LAUNCHER_VARIABLE: str(os.getpid() + 1)}
+    command = lifeline.following([sys.executable, "-S", "-c", "print('begun')"])
+    here = {lifeline.LAUNCHER_VARIABLE: str(os.getpid())}
+    ends = [
+        subprocess.run(command, env=os.environ | each, capture_output=True, text=True, check=False)
+        for each in (gone, here)
+    ]
+    assert [(each.returncode, each.stdout) for each in ends] == [(1, ""), (0, "begun\n")]
 
 
 def test_a_machine_without_loopback_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from numbers import Integral, Real
 
@@ -9,8 +10,18 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.errors import ConfigError, ThinwireError
 
-__all__ = ["checked_scaler", "number", "shown", "true_or_false", "whole_count", "whole_number"]
+__all__ = [
+    "checked_scaler",
+    "cores",
+    "number",
+    "processes_here",
+    "shown",
+    "true_or_false",
+    "whole_count",
+    "whole_number",
+]
 
+PROCESSES_PER_CORE = 8
 MAX_SHOWN_LENGTH = 100
 
 
@@ -54,6 +65,32 @@ def whole_count(name: str, value: object, *, minimum: int) -> int:
     if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
         value = int(float(value))
     return whole_number(name, value, minimum=minimum)
+
+
+def processes_here(name: str, value: object, *, minimum: int) -> int:
+    """Return how many processes to start on this machine: as `whole_number`, but not more than it can bear.
+
+    Args:
+        name: Of the setting, for errors.
+        value: What was given.
+        minimum: The smallest that is taken.
+
+    Raises:
+        ConfigError: It is no such number, or too large.
+    """
+    count, most = whole_number(name, value, minimum=minimum), PROCESSES_PER_CORE * cores()
+    if count > most:
+        raise ConfigError(
+            f"{name} must be at most {most} here, {PROCESSES_PER_CORE} for each core, got {count}; "
+            "start fewer"
+        )
+    return count
+
+
+def cores() -> int:
+    """Return how many of this machine's cores this process may use."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def number(name: str, value: object, *, minimum: float) -> float:

@@ -1,28 +1,30 @@
-"""No orphans: a process of a local job ends when the one that started it is gone."""
+"""No orphans: a process of a local job ends when the one that started it is gone, whatever it does just then.
+
+A script that imports nothing of Thinwire: `python -I -S lifeline.py COMMAND…` becomes the command, and the
+kernel (Linux's) kills it when the launcher ends. A thread of the command's own would come after its imports.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
-import threading
-import time
-
-__all__ = ["LAUNCHER_VARIABLE", "follow_launcher"]
+import signal
+import sys
+from collections.abc import Sequence
 
 LAUNCHER_VARIABLE = "THINWIRE_LAUNCHER_PID"
-CHECK_EVERY_SECONDS = 0.5
+PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
 
 
-def follow_launcher() -> None:
-    """Watch the launcher from a background thread, if this process was started by one.
-
-    The launcher ends its processes, but not if it is itself killed outright.
-    """
-    launcher = os.environ.get(LAUNCHER_VARIABLE)
-    if launcher is not None:
-        threading.Thread(target=_end_with, args=(int(launcher),), daemon=True).start()
+def following(command: Sequence[str]) -> list[str]:
+    """Return a command that ends with the process in `LAUNCHER_VARIABLE`, which starts it."""
+    return [sys.executable, "-I", "-S", __file__, *command]
 
 
-def _end_with(launcher_pid: int) -> None:
-    while os.getppid() == launcher_pid:  # who loses its parent gets another one
-        time.sleep(CHECK_EVERY_SECONDS)
-    os._exit(1)  # Not sys.exit: the main thread may be waiting for a message that never comes.
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # stays when this becomes the command
+        # The request first, then the look: a launcher that ends in between is not missed.
+        if os.getppid() != int(os.environ[LAUNCHER_VARIABLE]):
+            sys.exit(1)
+    os.execv(sys.argv[1], sys.argv[1:])

@@ -25,11 +25,11 @@ from typing import IO
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from thinwire.checks import whole_number
+from thinwire.checks import processes_here
 from thinwire.end_signals import EndSignals
 from thinwire.errors import ConfigError
 from thinwire.interpreter import python_module
-from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
+from thinwire.lifeline import LAUNCHER_VARIABLE, following
 
 __all__ = ["LocalJob", "is_in_local_job", "join_local_job", "loopback_interface", "run_here", "started"]
 
@@ -143,7 +143,7 @@ class LocalJob:
 def started(
     command: Sequence[str], variables: Mapping[str, str], out: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Start a process of a job, which can follow this one.
+    """Start a process of a job; it ends with this one.
 
     Args:
         command: What it runs.
@@ -151,7 +151,7 @@ def started(
         out: Takes what it prints; None for where this process prints.
     """
     return subprocess.Popen(
-        list(command),
+        following(command),
         stdin=subprocess.DEVNULL,
         stdout=out,
         stderr=None if out is None else subprocess.STDOUT,
@@ -185,14 +185,12 @@ def is_in_local_job() -> bool:
 
 
 def join_local_job(backend: str, *, timeout_seconds: float) -> None:
-    """Make the default process group of a `LocalJob`'s processes; this one ends with the launcher.
+    """Make the default process group of a `LocalJob`'s processes.
 
     Args:
         backend: Of torch.distributed.
         timeout_seconds: Of every collective.
     """
-    # Before it waits for the others: the launcher may be gone before all have come.
-    follow_launcher()
     size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         backend,
@@ -213,12 +211,12 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
         option: That asked for them, for errors.
 
     Raises:
-        ConfigError: No such number, or this is a process of another job.
+        ConfigError: No such number, too many, or this is a process of another job.
         SystemExit: When they have ended.
     """
     if processes is None or is_in_local_job():
         return
-    whole_number(option.removeprefix("--"), processes, minimum=1)
+    processes_here(option.removeprefix("--"), processes, minimum=1)
     if "RANK" in os.environ:
         raise ConfigError(
             f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"

@@ -18,12 +18,13 @@ import typer
 from rich.console import Console
 
 from launcher import run_python
-from thinwire import PowerSGD, Watch
+from thinwire import PowerSGD, Watch, checks
 from thinwire.cli.app import Settings, build_app, main
 from thinwire.cli.output import check_output
 from thinwire.cli.progress import shown_checks, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
+from thinwire.probe.result import Probe, Timing
 from thinwire.simulation import Simulation
 from thinwire.version import __version__
 
@@ -149,6 +150,36 @@ def test_commands_refuse_such_a_file_at_once(
     assert capsys.readouterr().err.startswith(
         f"thinwire: {option} {path} can't be written: there is no folder"
     )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["demo", "--processes=17"],
+        ["demo", "--elastic", "--processes=17"],
+        ["check", "--processes=17"],
+        ["probe", "--processes=17"],
+        ["advise", "--probe={probe}", "--model=json:loads", "--step=json:loads", "--sharded=17"],
+        ["lab", "--hosts=17", "--", "true"],
+        ["run", "--max=17", __file__],
+        ["run", "--min=17", __file__],
+    ],
+    ids=" ".join,
+)
+def test_no_more_processes_are_started_than_this_machine_can_bear(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probe = tmp_path / "probe.json"
+    Probe(2, "gloo", "cpu", [Timing(1024, [0.001]), Timing(1 << 24, [0.1])], [], [[0, 1]]).save(probe)
+    monkeypatch.setattr(checks, "cores", lambda: 2)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(sys, "argv", ["thinwire", *(each.format(probe=probe) for each in command)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    name = next(each for each in command if "17" in each).partition("=")[0].removeprefix("--")
+    expected = f"thinwire: {name} must be at most 16 here, 8 for each core, got 17; start fewer\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.checks import processes_here
 from thinwire.cli.output import check_output
 from thinwire.errors import ConfigError
 from thinwire.lab.job import Output, run_on_hosts
@@ -52,6 +53,7 @@ def lab(
     Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The hosts share the
     processors of this machine: compare runs with each other, not with a real cluster.
     """
+    processes_here("hosts", hosts, minimum=1)
     layout = Layout(hosts=hosts, rate=rate, hosts_per_node=hosts_per_node)
     if not grace_seconds >= 0:
         raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")

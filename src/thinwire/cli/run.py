@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.checks import processes_here
 from thinwire.elastic_job import ElasticJob
 from thinwire.end_signals import EndSignals
 from thinwire.errors import ConfigError
@@ -75,6 +76,7 @@ def run(
     if not script.is_file():
         raise ConfigError(f"there is no script {script}; give the path of one that uses thinwire.elastic")
     members = maximum if maximum is not None else (minimum if lighthouse is None else 1)
+    processes_here("min" if maximum is None else "max", members, minimum=1)
     with (
         # Before the job: a signal while its members start must end them, too.
         EndSignals() as end_signals,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.registry import REGISTRY
-from thinwire.checks import whole_number
+from thinwire.checks import processes_here, whole_number
 from thinwire.demo.model import SIZES
 from thinwire.errors import ConfigError
 
@@ -41,7 +41,7 @@ class DemoOptions:
     output: Path = Path("thinwire-demo")
 
     def __post_init__(self) -> None:
-        whole_number("processes", self.processes, minimum=2)
+        processes_here("processes", self.processes, minimum=2)
         whole_number("steps", self.steps, minimum=1)
         whole_number("seed", self.seed, minimum=0)
         if self.seed >= SEEDS:

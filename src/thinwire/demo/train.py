@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.checks import cores
 from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
@@ -107,9 +108,7 @@ def main() -> None:
     """Train with each algorithm in turn, as asked for by the first argument and the job's environment."""
     options = DemoOptions.from_json(sys.argv[1])
     # Or each process would start a thread for every core of the machine, and they would fight for them.
-    has_affinity = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    torch.set_num_threads(max(1, cores // options.processes))
+    torch.set_num_threads(max(1, cores() // options.processes))
     join_local_job("gloo", timeout_seconds=TIMEOUT_SECONDS)
     text = load_text()
     for algorithm in options.algorithms:

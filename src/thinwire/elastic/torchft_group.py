@@ -25,7 +25,7 @@ from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.handing import receive_state, send_state
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
-from thinwire.lifeline import LAUNCHER_VARIABLE, follow_launcher
+from thinwire.lifeline import LAUNCHER_VARIABLE
 
 __all__ = ["HOSTNAME", "LIGHTHOUSE", "MEMBER", "MIN_MEMBERS", "TorchftGroup", "torchft_module"]
 
@@ -106,7 +106,7 @@ class TorchftGroup(Group):
         inner = torchft.ProcessGroupGloo(timeout=self._timeout) if process_group is None else process_group
         self._group = _Configured(inner)
         host = hostname or os.environ.get(HOSTNAME) or socket.gethostname()
-        _follow_launcher()
+        _check_launcher()
         # Of this member alone: torchft announces itself in it, and joins a quorum's members through that of
         # one of them.
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -428,20 +428,16 @@ def _checked_version() -> str:
     return found
 
 
-def _follow_launcher() -> None:
-    """End with `thinwire run`, if it has started this process.
+def _check_launcher() -> None:
+    """Look whether the `thinwire run` that has started this process, or what has started it, still runs.
 
     Raises:
-        CommunicationError: It has ended already.
+        CommunicationError: It has ended.
     """
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
-    if launcher == str(os.getppid()):
-        follow_launcher()
-        return
-    # Of a launcher further up: what stands between may end without that being an end of the job. But it may
-    # have been killed while this process imported, and nobody would end this one any more.
+    # What it has started itself ends with it; what stands in between need not have told its own processes.
     try:
         os.kill(int(launcher), 0)
     except ProcessLookupError:
