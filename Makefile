@@ -44,6 +44,7 @@ docs: .venv/.installed
 	rm -rf build/pages && mkdir -p build/pages
 	cp -r README.md CHANGELOG.md CONTRIBUTING.md CITATION.cff LICENSE docs benchmarks examples build/pages
 	NO_MKDOCS_2_WARNING=1 nice -n 19 $(BIN)/mkdocs build --strict --quiet
+	@echo "the pages: $(CURDIR)/build/site/index.html"
 
 # Once, so that two workers of the tests do not compile the same at the same time.
 compiled: build/.compiled

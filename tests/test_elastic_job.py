@@ -35,7 +35,8 @@ os.replace(folder / f"part-{number}", folder / f"told-{number}-{starts}")
 
 def job(rest: str, folder: Path, members: int = 2, **options: Any) -> ElasticJob:
     command = [sys.executable, "-S", "-c", PARTING + rest, str(folder)]
-    return ElasticJob(command, members, **{"min_members": 2, "end_within_seconds": 10.0, **options})
+    options = {"min_members": 2, "end_within_seconds": 10.0, "out": sys.stdout.buffer, **options}
+    return ElasticJob(command, members, **options)
 
 
 def free_port() -> int:
@@ -152,6 +153,25 @@ sys.exit(3 if number == "1" else 0)
     assert sorted(told(tmp_path)) == ["0-0", "1-0"]
 
 
+def test_each_line_begins_with_the_member_that_printed_it(tmp_path: Path) -> None:
+    words = 'print("out", number); print("error", number, end="", file=sys.stderr)'
+    with (tmp_path / "out").open("wb") as out, job(words, tmp_path, out=out) as running:
+        wait_for_end(running)
+    lines = sorted((tmp_path / "out").read_text().splitlines())
+    assert lines == ["[0] error 0", "[0] out 0", "[1] error 1", "[1] out 1"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
+def test_output_that_can_not_be_written_ends_the_job(tmp_path: Path) -> None:
+    with (
+        open("/dev/full", "wb", buffering=0) as out,
+        job("print(1); time.sleep(60)", tmp_path, out=out) as running,
+    ):
+        wait_for_end(running)
+        assert running.exit_code == 1
+    assert_all_have_ended(tmp_path)
+
+
 def test_signals_that_are_ignored_stay_ignored() -> None:
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -182,16 +202,17 @@ def test_at_a_given_lighthouse_others_may_be_enough(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_is_told_before_anything_starts() -> None:
+    out = sys.stdout.buffer
     with pytest.raises(ConfigError, match="max=1 members are fewer than min=2"):
-        ElasticJob(["true"], 1, min_members=2)
+        ElasticJob(["true"], 1, min_members=2, out=out)
     with pytest.raises(ConfigError, match="leave it out with lighthouse"):
-        ElasticJob(["true"], 1, lighthouse="http://10.0.0.1:29510", port=1)
+        ElasticJob(["true"], 1, lighthouse="http://10.0.0.1:29510", port=1, out=out)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with (
             pytest.raises(ConfigError, match=f"no lighthouse can listen at 127.0.0.1:{port}"),
-            ElasticJob(["true"], 1, port=port),
+            ElasticJob(["true"], 1, port=port, out=out),
         ):
             os._exit(1)

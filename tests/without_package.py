@@ -1,4 +1,4 @@
-"""`python -m MODULE`, as where packages are not installed: `without_package.py PACKAGE,PACKAGE MODULE`.
+"""`python -m MODULE …`, as where packages are not installed: `without_package.py PACKAGE,PACKAGE MODULE …`.
 
 In a forked process that has imported everything: it forgets the packages, and what has them.
 """
@@ -9,8 +9,9 @@ import runpy
 import sys
 
 if __name__ == "__main__":
-    packages = sys.argv[1].split(",")
+    packages, module = sys.argv[1].split(","), sys.argv[2]
+    del sys.argv[1:3]
     for name in [each for each in sys.modules if each.partition(".")[0] in (*packages, "thinwire", "typer")]:
         del sys.modules[name]
     sys.modules.update(dict.fromkeys(packages))  # type: ignore[arg-type]
-    runpy.run_module(sys.argv[2], run_name="__main__")
+    runpy.run_module(module, run_name="__main__")

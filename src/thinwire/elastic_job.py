@@ -7,28 +7,31 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from threading import Thread
 from typing import IO, Any
 
 from thinwire.checks import number, whole_count
 from thinwire.elastic.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
 from thinwire.errors import ConfigError
-from thinwire.local_job import LOOK_EVERY_SECONDS, loopback_interface, started
+from thinwire.local_job import LOOK_EVERY_SECONDS, Output, loopback_interface, started
 
 __all__ = ["ElasticJob"]
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT_MS = 60_000
+LAST_WORDS_SECONDS = 5.0  # for a member's output to end: what it has started may have that open still
 
 
 @dataclass
 class _Member:
     """A member of the job, whichever process it is just now.
 
-    `exit_code` is None until it has ended for good.
+    `reader` passes on what that prints. `exit_code` is None until it has ended for good.
     """
 
     number: int
     process: subprocess.Popen[bytes]
+    reader: Thread
     restarts: int = 0
     exit_code: int | None = None
 
@@ -51,7 +54,7 @@ class ElasticJob:
         max_restarts: Of each member.
         end_within_seconds: How long members that are asked to end may take, before they are killed.
         say: Takes one line for each thing that happens.
-        out: Where the members' output goes, errors too; None for where this process's own goes.
+        out: Where the members' output goes, errors too; each line begins with the member, such as "[1] ".
 
     Attributes:
         address: Of the lighthouse.
@@ -73,7 +76,7 @@ class ElasticJob:
         max_restarts: int = 3,
         end_within_seconds: float = 30.0,
         say: Callable[[str], None] = lambda line: None,
-        out: IO[bytes] | None = None,
+        out: IO[bytes],
     ) -> None:
         self._command = list(command)
         self._num_members = whole_count("max", members, minimum=1)
@@ -93,7 +96,7 @@ class ElasticJob:
         self._port, self._given = port, lighthouse
         self.address = lighthouse or ""
         self._host = host or (LOOPBACK if lighthouse is None else None)
-        self._say, self._out = say, out
+        self._say, self._output = say, Output(out)
         self._members: list[_Member] = []
         self._failures: list[int] = []  # exit codes of members that died for good, in that order
         self._over_since: float | None = None
@@ -107,7 +110,7 @@ class ElasticJob:
             # in order.
             opened.callback(self.end)
             for place in range(self._num_members):
-                self._members.append(_Member(place, self._started(place)))
+                self._members.append(_Member(place, *self._started(place)))
             self._open = opened.pop_all()
         return self
 
@@ -120,8 +123,11 @@ class ElasticJob:
 
         Enough are as many as an averaging needs; at a lighthouse that was given, where others may be, one.
 
-        As a shell tells it: 128 + the signal that ended it.
+        As a shell tells it: 128 + the signal that ended it. Where what they print can't be written, that of
+        `Output`.
         """
+        if self._output.error is not None:
+            return self._output.exit_code
         ended_well = sum(member.exit_code == 0 for member in self._members)
         if not self._failures or ended_well >= (self._min_members if self._given is None else 1):
             return 0
@@ -131,8 +137,9 @@ class ElasticJob:
     def look(self) -> bool:
         """Start again those that have died; return whether the job goes on.
 
-        It does not when all have ended, or so many have died for good that the others would only wait; nor
-        when some have ended well, and `end_within_seconds` later others, too few for an averaging, have not.
+        It does not when all have ended, so many have died for good that the others would only wait, or what
+        they print can't be written; nor when some have ended well, and `end_within_seconds` later others, too
+        few for an averaging, have not.
         """
         for member in self._going_on():
             if member.process.poll() == 0:
@@ -140,20 +147,21 @@ class ElasticJob:
         for member in self._going_on():
             code = member.process.poll()
             if code:
+                member.reader.join(LAST_WORDS_SECONDS)
                 ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 # Who has just died still counts as going on here: with it back, they are enough. But where
                 # all others have ended, one of them well, training is over: it would begin from scratch.
                 is_over = len(self._going_on()) == 1 and self._has_ended_well()
                 if member.restarts < self._max_restarts and self._are_enough() and not is_over:
                     member.restarts += 1
-                    member.process = self._started(member.number)
+                    member.process, member.reader = self._started(member.number)
                     again = f"started again ({member.restarts} of {self._max_restarts} restarts)"
                 else:
                     member.exit_code = code
                     self._failures.append(code)
                     again = "not started again"
                 self._say(f"member {member.number} {ended}; {again}")
-        if not self._going_on():
+        if self._output.error is not None or not self._going_on():
             return False
         if self._are_enough():
             return True
@@ -185,6 +193,8 @@ class ElasticJob:
                     process.kill()
                     process.wait()
             time.sleep(LOOK_EVERY_SECONDS)
+        for member in self._members:
+            member.reader.join(LAST_WORDS_SECONDS)
 
     def _going_on(self) -> list[_Member]:
         return [member for member in self._members if member.exit_code is None]
@@ -196,8 +206,9 @@ class ElasticJob:
         # At a lighthouse that was given there may be others.
         return self._given is not None or len(self._going_on()) >= self._min_members
 
-    def _started(self, place: int) -> subprocess.Popen[bytes]:
+    def _started(self, place: int) -> tuple[subprocess.Popen[bytes], Thread]:
         variables = {
+            "PYTHONUNBUFFERED": "1",  # lines come when they are printed
             LIGHTHOUSE: self.address,
             MIN_MEMBERS: str(self._min_members),
             MEMBER: str(place),
@@ -206,7 +217,8 @@ class ElasticJob:
             variables[HOSTNAME] = self._host
         if self._host == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
-        return started(self._command, variables, self._out)
+        process = started(self._command, variables, subprocess.PIPE)
+        return process, self._output.follow(process, f"[{place}] ")
 
     def _lit(self, opened: ExitStack) -> str:
         """Start a lighthouse, and return its address."""

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,7 +32,15 @@ from thinwire.errors import ConfigError
 from thinwire.interpreter import python_module
 from thinwire.lifeline import LAUNCHER_VARIABLE, following
 
-__all__ = ["LocalJob", "is_in_local_job", "join_local_job", "loopback_interface", "run_here", "started"]
+__all__ = [
+    "LocalJob",
+    "Output",
+    "is_in_local_job",
+    "join_local_job",
+    "loopback_interface",
+    "run_here",
+    "started",
+]
 
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
 LOOPBACKS = ("lo", "lo0")
@@ -140,15 +149,69 @@ class LocalJob:
                 process.wait()
 
 
+class Output:
+    """Where the lines of several processes go, one at a time.
+
+    Args:
+        out: The file.
+
+    Attributes:
+        error: Why no more can be written there; None as long as it can.
+    """
+
+    def __init__(self, out: IO[bytes]) -> None:
+        # Kept, not raised: threads write, and the loop that looks after the processes decides what follows.
+        self.error: OSError | None = None
+        # One thread per process writes: without the lock, lines would be torn.
+        self._out, self._lock = out, threading.Lock()
+
+    def write(self, line: bytes) -> None:
+        """Write a line; drop it if that failed before."""
+        with self._lock:
+            if self.error is None:
+                try:
+                    self._out.write(line)
+                    # At once: a pipe's buffer would hold back the last words of a process that fails.
+                    self._out.flush()
+                except OSError as error:
+                    self.error = error
+
+    def follow(self, process: subprocess.Popen[bytes], prefix: str) -> threading.Thread:
+        """Write what a process prints.
+
+        Args:
+            process: Whose output is a pipe.
+            prefix: Of every line.
+
+        Returns:
+            The thread that does so, until the process has closed its output.
+        """
+        assert process.stdout is not None
+        thread = threading.Thread(target=self._follow, args=(process.stdout, prefix.encode()), daemon=True)
+        thread.start()
+        return thread
+
+    def _follow(self, lines: IO[bytes], prefix: bytes) -> None:
+        # Also when nothing can be written any more: a process whose pipe is full would never end.
+        with lines:
+            for line in lines:
+                self.write(prefix + line.removesuffix(b"\n") + b"\n")
+
+    @property
+    def exit_code(self) -> int:
+        """The code to end with where output can't be written: as a shell tells SIGPIPE if nobody reads it."""
+        return 128 + signal.SIGPIPE if isinstance(self.error, BrokenPipeError) else 1
+
+
 def started(
-    command: Sequence[str], variables: Mapping[str, str], out: IO[bytes] | None
+    command: Sequence[str], variables: Mapping[str, str], out: IO[bytes] | int | None
 ) -> subprocess.Popen[bytes]:
     """Start a process of a job; it ends with this one.
 
     Args:
         command: What it runs.
         variables: Added to its environment.
-        out: Takes what it prints; None for where this process prints.
+        out: Takes what it prints, errors too; as of `subprocess.Popen`.
     """
     return subprocess.Popen(
         following(command),

@@ -344,28 +344,25 @@ def test_demo_end_to_end(tmp_path: Path) -> None:
     assert powersgd < fp16 / 4
 
 
-def test_in_a_pipe_a_line_tells_the_time_left() -> None:
+@pytest.mark.parametrize(
+    ("is_terminal", "shown", "expected"),
+    [
+        (False, [("exact", 10), ("exact", 100), ("fp16", 10), ("fp16", 100)], ["95", "50", "45"]),
+        (True, [("exact", 10)], ["95"]),
+        (True, [("exact", 100), ("fp16", 60)], ["20"]),
+    ],
+)
+def test_it_tells_the_time_left_of_all_algorithms(
+    is_terminal: bool, shown: list[tuple[str, int]], expected: list[str]
+) -> None:
     out = io.StringIO()
-    options = DemoOptions(algorithms=("fp16",), steps=100)
-    with shown_progress(Console(file=out), options) as show:
-        for number in range(1, 12):
-            show(
-                TrainedStep(
-                    algorithm="fp16",
-                    processes=2,
-                    step=number,
-                    loss=2.0,
-                    step_seconds=0.5,
-                    waiting_seconds=0.1,
-                    messages=1,
-                    message_bytes=100,
-                    gradient_bytes=400,
-                )
-            )
-    first, last = out.getvalue().splitlines()
-    assert first.endswith(" 50 s left")
-    assert "step  10/100" in last
-    assert last.endswith(" 45 s left")
+    options = DemoOptions(algorithms=("exact", "fp16"), steps=100)
+    with shown_progress(Console(file=out, force_terminal=is_terminal, width=150), options) as show:
+        for algorithm, step in shown:
+            show(make_record(algorithm=algorithm, step=step, step_seconds=0.5))
+    # A terminal's picture is drawn again and again: the last one counts.
+    told = re.findall(r"(\d+) s left in all", out.getvalue())
+    assert (told[-1:] if is_terminal else told) == expected
 
 
 def children_of(process_id: int) -> list[int]:
@@ -432,6 +429,15 @@ def test_the_elastic_demo_kills_and_adds_a_member(tmp_path: Path, monkeypatch: p
     run = read_run(tmp_path / "member-0.jsonl")
     assert run.points("losses")[-1].value == 1
     assert run.points("loss")[-1].step == 60
+
+
+def test_the_elastic_demo_without_torchft_announces_nothing(tmp_path: Path) -> None:
+    demo = run_python(
+        WITHOUT_PACKAGE, "torchft", "thinwire", "demo", "--elastic", f"--output={tmp_path / 'new'}"
+    )
+    assert (demo.returncode, demo.stdout) == (1, "")
+    assert demo.stderr.startswith("thinwire: elastic members need torchft")
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_elastic_demo_takes_no_algorithm(

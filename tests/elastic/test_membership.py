@@ -34,6 +34,7 @@ from thinwire.elastic import (
     member,
 )
 from thinwire.elastic.plain import packed, unpacked
+from thinwire.elastic.presence import MembershipStats, Presence, count_changes
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.fragment import Fragment
 
@@ -283,6 +284,17 @@ def test_a_member_that_was_away_starts_from_the_others_and_tells_what_was_lost()
     assert run.fronts[1].membership().lost_error > 0
     stats = run.fronts[0].membership()
     assert (stats.losses, stats.joins) == (1, 1)
+
+
+def test_a_residual_that_is_none_is_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    members = [
+        Presence(n, 0, 0, 5, 1, 1.0, 1.0, norm, True, False, False) for n, norm in enumerate([0.0, 0.5, 1.0])
+    ]
+    count_changes(MembershipStats(), members, members[2:])
+    assert caplog.messages == [
+        "a member has vanished after step 5",
+        "a member has vanished after step 5, and with it a residual of norm 0.5, as last known",
+    ]
 
 
 def test_who_has_not_yet_started_from_what_it_was_sent_hands_that_on() -> None:

@@ -122,11 +122,14 @@ def show_elastic(options: DemoOptions, console: Console) -> None:
 
     Raises:
         JobError: As of `run_elastic`.
+        MissingExtraError: torchft is not installed.
         Exit: A signal ended the job.
     """
     # torchft is an extra, and the other demo does without.
     from thinwire.demo.elastic import run_elastic  # noqa: PLC0415
+    from thinwire.elastic.torchft_group import torchft_module  # noqa: PLC0415
 
+    torchft_module("torchft")  # before anything is announced that would not come
     console.print(
         f"{options.processes} members train a byte-level GPT with DiLoCo, {options.steps} steps; one will be "
         "killed, and one will join.",

@@ -13,10 +13,11 @@ import typer
 from thinwire.checks import processes_here
 from thinwire.cli.output import check_output
 from thinwire.errors import ConfigError
-from thinwire.lab.job import Output, run_on_hosts
+from thinwire.lab.job import run_on_hosts
 from thinwire.lab.layout import Layout
 from thinwire.lab.namespace import check_machine
 from thinwire.lab.network import Network
+from thinwire.local_job import Output
 
 __all__ = ["lab"]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from statistics import fmean
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -48,6 +48,12 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
         megabytes = sum(each.message_bytes for each in recent) / 1e6 / seconds
         return f"loss {loss:.3f}  {len(recent) / seconds:4.1f} steps/s  {megabytes:4.1f} MB/s sent"
 
+    def left(step: TrainedStep) -> str:
+        # Of all algorithms: those to come may take longer a step, or less.
+        to_come = len(options.algorithms) - 1 - options.algorithms.index(step.algorithm)
+        steps = options.steps * to_come + options.steps - step.step
+        return f"{steps * fmean(each.step_seconds for each in recent):.0f} s left in all" if steps else ""
+
     if not console.is_terminal:
         # In a pipe or a file: a few whole lines, no control characters.
         width, digits = max(map(len, options.algorithms)), len(str(options.steps))
@@ -56,9 +62,8 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
             averages = take(step)
             if step.step in (1, options.steps) or step.step % max(1, options.steps // PLAIN_LINES) == 0:
                 place = f"step {step.step:>{digits}}/{options.steps}"
-                left = (options.steps - step.step) * fmean(each.step_seconds for each in recent)
-                line = f"{step.algorithm:>{width}}  {place}  {averages}  {left:.0f} s left"
-                console.print(line, soft_wrap=True, highlight=False)
+                line = f"{step.algorithm:>{width}}  {place}  {averages}  {left(step)}"
+                console.print(line.rstrip(), soft_wrap=True, highlight=False)
 
         yield print_line
         return
@@ -69,14 +74,12 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
         # As wide as it will get, or the line would jump.
         MofNCompleteColumn(table_column=Column(min_width=2 * len(str(options.steps)) + 1)),
         TextColumn("{task.fields[recent]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
         console=console,
         expand=True,
     ) as progress:
         tasks = {
-            # Not started: algorithms train one after the other, and a bar's time left counts from its own
-            # first step.
-            name: progress.add_task(name, total=options.steps, start=False, recent="")
+            name: progress.add_task(name, total=options.steps, start=False, recent="", left="")
             for name in options.algorithms
         }
 
@@ -84,7 +87,10 @@ def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[
             # Only now: before, another algorithm was training.
             if step.step == 1:
                 progress.start_task(tasks[step.algorithm])
-            progress.update(tasks[step.algorithm], completed=step.step, recent=take(step))
+            task, averages = tasks[step.algorithm], take(step)
+            # Time is told by the bar that moves, not by one that has come to its end.
+            in_all = left(step) if step.step < options.steps else ""
+            progress.update(task, completed=step.step, recent=averages, left=in_all)
 
         yield move_bar
 

@@ -66,7 +66,8 @@ def run(
 
     Without `--lighthouse` one is started, and ends with this command. A member that dies is started again,
     and takes the model of the others. Ctrl-C and SIGTERM are handed on as SIGTERM, so that members leave
-    in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER.
+    in order; a second one kills them. Each member's number, from 0, is in THINWIRE_MEMBER, and what it prints
+    begins with that, such as [1].
 
     Exits with 0 if no member died for good, or at least `--min` (with `--lighthouse`: one) ended well; else
     with the exit code of the first that died for good (128 + the signal that ended it).
@@ -90,6 +91,7 @@ def run(
             max_restarts=max_restarts,
             end_within_seconds=grace_seconds,
             say=_say,
+            out=sys.stdout.buffer,
         ) as job,
     ):
         if lighthouse is None:

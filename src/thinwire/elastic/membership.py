@@ -313,9 +313,8 @@ class Membership:
             return
         lost = self._engine.error_norm()
         if self.lineage:
-            logger.warning(
-                "this member was away: it starts from the others, and its residual of %g is lost", lost
-            )
+            owed = f", and its residual of norm {lost:g} is lost" if lost else ""
+            logger.warning("this member was away: it starts from the others%s", owed)
             self.stats.lost_error += lost
         self._front.adopt(received)
         self.lineage = int(received["lineage"])

@@ -109,10 +109,9 @@ def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Seque
             continue
         stats.losses += 1
         stats.lost_error += gone.error_norm
-        logger.warning(
-            "a member has vanished after step %d, and with it a residual of norm %g, as last known",
-            gone.step,
-            gone.error_norm,
+        owed = (
+            f", and with it a residual of norm {gone.error_norm:g}, as last known" if gone.error_norm else ""
         )
+        logger.warning("a member has vanished after step %d%s", gone.step, owed)
     if before:
         stats.joins += len(members - {each.member for each in before})

@@ -5,50 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
-from typing import IO
 
 from thinwire.end_signals import EndSignals
 from thinwire.lab.network import Network
+from thinwire.local_job import Output
 
-__all__ = ["Output", "run_on_hosts"]
+__all__ = ["run_on_hosts"]
 
 LOOK_EVERY_SECONDS = 0.05
-
-
-class Output:
-    """Where the hosts' lines go, one at a time.
-
-    Args:
-        out: The file.
-
-    Attributes:
-        error: Why no more can be written there; None as long as it can.
-    """
-
-    def __init__(self, out: IO[bytes]) -> None:
-        # Kept, not raised: threads write, and the lab's own loop decides what follows.
-        self.error: OSError | None = None
-        # One thread per host writes: without the lock, lines would be torn.
-        self._out, self._lock = out, threading.Lock()
-
-    def write(self, line: bytes) -> None:
-        """Write a line; drop it if that failed before."""
-        with self._lock:
-            if self.error is None:
-                try:
-                    self._out.write(line)
-                    # At once: a pipe's buffer would hold back what the last words of a failed host were.
-                    self._out.flush()
-                except OSError as error:
-                    self.error = error
-
-    @property
-    def exit_code(self) -> int:
-        """The code to end with where output can't be written: as a shell tells SIGPIPE if nobody reads it."""
-        return 128 + signal.SIGPIPE if isinstance(self.error, BrokenPipeError) else 1
 
 
 def run_on_hosts(
@@ -106,9 +72,7 @@ class _Host:
             # So that Ctrl-C reaches the lab alone, which passes it on.
             start_new_session=True,
         )
-        prefix = f"[host {host:>{len(str(network.layout.hosts - 1))}}] ".encode()
-        self._reader = threading.Thread(target=self._pass_on, args=(prefix, output), daemon=True)
-        self._reader.start()
+        self._reader = output.follow(self._process, f"[host {host:>{len(str(network.layout.hosts - 1))}}] ")
 
     def has_just_ended(self) -> bool:
         """Return whether it ended since the last time this was asked."""
@@ -131,18 +95,6 @@ class _Host:
             os.kill(self._process.pid, signal.SIGUSR1)
         else:
             os.killpg(self._process.pid, number)
-
-    def _pass_on(self, prefix: bytes, output: Output) -> None:
-        """Pass the command's lines on until it has closed its output.
-
-        Args:
-            prefix: Of every line.
-            output: Where they go.
-        """
-        assert self._process.stdout is not None
-        # Also when nothing can be written any more: a command whose pipe is full would never end.
-        for line in self._process.stdout:
-            output.write(prefix + line.removesuffix(b"\n") + b"\n")
 
 
 def _wait(hosts: Sequence[_Host], asked: EndSignals, output: Output, grace_seconds: float) -> int:
