@@ -24,7 +24,7 @@ from thinwire.advice.result import Advice
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.advice_table import table_lines
 from thinwire.cli.job import alone, joined_job
-from thinwire.cli.output import check_output
+from thinwire.cli.output import check_output, tell_without_numba
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2
@@ -123,6 +123,7 @@ def advise(
         from thinwire.report.advice import advice_page  # noqa: PLC0415 - needed here alone
 
         html.write_text(advice_page(advice), encoding="utf-8")
+    tell_without_numba()
 
 
 def _shard(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from thinwire.channel import gather_numbers
 from thinwire.cli.job import Processes, joined_job
+from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_checks
 from thinwire.errors import ConfigError
 from thinwire.local_job import run_here
@@ -82,6 +83,8 @@ def check(
         if device not in (None, own_device.type):
             raise ConfigError(_unlike(own_device.type, str(device)))
         works = _checked_and_printed(Bench(own_device), report, kept)
+    if os.environ["RANK"] == "0":
+        tell_without_numba()
     if not works:
         raise typer.Exit(1)
 

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_progress
 from thinwire.cli.report import write_report
 from thinwire.demo.launch import JobInterruptedError, run_job
@@ -94,23 +95,20 @@ def demo(
         output=output,
     )
     console = Console(highlight=False)
-    if elastic:
-        show_elastic(options, console)
-        return
-    # Before processes start, which takes seconds.
-    console.print(opening(options), soft_wrap=True)
     try:
-        with shown_progress(console, options) as show:
-            run_job(options, show)
+        if elastic:
+            show_elastic(options, console)
+        else:
+            # Before processes start, which takes seconds.
+            console.print(opening(options), soft_wrap=True)
+            with shown_progress(console, options) as show:
+                run_job(options, show)
+            show_summary(options, console)
     except JobInterruptedError as interruption:
-        raise _stopped(interruption) from None
-    show_summary(options, console)
-
-
-def _stopped(interruption: JobInterruptedError) -> typer.Exit:
-    # Not as an error of ours: the user wanted the end, and a shell knows it by 128 + the signal.
-    typer.echo(f"thinwire: {interruption}", err=True)
-    return typer.Exit(128 + interruption.signal_number)
+        # Not as an error of ours: the user wanted the end, and a shell knows it by 128 + the signal.
+        typer.echo(f"thinwire: {interruption}", err=True)
+        raise typer.Exit(128 + interruption.signal_number) from None
+    tell_without_numba()
 
 
 def show_elastic(options: DemoOptions, console: Console) -> None:
@@ -122,8 +120,8 @@ def show_elastic(options: DemoOptions, console: Console) -> None:
 
     Raises:
         JobError: As of `run_elastic`.
+        JobInterruptedError: A signal ended the job.
         MissingExtraError: torchft is not installed.
-        Exit: A signal ended the job.
     """
     # torchft is an extra, and the other demo does without.
     from thinwire.demo.elastic import run_elastic  # noqa: PLC0415
@@ -135,10 +133,7 @@ def show_elastic(options: DemoOptions, console: Console) -> None:
         "killed, and one will join.",
         soft_wrap=True,
     )
-    try:
-        paths = run_elastic(options, lambda line: console.print(line, soft_wrap=True))
-    except JobInterruptedError as interruption:
-        raise _stopped(interruption) from None
+    paths = run_elastic(options, lambda line: console.print(line, soft_wrap=True))
     page = options.output / "report.html"
     write_report(paths, page)
     console.print(f"Members, losses and joins as curves: {page}", soft_wrap=True)

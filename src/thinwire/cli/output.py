@@ -1,13 +1,15 @@
-"""Files that a command writes when it is done."""
+"""What a command writes when it is done."""
 
 from __future__ import annotations
 
 import os
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from thinwire.errors import ConfigError
 
-__all__ = ["check_output"]
+__all__ = ["check_output", "tell_without_numba"]
 
 
 def check_output(option: str, path: Path | None) -> None:
@@ -34,4 +36,14 @@ def check_output(option: str, path: Path | None) -> None:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigError(
             f"{option} {path} can't be written: no permission; give a file in a folder of yours"
+        )
+
+
+def tell_without_numba() -> None:
+    """Say on stderr that figures of the CPU are not what they could be, where Numba is not installed."""
+    if find_spec("numba") is None:
+        print(
+            "thinwire: Numba is not installed: few bits and low rank are slow on the CPU without it; "
+            "pip install '.[numba]' in a clone of Thinwire",
+            file=sys.stderr,
         )
