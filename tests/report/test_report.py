@@ -202,6 +202,14 @@ def test_nothing_to_report_is_refused(tmp_path: Path) -> None:
         report_page([read_run(tmp_path / "run.jsonl")])
 
 
+def test_long_algorithms_and_names_are_broken_into_lines(report: str) -> None:
+    """So that the figures beside them have room."""
+    assert '<td class="text"><code>PowerSGD' in report
+    assert '<td class="name"><span' in report
+    assert "th, .name, .text { white-space: normal; }" in report
+    assert "td.name, td.text { min-width: 9rem; overflow-wrap: anywhere; }" in report
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="NO CHROMIUM HERE: the page was not drawn")
 def test_a_browser_draws_it_without_complaint(report: str, tmp_path: Path) -> None:
     """And nothing is wider than a phone."""

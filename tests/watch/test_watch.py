@@ -166,6 +166,22 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
     assert (tmp_path / "run.jsonl").read_text().count("NaN") == 0
 
 
+def test_a_plan_is_told_again_when_something_travels_otherwise(tmp_path: Path) -> None:
+    """And not when DDP's rebuilt buckets round to a few bytes more, and come in another order."""
+    simulated, path = simulation(), tmp_path / "run.jsonl"
+    with Watch(simulated.syncs[0], path):
+        train(simulated, range(1))
+    (first,) = read_run(path).plans
+    rebuilt = [{**route, "message_bytes": route["message_bytes"] + 2} for route in reversed(first["routes"])]
+    other = [{**route, "detail": "uncompressed"} for route in rebuilt]
+    with path.open("a") as file:
+        file.writelines(
+            json.dumps({**first, "step": 2, "routes": routes}) + "\n" for routes in (rebuilt, other)
+        )
+    told = read_run(path).plans
+    assert [(plan["step"], plan["routes"]) for plan in told] == [(1, rebuilt), (2, other)]
+
+
 def test_a_resumed_run_is_one(tmp_path: Path) -> None:
     """Stopped after 5 steps, resumed from a checkpoint of the third; the last line was cut off."""
     first, path = simulation(), tmp_path / "run.jsonl"

@@ -228,8 +228,11 @@ def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> N
         if record["kind"] == "run":
             run.name, run.processes = record["name"] or run.name, record["processes"]
         elif record["kind"] == "plan":
-            # Every start records its plan; only another one is news.
-            if not run.plans or _travels(run.plans[-1]) != _travels(record):
+            # Every start records its plan. And once DDP has rebuilt its buckets, rounding may move a few
+            # bytes from one parameter to the next: that is the same plan, with its final bytes.
+            if run.plans and _travels(run.plans[-1]) == _travels(record):
+                run.plans[-1]["routes"] = record["routes"]
+            else:
                 run.plans.append(cast(PlanRecord, record))
         else:
             # Within one start as well: a training loop may load an earlier state and go on from there.
@@ -239,7 +242,7 @@ def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> N
 
 
 def _travels(plan: Mapping[str, Any]) -> tuple[object, object]:
-    return plan["algorithm"], plan["routes"]
+    return plan["algorithm"], sorted((each["label"], each["detail"]) for each in plan["routes"])
 
 
 def _go_back_to(step: int, run: Run, undone: list[tuple[int, int]]) -> None:
