@@ -6,6 +6,7 @@ import fcntl
 import gc
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -33,6 +34,9 @@ _ended = pytest.StashKey[str]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Fork xdist's workers from the server that will fork the tests' processes: all import together, once."""
+    # A shell lets what it starts in the background ignore Ctrl-C, and so would all that the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     workers = config.getoption("tx", None)
     if workers and not hasattr(config, "workerinput"):
         forked.modules += PACKAGES
@@ -56,6 +60,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """Tell each of xdist's workers the folder that all share."""
     node.workerinput["ended"] = node.config.stash[_ended]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell failures apart that may be the machine's: of measurements, while others used it."""
+    failed = [each.nodeid for each in terminalreporter.getreports("failed") if "alone" in each.keywords]
+    if failed:
+        terminalreporter.section("failed, but need a quiet machine: run them again, alone")
+        terminalreporter.line(f"pytest {' '.join(map(shlex.quote, failed))}")
 
 
 def pytest_unconfigure() -> None:

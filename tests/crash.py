@@ -60,8 +60,8 @@ def run(
     body: Callable[..., Any],
     *args: Any,
     processes: int = 3,
-    timeout_seconds: float = 3.0,
-    limit_seconds: float = 60.0,
+    timeout_seconds: float = 30.0,
+    limit_seconds: float = 100.0,
 ) -> list[Ended]:
     """Run `body(setting, *args)` in fresh processes; all have ended when this returns.
 

@@ -19,7 +19,7 @@ from thinwire.end_signals import EndSignals
 
 pytest.importorskip("torchft")
 
-WITHIN_SECONDS = 30.0
+WITHIN_SECONDS = 60.0
 
 # Every start leaves a file of its member's number; then they part.
 PARTING = """

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -36,15 +36,6 @@ def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
     ]  # fmt: skip
 
 
-@pytest.fixture
-def ctrl_c_interrupts() -> Iterator[None]:
-    """A shell starts what is in the background with Ctrl-C ignored, and so would these tests be."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("interrupts_last", [False, True])
 def test_ctrl_c_ends_all_members_before_it_goes_on(interrupts_last: bool) -> None:
     """The one that runs, the one that waits, and the one that has not begun."""

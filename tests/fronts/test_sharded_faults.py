@@ -22,7 +22,6 @@ from thinwire.testing import fail_at, faults
 pytestmark = runs_on_cpus
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
 LOST, AT = 3, 2  # the second shard of the second replica, in the third step
-TIMEOUT_SECONDS = 2.0
 
 
 def remembered(sync: Any) -> dict[str, torch.Tensor]:
@@ -31,7 +30,7 @@ def remembered(sync: Any) -> dict[str, torch.Tensor]:
 
 def test_all_shards_and_replicas_are_told_of_a_lost_one() -> None:
     """It dies between its messages. Who waits for it raises and ends, and so who waits for those."""
-    ended = crash.run(_until_lost, processes=4, timeout_seconds=TIMEOUT_SECONDS)
+    ended = crash.run(_until_lost, processes=4)
     assert ended[LOST] == crash.Ended(None, -9)
     for process, each in enumerate(ended[:LOST]):
         world, kind, words, steps, is_as_before, owes = each.told

@@ -456,18 +456,18 @@ def test_of_two_threads_the_last_to_end_restores_the_users_setting() -> None:
 
     def one(rank: int) -> None:
         with full_precision(torch.device("cpu")):
-            entered.wait(10)
+            entered.wait(60)
             if rank == 1:
-                may_leave.wait(10)
+                may_leave.wait(60)
                 inside.append(_of_products())
 
     torch.set_float32_matmul_precision("high")
     try:
         with ThreadPoolExecutor(2) as threads:
             first, second = (threads.submit(one, rank) for rank in range(2))
-            first.result(10)
+            first.result(60)
             may_leave.set()
-            second.result(10)
+            second.result(60)
         assert torch.get_float32_matmul_precision() == "high"
         assert _of_products() == "tf32"
     finally:

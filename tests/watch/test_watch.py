@@ -689,9 +689,9 @@ def test_waiting_for_a_slow_process_is_waiting_on_every_front(pool2: Pool) -> No
             seconds = {kind: sum(each[f"{kind}_seconds"] for each in steps) for kind in KINDS_OF_TIME}
             assert seconds["arithmetic"] + seconds["waiting"] < seconds["step"], name
             for each in steps[2:]:
-                assert each["waiting_seconds"] > 0.5 * SLOW_SECONDS, name
+                assert each["waiting_seconds"] > 0.1 * SLOW_SECONDS, name
                 assert each["arithmetic_seconds"] > 0, name
-                assert each["exposed_seconds"] > 0.5 * SLOW_SECONDS, name
+                assert each["exposed_seconds"] > 0.1 * SLOW_SECONDS, name
                 assert each["gradient_bytes"] > 5 * each["message_bytes"], name
 
 
