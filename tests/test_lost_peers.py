@@ -147,7 +147,7 @@ def test_the_others_are_told_where_and_keep_their_memory(
     front: str, algorithm: Algorithm, fault: Fault
 ) -> None:
     # Who dies is missed at once.
-    timeout = {"timeout_seconds": TIMEOUT_SECONDS} if fault.kind == "stall" else {}
+    timeout: dict[str, Any] = {"timeout_seconds": TIMEOUT_SECONDS} if fault.kind == "stall" else {}
     ended = crash.run(train_until_lost, front, algorithm, fault, **timeout)
     assert len(ended) == 3
     for process, each in enumerate(ended):
