@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -213,34 +213,17 @@ def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
 
 
 def code_kernels_for(like: torch.Tensor) -> CodeKernels:
-    """Return the kernels of the first backend that serves averaging in few bits.
-
-    Args:
-        like: What is averaged; its device and type count.
-    """
-    for backend in backends:
-        if backend.serves_codes(like):
-            kernels = backend.load_codes()
-            if kernels is not None:
-                return kernels
-    names = ", ".join(backend.name for backend in backends)
-    raise AssertionError(f"no backend of {names} serves {like.dtype} on {like.device}; PyTorch's serves all")
+    """Return the kernels of the first backend that serves averaging in few bits of a tensor like this one."""
+    serving = (backend.load_codes() for backend in backends if backend.serves_codes(like))
+    return next((kernels for kernels in serving if kernels is not None), _torch[1])
 
 
 def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
-    """Return the kernels of the first backend that serves averaging of few entries.
-
-    Args:
-        like: What is averaged; its device and type count.
-    """
+    """Return the kernels of the first backend that serves averaging of few entries of such a tensor."""
     # On an accelerator PyTorch's: nobody else has any, and to ask others might warn of what they lack.
-    serving = backends if like.device.type == "cpu" else (TORCH,)
-    for backend in serving:
-        if backend.serves_codes(like):
-            kernels = backend.load_entries()
-            if kernels is not None:
-                return kernels
-    return _torch[2]
+    here = backends if like.device.type == "cpu" else (TORCH,)
+    serving = (backend.load_entries() for backend in here if backend.serves_codes(like))
+    return next((kernels for kernels in serving if kernels is not None), _torch[2])
 
 
 def products(
@@ -251,16 +234,11 @@ def products(
     add_error: bool,
 ) -> list[torch.Tensor]:
     """As `Kernels.products`, each group by its backend."""
-    results: dict[int, torch.Tensor] = {}
-    for kernels, share in _shares(groups):
-        lefts = kernels.products(
-            [groups[index] for index in share],
-            [rights[index] for index in share],
-            loss_scale,
-            add_error=add_error,
-        )
-        results.update(zip(share, lefts, strict=True))
-    return [results[index] for index in range(len(groups))]
+    return _shared_out(
+        _kinds(groups),
+        [groups, rights],
+        lambda kernels, *its: kernels.products(*its, loss_scale, add_error=add_error),
+    )
 
 
 def projections(
@@ -271,16 +249,11 @@ def projections(
     add_error: bool,
 ) -> list[torch.Tensor]:
     """As `Kernels.projections`, each group by its backend."""
-    results: dict[int, torch.Tensor] = {}
-    for kernels, share in _shares(groups):
-        owns = kernels.projections(
-            [groups[index] for index in share],
-            [lefts[index] for index in share],
-            loss_scale,
-            add_error=add_error,
-        )
-        results.update(zip(share, owns, strict=True))
-    return [results[index] for index in range(len(groups))]
+    return _shared_out(
+        _kinds(groups),
+        [groups, lefts],
+        lambda kernels, *its: kernels.projections(*its, loss_scale, add_error=add_error),
+    )
 
 
 def reconstruct(
@@ -292,31 +265,23 @@ def reconstruct(
     spares: Sequence[torch.Tensor | None] | None = None,
 ) -> None:
     """As `Kernels.reconstruct`, each group by its backend."""
-    for kernels, share in _shares(groups):
-        kernels.reconstruct(
-            [groups[index] for index in share],
-            [errors[index] for index in share],
-            [terms[index] for index in share],
-            loss_scale,
-            is_healthy,
-            None if spares is None else [spares[index] for index in share],
-        )
+    _shared_out(
+        _kinds(groups),
+        [groups, errors, terms, spares or [None] * len(groups)],
+        lambda kernels, *its: kernels.reconstruct(*its[:3], loss_scale, is_healthy, its[3]),
+    )
 
 
 def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
     """As `Kernels.subtract_own`, each group by its backend."""
-    for kernels, share in _shares(groups):
-        kernels.subtract_own([groups[index] for index in share], [factors[index] for index in share])
+    _shared_out(_kinds(groups), [groups, factors], lambda kernels, *its: kernels.subtract_own(*its))
 
 
 def write(items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
     """As `Kernels.write`, each tensor by its backend."""
-    results: dict[int, torch.Tensor] = {}
     # By device and type alone: writing is the same at every matrix rank.
-    for kernels, share in _by_kernels([(item.target, 1) for item in items]):
-        written = kernels.write([items[index] for index in share], is_healthy)
-        results.update(zip(share, written, strict=True))
-    return [results[index] for index in range(len(items))]
+    kinds = [(item.target, 1) for item in items]
+    return _shared_out(kinds, [items], lambda kernels, its: kernels.write(its, is_healthy))
 
 
 def orthonormal_rows(
@@ -324,34 +289,33 @@ def orthonormal_rows(
 ) -> list[torch.Tensor]:
     """Return an orthonormal basis of the rows of every matrix, as `Kernels.orthonormal_rows`.
 
-    One function for all: buckets whose `Jointly` names it are served by one call.
-
-    Args:
-        batches: Shape (matrices, rows, columns) each; they may differ in shape, type and device.
-        drawn: As of `Kernels.orthonormal_rows`.
+    A module-level function, so that requests from all buckets are batched into one call.
     """
-    results: dict[int, torch.Tensor] = {}
-    for kernels, share in _by_kernels([(batch, batch.shape[1]) for batch in batches]):
-        instead = None if drawn is None else [drawn[index] for index in share]
-        bases = kernels.orthonormal_rows([batches[index] for index in share], instead)
-        results.update(zip(share, bases, strict=True))
-    return [results[index] for index in range(len(batches))]
+    kinds = [(batch, batch.shape[1]) for batch in batches]
+    columns = [batches] if drawn is None else [batches, drawn]
+    return _shared_out(kinds, columns, lambda kernels, *its: kernels.orthonormal_rows(*its))
 
 
-def _shares(groups: Sequence[MatrixGroup]) -> list[tuple[Kernels, list[int]]]:
-    return _by_kernels([(group.matrices[0], group.matrix_rank) for group in groups])
+def _kinds(groups: Sequence[MatrixGroup]) -> list[tuple[torch.Tensor, int]]:
+    return [(group.matrices[0], group.matrix_rank) for group in groups]
 
 
-def _by_kernels(items: Sequence[tuple[torch.Tensor, int]]) -> list[tuple[Kernels, list[int]]]:
-    """Return which kernels compute what, by index: all of a backend in one call, device by device.
+def _shared_out(
+    kinds: Sequence[tuple[torch.Tensor, int]],
+    columns: Sequence[Sequence[Any]],
+    compute: Callable[..., Sequence[Any] | None],
+) -> list[Any]:
+    """Return what is computed of some items, in their order: all of a backend in one call, device by device.
 
-    Args:
-        items: As `kernels_for` takes them.
+    `kinds` are as `kernels_for` takes them; of each column, `compute` gets what belongs to its items.
     """
-    # So that one launch may serve many shapes. A launch is of one device, where a model's parameters may lie
-    # on several: a kernel that got an address of another one's memory would fault, or write nobody knows
-    # where.
+    # One launch may serve many shapes. It is on one device, and a model's parameters may lie on several: a
+    # kernel that got an address of another device's memory would fault, or write anywhere.
     shares: dict[tuple[Kernels, torch.device], list[int]] = {}
-    for index, (like, matrix_rank) in enumerate(items):
+    for index, (like, matrix_rank) in enumerate(kinds):
         shares.setdefault((kernels_for(like, matrix_rank), like.device), []).append(index)
-    return [(kernels, share) for (kernels, _), share in shares.items()]
+    results: dict[int, Any] = {}
+    for (kernels, _), share in shares.items():
+        computed = compute(kernels, *([column[index] for index in share] for column in columns))
+        results.update(zip(share, computed or [None] * len(share), strict=True))
+    return [results[index] for index in range(len(kinds))]
