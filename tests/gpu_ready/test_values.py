@@ -12,9 +12,9 @@ from catalog import buckets, random_gradients, spec
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.lowrank import rooms
+from thinwire.algorithms.lowrank import residual_layout
 from thinwire.algorithms.lowrank.config import LowRank
-from thinwire.algorithms.lowrank.rooms import Wanted, _laid_alike, all_laid
+from thinwire.algorithms.lowrank.residual_layout import Wanted, _laid_alike, all_laid
 from thinwire.algorithms.lowrank.slots import BASIS
 from thinwire.kernels import dispatch, torch_kernels
 from thinwire.kernels.matrices import MatrixGroup
@@ -259,7 +259,7 @@ def test_residuals_lie_as_their_matrices_do(monkeypatch: pytest.MonkeyPatch) -> 
     again = _laid_alike(groups("b", "a", "d", "c"), together, torch.float32)
     assert all(again[name] is room for name, room in together.items())
 
-    monkeypatch.setattr(rooms, "kernels_for", lambda like, matrix_rank: matrix_rank)
+    monkeypatch.setattr(residual_layout, "kernels_for", lambda like, matrix_rank: matrix_rank)
     apart = _laid_alike(groups("a", "b", "c", "d"), together, torch.float32)
     assert len({room.untyped_storage().data_ptr() for room in apart.values()}) == 4
     assert all(torch.equal(room, together[name]) for name, room in apart.items())

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from thinwire.algorithms.requests import Requests
-from thinwire.algorithms.spelling import check_names
+from thinwire.algorithms.setting_names import check_names
 from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from thinwire.kernels.kept import number_on, on_device
+from thinwire.kernels.device_cache import number_on, on_device
 
 __all__ = ["Rooms", "move_where", "row_elements"]
 

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import pad, threshold
 
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.kept import number_on
+from thinwire.kernels.device_cache import number_on
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
     Factors,

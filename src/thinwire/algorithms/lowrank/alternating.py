@@ -14,9 +14,9 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.lowrank.bases import StartingBases
+from thinwire.algorithms.lowrank.batched_calls import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factor_messages import average_factors
-from thinwire.algorithms.lowrank.joint import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.two_rounds import Approximation
 from thinwire.algorithms.requests import Jointly, Message, Request
 from thinwire.kernels.dispatch import orthonormal_rows, subtract_own

@@ -11,9 +11,9 @@ from torch.nn.functional import pad
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.lowrank.batched_calls import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factor_messages import average_factors
-from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests

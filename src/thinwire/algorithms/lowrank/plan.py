@@ -15,8 +15,8 @@ from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import exchange_uncompressed
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
+from thinwire.algorithms.lowrank.batched_calls import all_divided, all_written, all_zeros
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
-from thinwire.algorithms.lowrank.joint import all_divided, all_written, all_zeros
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.algorithms.requests import Jointly, Message, Request, Requests
 from thinwire.kernels.dispatch import name_of_kernels_for

@@ -13,9 +13,9 @@ import torch
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.lowrank.alternating import alternate
-from thinwire.algorithms.lowrank.joint import Reconstruction, all_reconstructed
+from thinwire.algorithms.lowrank.batched_calls import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan
-from thinwire.algorithms.lowrank.rooms import Wanted, all_laid
+from thinwire.algorithms.lowrank.residual_layout import Wanted, all_laid
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests

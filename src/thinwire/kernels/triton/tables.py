@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.kernels.kept import on_device
+from thinwire.kernels.device_cache import on_device
 
 __all__ = ["each_of", "padded", "table_of", "tiles_of"]
 
