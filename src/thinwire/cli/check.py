@@ -83,7 +83,7 @@ def check(
         if device not in (None, own_device.type):
             raise ConfigError(_unlike(own_device.type, str(device)))
         works = _checked_and_printed(Bench(own_device), report, kept)
-    if os.environ["RANK"] == "0":
+    if os.environ.get("RANK", "0") == "0":
         tell_without_numba()
     if not works:
         raise typer.Exit(1)
