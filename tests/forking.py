@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from thinwire import cli, local_job
+from thinwire import cli, lifeline, local_job
 
 
 class Forked:
@@ -68,6 +68,7 @@ def _be(command: Sequence[str], out: int, environment: Mapping[str, str]) -> NoR
         os.dup2(out, number)
     os.environ.clear()
     os.environ.update(environment)
+    lifeline.follow_launcher()
     sys.argv = list(command)
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)
     os._exit(0)

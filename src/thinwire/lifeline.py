@@ -21,10 +21,15 @@ def following(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", __file__, *command]
 
 
-if __name__ == "__main__":
+def follow_launcher() -> None:
+    """Let Linux kill this process when its launcher ends; that stays when it becomes another program."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # stays when this becomes the command
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         # The request first, then the look: a launcher that ends in between is not missed.
         if os.getppid() != int(os.environ[LAUNCHER_VARIABLE]):
             sys.exit(1)
+
+
+if __name__ == "__main__":
+    follow_launcher()
     os.execv(sys.argv[1], sys.argv[1:])
