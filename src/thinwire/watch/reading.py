@@ -26,6 +26,7 @@ from thinwire.watch.records import (
 __all__ = ["Growing", "Point", "Run", "printable", "read_run"]
 
 MAX_BYTES = 1 << 28
+READ_UP_TO_THERE = "; read up to there"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     except OSError as error:
         raise ConfigError(f"{shown} can't be read: {error.strerror}") from error
     if not segments:
-        raise ConfigError(f"{shown} is no file of a thinwire.Watch: {run.damage or 'it is empty'}")
+        why = (run.damage or "it is empty").removesuffix(READ_UP_TO_THERE)
+        raise ConfigError(f"{shown} is no file of a thinwire.Watch: {why}; give one that a Watch has written")
     # Of any start: training may have been resumed with a later version.
     later = max(segment[0]["format"] for segment in segments)
     if later > FORMAT:
@@ -179,7 +181,7 @@ def _undamaged(path: Path, run: Run) -> Iterator[Record]:
                 if number == 1 and record["kind"] != "run":
                     raise ValueError("the first line must be of kind run")
             except ValueError as error:
-                run.damage = f"line {number} is damaged ({error}); read up to there"
+                run.damage = f"line {number} is damaged ({error}){READ_UP_TO_THERE}"
                 return
             if record["kind"] == "run":
                 # Two processes that append to one file interleave their steps: nobody can take them

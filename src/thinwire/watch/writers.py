@@ -48,12 +48,16 @@ class JSONLWriter:
         path: The file.
 
     Raises:
-        ConfigError: The file is there, and is not a `Watch`'s.
+        ConfigError: The file is there, and is not a `Watch`'s; or its folder is not there.
         OSError: It can't be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise ConfigError(
+                f"{self.path} can't be written: there is no folder {self.path.parent}; make it first"
+            )
         if self.path.is_file() and self.path.stat().st_size > 0:
             # Before anything is cut off. Bounded: another program's file may be one line of any length.
             with self.path.open("rb") as file:
