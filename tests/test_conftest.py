@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from launcher import run_python
@@ -30,10 +31,10 @@ sys.exit(pytest.main(sys.argv[3:]))
 
 def test_in_the_background_and_where_a_measurement_fails(tmp_path: Path) -> None:
     """As a shell starts it, with Ctrl-C ignored."""
-    path = tmp_path / "test_failing.py"
-    path.write_text(FAILING)
-    options = ["-q", "-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    done = run_python("-u", "-c", IN_THE_BACKGROUND, *options, f"--rootdir={tmp_path}", str(path))
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_failing.py").write_text(FAILING)
+    options = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}"]
+    done = run_python("-u", "-c", IN_THE_BACKGROUND, *options, str(tmp_path))
     assert "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
     told = done.stdout.partition("failed, but need a quiet machine")[2].splitlines()[1]
     assert "test_failing.py::test_rate" in told
