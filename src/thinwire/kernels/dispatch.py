@@ -24,8 +24,6 @@ from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.kernels.torch_entries import TorchEntries
 from thinwire.kernels.torch_kernels import TorchKernels
 from thinwire.kernels.triton import limits as triton_limits
-from thinwire.kernels.triton.triton_codes import TritonCodes
-from thinwire.kernels.triton.triton_kernels import TritonKernels
 
 __all__ = [
     "NUMBA",
@@ -117,7 +115,7 @@ def _numba_entries() -> EntryKernels | None:
 def _triton_serves(like: torch.Tensor, matrix_rank: int) -> bool:
     if not triton_limits.reaches(like.device):
         return False
-    if like.dtype not in TritonKernels.gradient_types:
+    if like.dtype not in triton_limits.GRADIENT_TYPES:
         triton_limits.tell(f"Triton's kernels do not take {like.dtype}")
         return False
     if matrix_rank > triton_limits.FACTOR_ROWS:
@@ -137,9 +135,18 @@ def _triton_serves_codes(like: torch.Tensor) -> bool:
     return True
 
 
-# One of each for the process: groups are put together by the kernels that serve them. None of them compiles
-# anything before it is asked for something.
-_triton, _torch = (TritonKernels(), TritonCodes()), (TorchKernels(), TorchCodes(), TorchEntries())
+@lru_cache(maxsize=1)
+def _triton_kernels() -> Kernels:
+    return cast("Kernels", import_module("thinwire.kernels.triton.triton_kernels").TritonKernels())
+
+
+@lru_cache(maxsize=1)
+def _triton_codes() -> CodeKernels:
+    return cast("CodeKernels", import_module("thinwire.kernels.triton.triton_codes").TritonCodes())
+
+
+# One of each for the process: groups are put together by the kernels that serve them.
+_torch = (TorchKernels(), TorchCodes(), TorchEntries())
 
 NUMBA = Backend(
     "Numba",
@@ -154,9 +161,9 @@ NUMBA = Backend(
 TRITON = Backend(
     "Triton",
     _triton_serves,
-    lambda: _triton[0] if triton_limits.can_be_used() else None,
+    lambda: _triton_kernels() if triton_limits.can_be_used() else None,
     _triton_serves_codes,
-    lambda: _triton[1] if triton_limits.can_be_used() else None,
+    lambda: _triton_codes() if triton_limits.can_be_used() else None,
     version=lambda: triton_limits.installed() or "",
 )
 TORCH = Backend(

@@ -11,10 +11,20 @@ import torch
 
 from thinwire.tensors.accelerators import note_shortfall
 
-__all__ = ["FACTOR_ROWS", "OLDEST_CAPABILITY", "can_be_used", "installed", "reaches", "tell"]
+__all__ = [
+    "FACTOR_ROWS",
+    "GRADIENT_TYPES",
+    "OLDEST_CAPABILITY",
+    "can_be_used",
+    "installed",
+    "reaches",
+    "tell",
+]
 
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
+
+GRADIENT_TYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 # PyTorch's nightly wheels, NVIDIA's containers and wheels for ROCm come with one of their own.
 PACKAGES = ("triton", "pytorch-triton", "pytorch-triton-rocm", "triton-rocm")

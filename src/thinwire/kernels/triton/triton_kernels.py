@@ -15,6 +15,7 @@ from thinwire.kernels.matrices import Factors, MatrixGroup, Terms, Write
 from thinwire.kernels.torch_kernels import TorchKernels
 from thinwire.kernels.triton import launcher, triton_bases
 from thinwire.kernels.triton.launcher import FUSED
+from thinwire.kernels.triton.limits import GRADIENT_TYPES
 from thinwire.kernels.triton.tables import each_of, padded, table_of, tiles_of
 
 __all__ = ["TritonKernels"]
@@ -34,7 +35,7 @@ SUMS, ELEMENTS = 1024, 4096
 class TritonKernels(Kernels):
     """A few kernels over tables of addresses; see `Kernels` for what each method does."""
 
-    gradient_types = frozenset(LETTERS)
+    gradient_types = GRADIENT_TYPES
 
     def __init__(self) -> None:
         self._others = TorchKernels()
