@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from kernel_calls import asked, wanted
 from pool import Pool
 from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
 from thinwire.algorithms import Algorithm
@@ -34,7 +35,7 @@ from thinwire.kernels.dispatch import (
     projections,
     reconstruct,
 )
-from thinwire.kernels.matrices import Factors, MatrixGroup, Write
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
 from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.kernels.torch_kernels import TorchKernels
 from thinwire.kernels.triton.limits import OLDEST_CAPABILITY
@@ -372,9 +373,9 @@ def test_tritons_kernels_give_what_pytorchs_give(bits: int, matrix_rank: int, dt
     for kernels, held in ((triton, dtype), (plain, torch.float32)):
         matrices, errors = given[0].to(dtype).to(held), given[1].clone()
         group = MatrixGroup(["a", "b"], list(matrices), list(errors), matrix_rank)
-        (basis,) = kernels.orthonormal_rows(kernels.products([group], [right], None, add_error=True))
-        (own,) = kernels.projections([group], [basis], None, add_error=False)
-        kernels.reconstruct([group], [list(errors)], [[Factors(basis, own, own)]], None)
+        (basis,) = kernels.orthonormal_rows(kernels.products(asked([group], [right], None, add_error=True)))
+        (own,) = kernels.projections(asked([group], [basis], None, add_error=False))
+        kernels.reconstruct(wanted([group], [list(errors)], [[Factors(basis, own, own)]], None))
         found.append((basis, own, matrices.float(), errors))
     loss = 1e-5 if dtype == torch.float32 else 1e-2
     for one, other in zip(*found, strict=True):
@@ -399,7 +400,7 @@ def test_the_device_keeps_what_was_where_a_step_is_not_healthy(healthy: bool) ->
         left, own = (torch.randn(1, 4, size, device="cuda", generator=draw) for size in (70, 64))
         before = error.clone()
         group = MatrixGroup(["a"], [matrix], [error], 4)
-        kernels.reconstruct([group], [[error]], [[Factors(left, own, own)]], None, flag)
+        kernels.reconstruct(wanted([group], [[error]], [[Factors(left, own, own)]], None, flag))
         assert matrix.isnan().all() == (not healthy)
         assert torch.equal(error, before) == (not healthy)
         gradient, new, old = torch.zeros(5000, device="cuda"), own.clone(), torch.zeros_like(own)
@@ -431,9 +432,9 @@ def test_the_arithmetic_can_be_captured_as_a_graph(monkeypatch: pytest.MonkeyPat
 
     def arithmetic() -> None:
         group = MatrixGroup(["a", "b", "c"], list(flat.view(3, 40, 64)), list(errors), 2)
-        (left,) = orthonormal_rows(products([group], [right], None, add_error=True))
-        (own,) = projections([group], [left], None, add_error=False)
-        reconstruct([group], [list(errors)], [[Factors(left, own, own)]], None)
+        (left,) = orthonormal_rows(products([Asked(group, right, None, True)]))
+        (own,) = projections([Asked(group, left, None, False)])
+        reconstruct([Reconstruction(group, list(errors), [Factors(left, own, own)], None)])
 
     before = flat.clone(), errors.clone()
     arithmetic()

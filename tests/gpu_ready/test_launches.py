@@ -27,6 +27,7 @@ from gpu_ready.counting import (
     gpt2_small,
     on_meta,
 )
+from kernel_calls import asked
 from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, Memory
 from thinwire.algorithms.error_feedback import ERROR
@@ -340,7 +341,7 @@ def test_what_kernels_write_to_by_address_is_fp32_whatever_the_default_type() ->
     torch.set_default_dtype(torch.bfloat16)
     try:
         with on_meta():
-            (left,) = TritonKernels().products([group], [factor], None, add_error=False)
+            (left,) = TritonKernels().products(asked([group], [factor], None, add_error=False))
             (basis,) = TritonKernels().orthonormal_rows([left])
     finally:
         torch.set_default_dtype(torch.float32)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from catalog import spec
+from kernel_calls import asked, wanted
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
@@ -89,17 +90,17 @@ class Counting(TorchKernels):
     def __init__(self) -> None:
         self.given: list[tuple[str, int]] = []
 
-    def products(self, groups, *args, **options):  # type: ignore[no-untyped-def]
-        self.given.append(("products", len(groups)))
-        return super().products(groups, *args, **options)
+    def products(self, items):  # type: ignore[no-untyped-def]
+        self.given.append(("products", len(items)))
+        return super().products(items)
 
-    def projections(self, groups, *args, **options):  # type: ignore[no-untyped-def]
-        self.given.append(("projections", len(groups)))
-        return super().projections(groups, *args, **options)
+    def projections(self, items):  # type: ignore[no-untyped-def]
+        self.given.append(("projections", len(items)))
+        return super().projections(items)
 
-    def reconstruct(self, groups, *args):  # type: ignore[no-untyped-def]
-        self.given.append(("reconstruct", len(groups)))
-        super().reconstruct(groups, *args)
+    def reconstruct(self, items):  # type: ignore[no-untyped-def]
+        self.given.append(("reconstruct", len(items)))
+        super().reconstruct(items)
 
     def subtract_own(self, groups, factors):  # type: ignore[no-untyped-def]
         self.given.append(("subtract_own", len(groups)))
@@ -129,18 +130,18 @@ def test_each_backend_gets_all_its_groups_in_one_call_and_answers_keep_their_ord
     groups = [MatrixGroup(["m"], [draw(*shape)], [None], matrix_rank) for shape, matrix_rank in kinds]
     whole = [group.matrices[0].clone() for group in groups]
     rights = [draw(1, matrix_rank, shape[1]) for shape, matrix_rank in kinds]
-    lefts = dispatch.products(groups, rights, None, add_error=True)
+    lefts = dispatch.products(asked(groups, rights, None, add_error=True))
     for left, right, matrix in zip(lefts, rights, whole, strict=True):
         torch.testing.assert_close(left[0], right[0] @ matrix.t())
     bases = dispatch.orthonormal_rows(lefts)
     assert [basis.shape for basis in bases] == [left.shape for left in lefts]
-    owns = dispatch.projections(groups, bases, None, add_error=False)
+    owns = dispatch.projections(asked(groups, bases, None, add_error=False))
     factors = [Factors(basis, own, own) for basis, own in zip(bases, owns, strict=True)]
     dispatch.subtract_own(groups, factors)
     for group, basis, matrix in zip(groups, bases, whole, strict=True):
         torch.testing.assert_close(group.matrices[0], matrix - basis[0].t() @ basis[0] @ matrix)
     errors = [[torch.empty_like(matrix)] for matrix in whole]
-    dispatch.reconstruct(groups, errors, [[each] for each in factors], None)
+    dispatch.reconstruct(wanted(groups, errors, [[each] for each in factors], None))
     for group, each in zip(groups, factors, strict=True):
         torch.testing.assert_close(group.matrices[0], each.basis[0].t() @ each.own[0])
     in_order = ["products", "orthonormal_rows", "projections", "subtract_own", "reconstruct"]
@@ -153,9 +154,9 @@ def test_what_lies_on_several_devices_is_served_device_by_device(monkeypatch: py
     devices = ["cpu", "meta", "cpu"]
     groups = [MatrixGroup(["m"], [torch.eye(6, device=device)], [None], 2) for device in devices]
     rights = [torch.ones(1, 2, 6, device=device) for device in devices]
-    lefts = dispatch.products(groups, rights, None, add_error=True)
+    lefts = dispatch.products(asked(groups, rights, None, add_error=True))
     bases = dispatch.orthonormal_rows(lefts)
-    owns = dispatch.projections(groups, bases, None, add_error=False)
+    owns = dispatch.projections(asked(groups, bases, None, add_error=False))
     written = dispatch.write([Write(*each, None) for each in zip(bases, owns, strict=True)], None)
     for found in (lefts, bases, owns, written):
         assert [each.device.type for each in found] == devices
@@ -164,7 +165,7 @@ def test_what_lies_on_several_devices_is_served_device_by_device(monkeypatch: py
 
 
 def test_no_groups_no_work() -> None:
-    assert dispatch.products([], [], None, add_error=True) == []
+    assert dispatch.products(asked([], [], None, add_error=True)) == []
     assert dispatch.orthonormal_rows([]) == []
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from catalog import spec
+from kernel_calls import asked, wanted
 from thinwire import PowerSGD
 from thinwire.kernels import dispatch
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Factors, MatrixGroup
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup
 from thinwire.kernels.torch_kernels import TorchKernels
 from thinwire.simulation import Simulation
 
@@ -86,9 +87,7 @@ def test_products_add_the_error_and_multiply(
     group = group_of(shape, matrix_rank)
     before, right = copied(group), factor_of(2, matrix_rank, shape[1])
     loss_scale = None if scale is None else torch.tensor(scale)
-    after = both(
-        lambda kernels, each: kernels.products([each], [right], loss_scale, add_error=add_error), group
-    )
+    after = both(lambda kernels, each: kernels.products([Asked(each, right, loss_scale, add_error)]), group)
     changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
     assert changed == [add_error, add_error]
 
@@ -102,7 +101,8 @@ def test_projections(shape: tuple[int, int], scale: float | None, matrix_rank: i
     before, left = copied(group), factor_of(2, matrix_rank, shape[0])
     loss_scale = None if scale is None else torch.tensor(scale)
     after = both(
-        lambda kernels, each: kernels.projections([each], [left], loss_scale, add_error=add_error), group
+        lambda kernels, each: kernels.projections([Asked(each, left, loss_scale, add_error)]),
+        group,
     )
     changed = [not torch.equal(a, b) for a, b in zip(after.matrices, before.matrices, strict=True)]
     assert changed == [add_error, add_error]
@@ -125,7 +125,7 @@ def test_reconstruction(
 
     def reconstructed(kernels: Kernels, group: MatrixGroup) -> None:
         errors = [error for error in group.errors if error is not None]
-        kernels.reconstruct([group], [errors], [[factors]], loss_scale)
+        kernels.reconstruct(wanted([group], [errors], [[factors]], loss_scale))
 
     both(reconstructed, group_of(shape, matrix_rank))
 
@@ -137,8 +137,8 @@ def test_what_is_not_compiled_is_done_by_products() -> None:
     some = group_of(shape)
     some = replace(some, errors=[some.errors[0], None])
     torch.testing.assert_close(
-        NUMBA.products([copied(some)], [right], None, add_error=True),
-        TORCH.products([copied(some)], [right], None, add_error=True),
+        NUMBA.products(asked([copied(some)], [right], None, add_error=True)),
+        TORCH.products(asked([copied(some)], [right], None, add_error=True)),
         rtol=0,
         atol=0,
     )
@@ -155,7 +155,7 @@ def test_what_is_not_compiled_is_done_by_products() -> None:
             None,
             list(map(torch.empty_like, compiled.matrices)),
         ]
-        kernels.reconstruct(groups, errors, [terms, terms[1:], terms[1:]], None)
+        kernels.reconstruct(wanted(groups, errors, [terms, terms[1:], terms[1:]], None))
         results.append([several.matrices, errors[0], forgotten.matrices])
         torch.testing.assert_close(compiled.matrices, forgotten.matrices, rtol=1e-5, atol=1e-4)
         assert all(error.isfinite().all() for error in errors[2] or ())
@@ -167,10 +167,10 @@ def test_what_is_not_compiled_is_done_by_products() -> None:
 def test_what_is_not_finite_shows_in_every_factor(value: float, columns: int) -> None:
     group = group_of((6, columns))
     group.matrices[1][2, 3] = value
-    (left,) = NUMBA.products([group], [factor_of(2, 3, columns)], None, add_error=True)
+    (left,) = NUMBA.products(asked([group], [factor_of(2, 3, columns)], None, add_error=True))
     assert left[0].isfinite().all()
     assert not left[1, :, 2].isfinite().any()
-    (own,) = NUMBA.projections([group], [factor_of(2, 3, 6)], None, add_error=False)
+    (own,) = NUMBA.projections(asked([group], [factor_of(2, 3, 6)], None, add_error=False))
     assert own[0].isfinite().all()
     assert not own[1, :, 3].isfinite().any()
 
@@ -184,10 +184,10 @@ def test_the_place_in_memory_changes_no_bit(shape: tuple[int, int], offset: int,
     here, there = group_of(shape, matrix_rank), group_of(shape, matrix_rank, offset=offset)
     assert not any(place.data_ptr() % 64 for place in [*here.matrices, *here.errors] if place is not None)
     groups = [here, there]
-    assert torch.equal(*NUMBA.products(groups, [right] * 2, None, add_error=True))
-    assert torch.equal(*NUMBA.projections(groups, [left] * 2, None, add_error=False))
+    assert torch.equal(*NUMBA.products(asked(groups, [right] * 2, None, add_error=True)))
+    assert torch.equal(*NUMBA.projections(asked(groups, [left] * 2, None, add_error=False)))
     errors = [[error for error in group.errors if error is not None] for group in groups]
-    NUMBA.reconstruct(groups, errors, [[Factors(left, right, right)]] * 2, None)
+    NUMBA.reconstruct(wanted(groups, errors, [[Factors(left, right, right)]] * 2, None))
     of_here, of_there = ([*group.matrices, *group.errors] for group in (here, there))
     torch.testing.assert_close(of_here, of_there, rtol=0, atol=0)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from kernel_calls import asked, wanted
 from thinwire.kernels import torch_kernels
 from thinwire.kernels.matrices import Factors, MatrixGroup, round_all_into, round_into
 from thinwire.kernels.torch_kernels import TorchKernels
@@ -50,11 +51,11 @@ def test_matrices_at_equal_distances_are_one_batch(
     def run() -> list[torch.Tensor]:
         group = batched_group(shape, distance)
         made = [
-            *KERNELS.products([group], [right], loss_scale, add_error=not projects),
-            *KERNELS.projections([group], [left], loss_scale, add_error=projects),
+            *KERNELS.products(asked([group], [right], loss_scale, add_error=not projects)),
+            *KERNELS.projections(asked([group], [left], loss_scale, add_error=projects)),
         ]
         errors = [error for error in group.errors if error is not None]
-        KERNELS.reconstruct([group], [errors], [terms], loss_scale)
+        KERNELS.reconstruct(wanted([group], [errors], [terms], loss_scale))
         return [*made, *group.matrices, *errors]
 
     expected = run()
@@ -92,7 +93,7 @@ def test_of_a_batch_that_is_not_healthy_residuals_stay_by_one_choice(
     monkeypatch.setattr(torch, "where", chosen)
     for each, flag in ((plain, None), (group, torch.tensor(healthy))):
         errors = [error for error in each.errors if error is not None]
-        KERNELS.reconstruct([each], [errors], [terms], None, flag)
+        KERNELS.reconstruct(wanted([each], [errors], [terms], None, flag))
     for index in range(3):
         assert group.matrices[index].isnan().all() == (not healthy)
         error, expected = group.errors[index], (plain if healthy else before).errors[index]
@@ -138,16 +139,16 @@ def test_a_step_is_the_mathematics_of_the_paper(
         for g in groups
     ]
     rights = [factor_of(2, g.matrix_rank, g.matrices[0].shape[1]).to(dtype) for g in groups]
-    lefts = KERNELS.products(groups, rights, loss_scale, add_error=True)
-    own = KERNELS.projections(groups, lefts, loss_scale, add_error=False)
+    lefts = KERNELS.products(asked(groups, rights, loss_scale, add_error=True))
+    own = KERNELS.projections(asked(groups, lefts, loss_scale, add_error=False))
     for left, right, projection, m in zip(lefts, rights, own, whole, strict=True):
         torch.testing.assert_close(left, right @ m.mT, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(projection, left @ m, rtol=1e-4, atol=1e-1)
     bases = KERNELS.orthonormal_rows(lefts)
-    own = KERNELS.projections(groups, bases, loss_scale, add_error=False)
+    own = KERNELS.projections(asked(groups, bases, loss_scale, add_error=False))
     found = [Factors(basis, projection, projection / 2) for basis, projection in zip(bases, own, strict=True)]
     errors = [[torch.empty_like(m) for m in groups[0].matrices], None]
-    KERNELS.reconstruct(groups, errors, [[each] for each in found], loss_scale)
+    KERNELS.reconstruct(wanted(groups, errors, [[each] for each in found], loss_scale))
     for group, each in zip(groups, found, strict=True):
         torch.testing.assert_close(torch.stack([*group.matrices]), each.basis.mT @ each.mean)
     rest = (whole[0] - bases[0].mT @ own[0]) / (scale or 1)
@@ -183,7 +184,7 @@ def test_what_a_gradient_cannot_hold_goes_to_its_residual(
     gradients, errors = ([each[place] for each in found] for place in (0, 1))
     flag = None if healthy is None else torch.tensor(healthy)
     round_all_into(gradients, [mean.clone() for mean in means], errors, loss_scale, flag)
-    for (gradient, error), (wanted, rest), was in zip(found, expected, before, strict=True):
-        assert torch.equal(gradient, wanted)
+    for (gradient, error), (mean, rest), was in zip(found, expected, before, strict=True):
+        assert torch.equal(gradient, mean)
         assert torch.equal(error, was if healthy is False else rest)
     assert errors[0][3] > 1e5 or healthy is False

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernel_calls import asked, wanted
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm
 from thinwire.kernels import dispatch
@@ -83,12 +84,12 @@ def test_a_step_is_that_of_float64(case: str) -> None:
         [draw(len(group.matrices), group.matrix_rank, group.matrices[0].shape[side]) / 4 for group in groups]
         for side in (1, 0)
     )
-    found = TRITON.products(groups, rights, loss_scale, add_error=True)
+    found = TRITON.products(asked(groups, rights, loss_scale, add_error=True))
     for group, of_group in zip(groups, wholes, strict=True):
         for matrix, error, whole in zip(group.matrices, group.errors, of_group, strict=True):
             # The sum stays where the gradient was; in 16 bits, which can't hold it, it is added anew.
             assert (relative(matrix, whole) < 1e-6) == (dtype == torch.float32 or error is None)
-    owns = TRITON.projections(groups, lefts, loss_scale, add_error=False)
+    owns = TRITON.projections(asked(groups, lefts, loss_scale, add_error=False))
     for of_group, right, left, product, own in zip(wholes, rights, lefts, found, owns, strict=True):
         for index, whole in enumerate(of_group):
             assert relative(product[index], right[index].double() @ whole.T) < 1e-6
@@ -100,7 +101,7 @@ def test_a_step_is_that_of_float64(case: str) -> None:
     ]
     terms = [[Factors(*each)] for each in zip(lefts, owns, means, strict=True)]
     flag = None if healthy is None else torch.tensor(healthy)
-    TRITON.reconstruct(groups, written, terms, loss_scale, flag)
+    TRITON.reconstruct(wanted(groups, written, terms, loss_scale, flag))
     for group, of_group, errors, left, own, mean in zip(
         groups, wholes, written, lefts, owns, means, strict=True
     ):
@@ -122,7 +123,7 @@ def test_a_matrix_longer_than_a_program_adds_up_is_added_up_in_parts() -> None:
     draw = Drawing()
     group = MatrixGroup(["long"], [draw(SPLIT_ROWS + 3, 16)], [None], 2)
     left = draw(1, 2, SPLIT_ROWS + 3)
-    (own,) = TRITON.projections([group], [left], None, add_error=True)
+    (own,) = TRITON.projections(asked([group], [left], None, add_error=True))
     assert relative(own[0], left[0].double() @ group.matrices[0].double()) < 1e-6
 
 
@@ -133,7 +134,7 @@ def test_forgotten_residuals_and_several_terms() -> None:
         Factors(draw(1, 2, 18), draw(1, 2, 20), draw(1, 2, 20)),
         Factors(draw(1, 2, 20), draw(1, 2, 18), draw(1, 2, 18), basis_is_left=False),
     ]
-    TRITON.reconstruct([group], [None], [terms], None)
+    TRITON.reconstruct(wanted([group], [None], [terms], None))
     exact = terms[0].basis[0].double().T @ terms[0].mean[0].double()
     exact += terms[1].mean[0].double().T @ terms[1].basis[0].double()
     assert relative(group.matrices[0], exact) < 1e-6

@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from thinwire.kernels.matrices import Factors, MatrixGroup, Terms, Write
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
 
 __all__ = ["Kernels"]
 
@@ -33,65 +33,19 @@ class Kernels(Protocol):
     gradient_types: ClassVar[Collection[torch.dtype]]
     lays_by_shape: ClassVar[bool] = False
 
-    def products(
-        self,
-        groups: Sequence[MatrixGroup],
-        rights: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
-        """Return (M Q)ᵀ of every matrix, for each group (matrices, r, rows).
+    def products(self, items: Sequence[Asked]) -> list[torch.Tensor]:
+        """Return (M Q)ᵀ of every matrix, for each group (matrices, r, rows)."""
 
-        Args:
-            groups: The matrices and their residuals.
-            rights: Of each group Qᵀ, (matrices, r, columns).
-            loss_scale: What the loss was multiplied by, None for 1.
-            add_error: Whether these matrices are asked for the first time in this step.
-        """
+    def projections(self, items: Sequence[Asked]) -> list[torch.Tensor]:
+        """Return P̂ᵀ M of every matrix, for each group (matrices, r, columns)."""
 
-    def projections(
-        self,
-        groups: Sequence[MatrixGroup],
-        lefts: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
-        """Return P̂ᵀ M of every matrix, for each group (matrices, r, columns).
-
-        Args:
-            groups: The matrices and their residuals.
-            lefts: Of each group P̂ᵀ, (matrices, r, rows).
-            loss_scale: What the loss was multiplied by, None for 1.
-            add_error: Whether these matrices are asked for the first time in this step.
-        """
-
-    def reconstruct(
-        self,
-        groups: Sequence[MatrixGroup],
-        errors: Sequence[Sequence[torch.Tensor] | None],
-        terms: Sequence[Terms],
-        loss_scale: torch.Tensor | None,
-        is_healthy: torch.Tensor | None = None,
-        spares: Sequence[torch.Tensor | None] | None = None,
-    ) -> None:
+    def reconstruct(self, items: Sequence[Reconstruction]) -> None:
         """Turn every gradient into the mean one, in place, and write to its error what was not sent.
 
         Of gradients in 16 bits also what their type can't hold of the mean.
 
         What it sent is its own projection, P̂ · own, and not the mean one. Differences between processes
         then leave the residual, which so stays bounded; the mean of the residuals is the same.
-
-        Args:
-            groups: Every matrix is M less the own projections of all terms but the last.
-            errors: Of each group, where to write the new residual of each matrix, (rows, columns); None to
-                forget it. They may be the tensors that the group itself has as `errors`.
-            terms: Of each group the iterations of the step; their approximations add up.
-            loss_scale: What the loss was multiplied by, None for 1.
-            is_healthy: One bool, not read back: if it is false, errors stay as they were and gradients become
-                NaN. None for true.
-            spares: Of each group the spare row of its errors, as of `Rooms`; None if there are none.
         """
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:

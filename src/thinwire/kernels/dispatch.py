@@ -18,7 +18,7 @@ import torch
 from thinwire.kernels.base import Kernels
 from thinwire.kernels.codes import CodeKernels
 from thinwire.kernels.entries import EntryKernels
-from thinwire.kernels.matrices import Factors, MatrixGroup, Terms, Write
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
 from thinwire.kernels.numba.limits import FACTOR_ROWS
 from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.kernels.torch_entries import TorchEntries
@@ -233,55 +233,25 @@ def entry_kernels_for(like: torch.Tensor) -> EntryKernels:
     return next((kernels for kernels in serving if kernels is not None), _torch[2])
 
 
-def products(
-    groups: Sequence[MatrixGroup],
-    rights: Sequence[torch.Tensor],
-    loss_scale: torch.Tensor | None,
-    *,
-    add_error: bool,
-) -> list[torch.Tensor]:
+def products(items: Sequence[Asked]) -> list[torch.Tensor]:
     """As `Kernels.products`, each group by its backend."""
-    return _shared_out(
-        _kinds(groups),
-        [groups, rights],
-        lambda kernels, *its: kernels.products(*its, loss_scale, add_error=add_error),
-    )
+    return _shared_out(_kinds(items), [items], lambda kernels, its: kernels.products(its))
 
 
-def projections(
-    groups: Sequence[MatrixGroup],
-    lefts: Sequence[torch.Tensor],
-    loss_scale: torch.Tensor | None,
-    *,
-    add_error: bool,
-) -> list[torch.Tensor]:
+def projections(items: Sequence[Asked]) -> list[torch.Tensor]:
     """As `Kernels.projections`, each group by its backend."""
-    return _shared_out(
-        _kinds(groups),
-        [groups, lefts],
-        lambda kernels, *its: kernels.projections(*its, loss_scale, add_error=add_error),
-    )
+    return _shared_out(_kinds(items), [items], lambda kernels, its: kernels.projections(its))
 
 
-def reconstruct(
-    groups: Sequence[MatrixGroup],
-    errors: Sequence[Sequence[torch.Tensor] | None],
-    terms: Sequence[Terms],
-    loss_scale: torch.Tensor | None,
-    is_healthy: torch.Tensor | None = None,
-    spares: Sequence[torch.Tensor | None] | None = None,
-) -> None:
+def reconstruct(items: Sequence[Reconstruction]) -> list[None]:
     """As `Kernels.reconstruct`, each group by its backend."""
-    _shared_out(
-        _kinds(groups),
-        [groups, errors, terms, spares or [None] * len(groups)],
-        lambda kernels, *its: kernels.reconstruct(*its[:3], loss_scale, is_healthy, its[3]),
-    )
+    return _shared_out(_kinds(items), [items], lambda kernels, its: kernels.reconstruct(its))
 
 
 def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:
     """As `Kernels.subtract_own`, each group by its backend."""
-    _shared_out(_kinds(groups), [groups, factors], lambda kernels, *its: kernels.subtract_own(*its))
+    kinds = [(group.matrices[0], group.matrix_rank) for group in groups]
+    _shared_out(kinds, [groups, factors], lambda kernels, *its: kernels.subtract_own(*its))
 
 
 def write(items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
@@ -303,8 +273,8 @@ def orthonormal_rows(
     return _shared_out(kinds, columns, lambda kernels, *its: kernels.orthonormal_rows(*its))
 
 
-def _kinds(groups: Sequence[MatrixGroup]) -> list[tuple[torch.Tensor, int]]:
-    return [(group.matrices[0], group.matrix_rank) for group in groups]
+def _kinds(items: Sequence[Asked] | Sequence[Reconstruction]) -> list[tuple[torch.Tensor, int]]:
+    return [(item.group.matrices[0], item.group.matrix_rank) for item in items]
 
 
 def _shared_out(

@@ -19,8 +19,10 @@ from thinwire.tensors.layout import in_one_piece
 
 __all__ = [
     "DEPENDENT_BELOW",
+    "Asked",
     "Factors",
     "MatrixGroup",
+    "Reconstruction",
     "Terms",
     "Write",
     "add_errors",
@@ -86,6 +88,44 @@ class Factors:
 
 Terms: TypeAlias = Sequence[Factors]
 """The iterations of a step; their approximations add up."""
+
+
+class Asked(NamedTuple):
+    """A group that is to be multiplied by a factor.
+
+    Attributes:
+        group: The matrices and their residuals.
+        factor: Of each matrix Qᵀ, (matrices, r, columns), or P̂ᵀ, (matrices, r, rows).
+        loss_scale: What the loss was multiplied by, one tensor for all of a device in a step; None for 1.
+        add_error: Whether matrices are asked for the first time in the step: all that are asked together.
+    """
+
+    group: MatrixGroup
+    factor: torch.Tensor
+    loss_scale: torch.Tensor | None
+    add_error: bool
+
+
+class Reconstruction(NamedTuple):
+    """A group that is to become the mean.
+
+    Attributes:
+        group: Every matrix is M less the own projections of all terms but the last.
+        errors: Where to write the new residual of each matrix, (rows, columns); None to forget it. They may
+            be the tensors that the group itself has as `errors`.
+        terms: The iterations of the step; their approximations add up.
+        loss_scale: As of `Asked`.
+        is_healthy: One bool for the step, not read back: if it is false, errors stay as they were and
+            gradients become NaN. None for true.
+        spare: The spare row of the errors, as of `Rooms`; None if there is none.
+    """
+
+    group: MatrixGroup
+    errors: Sequence[torch.Tensor] | None
+    terms: Terms
+    loss_scale: torch.Tensor | None
+    is_healthy: torch.Tensor | None = None
+    spare: torch.Tensor | None = None
 
 
 class Write(NamedTuple):

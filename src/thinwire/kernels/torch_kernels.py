@@ -22,9 +22,10 @@ from thinwire.kernels.base import Kernels
 from thinwire.kernels.device_cache import number_on
 from thinwire.kernels.matrices import (
     DEPENDENT_BELOW,
+    Asked,
     Factors,
     MatrixGroup,
-    Terms,
+    Reconstruction,
     Write,
     add_errors,
     add_scaled,
@@ -50,38 +51,20 @@ class TorchKernels(Kernels):
     gradient_types = (torch.float32, torch.float64)
     lays_by_shape = True
 
-    def products(
-        self,
-        groups: Sequence[MatrixGroup],
-        rights: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
+    def products(self, items: Sequence[Asked]) -> list[torch.Tensor]:
         """As `Kernels.products`; every matrix is read once, and written once where its residual is added."""
-        if add_error and _pay_per_launch(groups):
-            _add_all_errors(groups, loss_scale)
-            add_error = False
+        add_error = self._errors_to_add(items)
         return [
-            _products(group, right, loss_scale, add_error=add_error)
-            for group, right in zip(groups, rights, strict=True)
+            _products(group, right, loss_scale, add_error=add_error) for group, right, loss_scale, _ in items
         ]
 
-    def projections(
-        self,
-        groups: Sequence[MatrixGroup],
-        lefts: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
+    def projections(self, items: Sequence[Asked]) -> list[torch.Tensor]:
         """As `Kernels.projections`; every matrix is read once, and updated first if its residual is added."""
-        if add_error and _pay_per_launch(groups):
-            _add_all_errors(groups, loss_scale)
-            add_error = False
+        groups, lefts = [item.group for item in items], [item.factor for item in items]
+        add_error = self._errors_to_add(items)
         owns = _room_by_shape(groups, lefts) if _pay_per_launch(groups) else None
         results = []
-        for index, (group, left) in enumerate(zip(groups, lefts, strict=True)):
+        for index, (group, left, loss_scale, _) in enumerate(items):
             batch = _batch_for(group)
             if add_error:
                 add_errors(group, loss_scale)
@@ -95,42 +78,34 @@ class TorchKernels(Kernels):
                 torch.mm(p, matrix, out=projection)
         return results
 
-    def reconstruct(
-        self,
-        groups: Sequence[MatrixGroup],
-        errors: Sequence[Sequence[torch.Tensor] | None],
-        terms: Sequence[Terms],
-        loss_scale: torch.Tensor | None,
-        is_healthy: torch.Tensor | None = None,
-        spares: Sequence[torch.Tensor | None] | None = None,
-    ) -> None:
+    def reconstruct(self, items: Sequence[Reconstruction]) -> None:
         """As `Kernels.reconstruct`; every matrix is read and written once, and its error written once.
 
         On accelerators every matrix once more.
         """
-        if is_healthy is not None or _pay_per_launch(groups):
-            self._reconstruct_all(groups, errors, terms, loss_scale, is_healthy, spares)
+        if items[0].is_healthy is not None or _pay_per_launch([item.group for item in items]):
+            self._reconstruct_all(items)
             return
-        for group, of_group, found in zip(groups, errors, terms, strict=True):
+        for group, errors, found, loss_scale, *_ in items:
             sent = found[-1].pair(found[-1].own)
-            _reconstruct_each(group, of_group, sent, [term.pair(term.mean) for term in found], loss_scale)
+            _reconstruct_each(group, errors, sent, [term.pair(term.mean) for term in found], loss_scale)
 
-    def _reconstruct_all(
-        self,
-        groups: Sequence[MatrixGroup],
-        errors: Sequence[Sequence[torch.Tensor] | None],
-        terms: Sequence[Terms],
-        loss_scale: torch.Tensor | None,
-        is_healthy: torch.Tensor | None,
-        spares: Sequence[torch.Tensor | None] | None,
-    ) -> None:
+    def _errors_to_add(self, items: Sequence[Asked]) -> bool:
+        """Return whether errors are to be added group by group; on accelerators they are added here."""
+        groups, first = [item.group for item in items], items[0]
+        if first.add_error and _pay_per_launch(groups):
+            _add_all_errors(groups, first.loss_scale)
+            return False
+        return first.add_error
+
+    def _reconstruct_all(self, items: Sequence[Reconstruction]) -> None:
         """Do it for all groups, with few launches."""
+        loss_scale, is_healthy = items[0].loss_scale, items[0].is_healthy
+        groups, terms = [item.group for item in items], [item.terms for item in items]
         kept = [
-            _Kept(group, of_group, found[-1].pair(found[-1].own), spare)
-            for group, of_group, found, spare in zip(
-                groups, errors, terms, spares or [None] * len(groups), strict=True
-            )
-            if of_group is not None
+            _Kept(item.group, item.errors, item.terms[-1].pair(item.terms[-1].own), item.spare)
+            for item in items
+            if item.errors is not None
         ]
         if kept:
             # What was sent is taken from the residuals, and not before from the matrices: those lie in their

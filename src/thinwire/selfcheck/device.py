@@ -18,7 +18,7 @@ from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.channel import Transport, gather_numbers
 from thinwire.errors import CommunicationError
 from thinwire.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
-from thinwire.kernels.matrices import Factors, MatrixGroup
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction
 from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
 from thinwire.selfcheck.page import DevicePage, KernelError, StepCost
@@ -291,13 +291,13 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> KernelError:
     # follows is of the sum.
     exact += residual
     with full_precision(device):  # as steps are made: TF32, where it is on, would be judged here
-        (left,) = products([group], [right], None, add_error=True)
+        (left,) = products([Asked(group, right, None, add_error=True)])
         found_products = _gap(left, start @ exact.mT)
         (basis,) = orthonormal_rows([left])
         wide = basis.cpu().double()
-        (own,) = projections([group], [basis], None, add_error=False)
+        (own,) = projections([Asked(group, basis, None, add_error=False)])
         found_projections = _gap(own, wide @ exact)
-        reconstruct([group], [list(error)], [[Factors(basis, own, own)]], None)
+        reconstruct([Reconstruction(group, list(error), [Factors(basis, own, own)], None)])
     unlike = wide @ wide.mT - torch.eye(matrix_rank, dtype=torch.float64)
     rest = exact - wide.mT @ (wide @ exact)
     return KernelError(

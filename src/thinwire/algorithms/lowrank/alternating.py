@@ -14,13 +14,12 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.lowrank.bases import StartingBases
-from thinwire.algorithms.lowrank.batched_calls import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.two_rounds import Approximation
 from thinwire.algorithms.requests import Jointly, Message, Request
-from thinwire.kernels.dispatch import orthonormal_rows, subtract_own
-from thinwire.kernels.matrices import Factors, MatrixGroup
+from thinwire.kernels.dispatch import orthonormal_rows, products, projections, subtract_own
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup
 
 __all__ = ["alternate"]
 
@@ -55,7 +54,7 @@ def alternate(
     uncompressed_mean: Sequence[torch.Tensor] = ()
     for iteration in range(config.power_iterations):
         is_first, is_left = iteration == 0, (turn + iteration) % 2 == 0
-        project = all_projections if is_left else all_products
+        project = projections if is_left else products
         asked = [Asked(*each, scale, is_first) for each in zip(groups, fixed, strict=True)]
         own = yield Jointly(project, asked)
         beside = uncompressed if is_first else ()

@@ -11,14 +11,13 @@ from torch.nn.functional import pad
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Memory
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.lowrank.batched_calls import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.slots import square
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Requests
-from thinwire.kernels.dispatch import orthonormal_rows, products, projections
-from thinwire.kernels.matrices import Factors, MatrixGroup, round_all_into
+from thinwire.kernels.dispatch import orthonormal_rows, products, projections, reconstruct
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, round_all_into
 from thinwire.plan import ParameterSpec
 
 __all__ = ["BatchedPowerSGD"]
@@ -97,7 +96,7 @@ class BatchedPlan(LowRankPlan):
         # Of one part: both are rows of one square, and have its right factor in common.
         (right,) = starts = self.bases.of(memory, parts[:1], left=False)
         for iteration in range(self.config.power_iterations):
-            lefts = products(parts, [right] * len(parts), scale, add_error=iteration == 0)
+            lefts = products([Asked(part, right, scale, iteration == 0) for part in parts])
             # As of the whole square: with its rows of zeros the message has the length of the plan.
             left = pad(torch.cat(lefts, dim=2), (0, rows - sum(heights)))
             arrived = yield from average_factors([left], dtype, as_sent=False)
@@ -105,7 +104,8 @@ class BatchedPlan(LowRankPlan):
             (left,) = yield Jointly(orthonormal_rows, arrived.means)
             lefts = list(left[:, :, : sum(heights)].split_with_sizes(heights, dim=2))
             # P̂ᵀ M of both parts' rows adds up to that of the whole square.
-            owns = projections(parts, lefts, scale, add_error=False)
+            asked = [Asked(*each, scale, add_error=False) for each in zip(parts, lefts, strict=True)]
+            owns = projections(asked)
             own = sum(owns[1:], start=owns[0])
             arrived = yield from average_factors([own], dtype, as_sent=True)
             received.append(arrived.received)
@@ -124,7 +124,7 @@ class BatchedPlan(LowRankPlan):
             )
             for index, (part, basis) in enumerate(zip(parts, lefts, strict=True))
         ]
-        yield Jointly(all_reconstructed, reconstructions)
+        yield Jointly(reconstruct, reconstructions)
         _write_last_row(flat, matrices[-1])
         if residual is not None:
             _write_last_row(residual, errors[-1])

@@ -13,14 +13,13 @@ import torch
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
 from thinwire.algorithms.lowrank.alternating import alternate
-from thinwire.algorithms.lowrank.batched_calls import Reconstruction, all_reconstructed
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.residual_layout import Wanted, all_laid
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.lowrank.two_rounds import approximate
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
-from thinwire.kernels.dispatch import kernels_for
-from thinwire.kernels.matrices import MatrixGroup, Terms, Write, round_all_into, widened
+from thinwire.kernels.dispatch import kernels_for, reconstruct
+from thinwire.kernels.matrices import MatrixGroup, Reconstruction, Terms, Write, round_all_into, widened
 from thinwire.kernels.residuals import Rooms
 from thinwire.tensors import accelerators
 
@@ -114,7 +113,7 @@ class PowerSGDPlan(LowRankPlan):
                 for index, matrix in zip(shape_group.indices, group.matrices, strict=True)
                 if matrix.dtype != bucket.flat.dtype
             ]
-        yield Jointly(all_reconstructed, reconstructions)
+        yield Jointly(reconstruct, reconstructions)
         # What rounding loses of wide copies goes to the residual too.
         round_all_into(
             [bucket.gradients[index] for index, _ in copied],

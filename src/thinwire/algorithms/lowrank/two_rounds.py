@@ -10,12 +10,11 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.lowrank.bases import StartingBases
-from thinwire.algorithms.lowrank.batched_calls import Asked, all_products, all_projections
 from thinwire.algorithms.lowrank.config import LowRank
 from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.requests import Jointly, Message, Request
-from thinwire.kernels.dispatch import orthonormal_rows
-from thinwire.kernels.matrices import Factors, MatrixGroup, Terms
+from thinwire.kernels.dispatch import orthonormal_rows, products, projections
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Terms
 
 __all__ = ["Approximation", "approximate"]
 
@@ -66,7 +65,7 @@ def approximate(
         is_first, is_last = iteration == 0, iteration + 1 == config.power_iterations
         # The residual only once: later iterations find it in the matrices already.
         asked = [Asked(*each, scale, is_first) for each in zip(groups, rights, strict=True)]
-        lefts = yield Jointly(all_products, asked)
+        lefts = yield Jointly(products, asked)
         beside = uncompressed if is_first else ()
         arrived = yield from average_factors(lefts, dtype, beside, as_sent=False)
         received.append(arrived.received)
@@ -75,7 +74,7 @@ def approximate(
         lefts = yield Jointly(orthonormal_rows, arrived.means)
 
         asked = [Asked(*each, scale, add_error=False) for each in zip(groups, lefts, strict=True)]
-        own = yield Jointly(all_projections, asked)
+        own = yield Jointly(projections, asked)
         arrived = yield from average_factors(own, dtype, as_sent=is_last)
         received.append(arrived.received)
         own, means = arrived.own, arrived.means

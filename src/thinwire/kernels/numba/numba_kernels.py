@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Factors, MatrixGroup, Terms, Write, add_errors, replaced
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write, add_errors, replaced
 from thinwire.kernels.numba import bases, low_rank_passes
 from thinwire.kernels.numba.compiler import FactorBatch, addresses
 from thinwire.kernels.numba.limits import FACTOR_ROWS
@@ -29,20 +29,14 @@ class NumbaKernels(Kernels):
     def __init__(self) -> None:
         self._others = TorchKernels()
 
-    def products(
-        self,
-        groups: Sequence[MatrixGroup],
-        rights: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
+    def products(self, items: Sequence[Asked]) -> list[torch.Tensor]:
         """As `Kernels.products`; PyTorch's products do it unless each matrix of a group has a residual."""
-        scale, lefts = _number(loss_scale), []
-        for group, right in zip(groups, rights, strict=True):
-            errors = [error for error in group.errors if add_error and error is not None]
+        scale, lefts = _number(items[0].loss_scale), []
+        for item in items:
+            group, right = item.group, item.factor
+            errors = [error for error in group.errors if item.add_error and error is not None]
             if len(errors) < len(group.matrices):
-                lefts += self._others.products([group], [right], loss_scale, add_error=add_error)
+                lefts += self._others.products([item])
                 continue
             left = right.new_empty(len(right), FACTOR_ROWS, group.matrices[0].shape[0])
             low_rank_passes.all_products(
@@ -51,17 +45,10 @@ class NumbaKernels(Kernels):
             lefts.append(left[:, : group.matrix_rank])
         return lefts
 
-    def projections(
-        self,
-        groups: Sequence[MatrixGroup],
-        lefts: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
+    def projections(self, items: Sequence[Asked]) -> list[torch.Tensor]:
         """As `Kernels.projections`; residuals are added in a separate pass."""
         owns = []
-        for group, left in zip(groups, lefts, strict=True):
+        for group, left, loss_scale, add_error in items:
             # Only `alternating` asks for that: every other step a pass more, and no more code to compile.
             if add_error:
                 add_errors(group, loss_scale)
@@ -70,26 +57,18 @@ class NumbaKernels(Kernels):
             owns.append(own[:, : group.matrix_rank])
         return owns
 
-    def reconstruct(
-        self,
-        groups: Sequence[MatrixGroup],
-        errors: Sequence[Sequence[torch.Tensor] | None],
-        terms: Sequence[Terms],
-        loss_scale: torch.Tensor | None,
-        is_healthy: torch.Tensor | None = None,
-        spares: Sequence[torch.Tensor | None] | None = None,
-    ) -> None:
+    def reconstruct(self, items: Sequence[Reconstruction]) -> None:
         """As `Kernels.reconstruct`; by PyTorch's products with several terms, or without residuals."""
-        inverse_scale = 1 / _number(loss_scale)
-        for group, of_group, found in zip(groups, errors, terms, strict=True):
-            if of_group is None or len(found) > 1 or is_healthy is not None:
-                self._others.reconstruct([group], [of_group], [found], loss_scale, is_healthy)
+        inverse_scale = 1 / _number(items[0].loss_scale)
+        for item in items:
+            if item.errors is None or len(item.terms) > 1 or item.is_healthy is not None:
+                self._others.reconstruct([item])
                 continue
-            (term,) = found
+            (term,) = item.terms
             # Kept in a list: NumPy's arrays keep their tensors alive while compiled code reads them.
             factors = [_filled(each) for each in (*term.pair(term.own), *term.pair(term.mean))]
             low_rank_passes.reconstruct_all(
-                addresses(group.matrices), addresses(of_group), inverse_scale, *factors
+                addresses(item.group.matrices), addresses(item.errors), inverse_scale, *factors
             )
 
     def subtract_own(self, groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from thinwire.kernels.base import Kernels
-from thinwire.kernels.matrices import Factors, MatrixGroup, Terms, Write
+from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
 from thinwire.kernels.torch_kernels import TorchKernels
 from thinwire.kernels.triton import launcher, triton_bases
 from thinwire.kernels.triton.launcher import FUSED
@@ -40,20 +40,15 @@ class TritonKernels(Kernels):
     def __init__(self) -> None:
         self._others = TorchKernels()
 
-    def products(
-        self,
-        groups: Sequence[MatrixGroup],
-        rights: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
+    def products(self, items: Sequence[Asked]) -> list[torch.Tensor]:
         """As `Kernels.products`."""
-        scale, results = _scale(loss_scale), _room(groups, [group.matrices[0].shape[0] for group in groups])
+        groups, first = [item.group for item in items], items[0]
+        results = _room(groups, [group.matrices[0].shape[0] for group in groups])
+        scale = _scale(first.loss_scale)
         for some in _of_one_type(groups):
-            given = _Given([groups[index] for index in some], is_first=add_error)
+            given = _Given([groups[index] for index in some], is_first=first.add_error)
             shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows(scale)
-            factors = each_of([rights[index] for index in some])
+            factors = each_of([items[index].factor for index in some])
             outs = each_of([results[index] for index in some])
             launcher.launch(
                 "compiled_matrices.products",
@@ -75,20 +70,15 @@ class TritonKernels(Kernels):
             )
         return results
 
-    def projections(
-        self,
-        groups: Sequence[MatrixGroup],
-        lefts: Sequence[torch.Tensor],
-        loss_scale: torch.Tensor | None,
-        *,
-        add_error: bool,
-    ) -> list[torch.Tensor]:
+    def projections(self, items: Sequence[Asked]) -> list[torch.Tensor]:
         """As `Kernels.projections`."""
-        scale, results = _scale(loss_scale), _room(groups, [group.matrices[0].shape[1] for group in groups])
+        groups, first = [item.group for item in items], items[0]
+        results = _room(groups, [group.matrices[0].shape[1] for group in groups])
+        scale = _scale(first.loss_scale)
         for some in _of_one_type(groups):
-            given = _Given([groups[index] for index in some], is_first=add_error)
+            given = _Given([groups[index] for index in some], is_first=first.add_error)
             shape, rows = _Shape(given.groups, keeps=given.is_kept), given.rows(scale)
-            factors = each_of([lefts[index] for index in some])
+            factors = each_of([items[index].factor for index in some])
             outs = each_of([results[index] for index in some])
             device = factors[0].device
             # Parts and a second launch, and no atomic additions: those come in another order every time.
@@ -125,20 +115,13 @@ class TritonKernels(Kernels):
             )
         return results
 
-    def reconstruct(
-        self,
-        groups: Sequence[MatrixGroup],
-        errors: Sequence[Sequence[torch.Tensor] | None],
-        terms: Sequence[Terms],
-        loss_scale: torch.Tensor | None,
-        is_healthy: torch.Tensor | None = None,
-        spares: Sequence[torch.Tensor | None] | None = None,
-    ) -> None:
+    def reconstruct(self, items: Sequence[Reconstruction]) -> None:
         """As `Kernels.reconstruct`; what a 16-bit gradient can't hold of a mean goes to its residual."""
-        scale = _scale(loss_scale)
-        for some in _of_one_type(groups, [len(found) for found in terms]):
+        groups, is_healthy = [item.group for item in items], items[0].is_healthy
+        scale = _scale(items[0].loss_scale)
+        for some in _of_one_type(groups, [len(item.terms) for item in items]):
             given = _Given([groups[index] for index in some], is_first=False)
-            found = [terms[index] for index in some]
+            found = [items[index].terms for index in some]
             # Errors are mostly written where the group's own are read: a program has read all of its tile
             # before it writes any of it, and no other program has that tile.
             shape, rows = _Shape(given.groups, reconstructs=True), given.rows(scale)
@@ -146,7 +129,7 @@ class TritonKernels(Kernels):
             new = [
                 error
                 for index, group in zip(some, given.groups, strict=True)
-                for error in (errors[index] or nothing * len(group.matrices))
+                for error in (items[index].errors or nothing * len(group.matrices))
             ]
             # Of the terms before it `subtract_own` has taken what was sent.
             last = [each[-1] for each in found]
