@@ -24,7 +24,7 @@ from thinwire.advice.result import Advice
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.advice_table import table_lines
 from thinwire.cli.job import alone, joined_job
-from thinwire.cli.output import check_output, tell_without_numba
+from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2
@@ -68,9 +68,6 @@ def advise(
             show_default="each process holds all of it",
         ),
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well, with a picture.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
 ) -> None:
     """Predict what each algorithm would make of a step of your model on the network that was probed.
@@ -81,11 +78,10 @@ def advise(
 
     Example: `… --sharded 8`, with a probe of one process on each machine
 
-    Example: `… --optimizer AdamW --budget-loss 0.5% --html advice.html`
+    Example: `… --optimizer AdamW --budget-loss 0.5%`
     """
     # What can be refused at once is, before anything is measured.
     share = _share(budget_loss)
-    check_output("--html", html)
     found = Probe.load(probe)
     found.known_rate()
     # As `python -m` does: a user's modules lie where the command is called.
@@ -118,11 +114,6 @@ def advise(
         print(json.dumps(_plain(advice)))
     else:
         show(advice, Console())
-    # Last: where the page can't be written, the advice has been printed all the same.
-    if html is not None:
-        from thinwire.report.advice import advice_page  # noqa: PLC0415 - needed here alone
-
-        html.write_text(advice_page(advice), encoding="utf-8")
     tell_without_numba()
 
 
