@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from itertools import pairwise, product
@@ -28,14 +29,13 @@ import thinwire
 from launcher import run_python
 from pool import Pool
 from thinwire import Advice, AttachError, ConfigError
-from thinwire.advice import measure, processors
+from thinwire.advice import notes
+from thinwire.advice.bench import Bench, slowest_of
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss
-from thinwire.advice.measure import BASELINE, _predicted, _slowest_of, priced
-from thinwire.advice.processors import ProcessorUse, disturbance, others_share
+from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, others_share
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
-from thinwire.advice.variants import LOCAL_VARIANTS
-from thinwire.algorithms.registry import Variant
+from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, priced
 from thinwire.channel import InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
 from thinwire.fronts.local_sgd import LocalSGD
@@ -73,13 +73,13 @@ def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
     assert timeline.step_seconds(lambda _, num_bytes: 0.002 * num_bytes) == pytest.approx(expected)
 
 
-def test_the_slowest_of_so_many_processes() -> None:
+def test_theslowest_of_so_many_processes() -> None:
     """Against all pairs of steps; and at once for the most processes that there may be."""
     seconds = [0.3, 0.1, 0.4, 0.2]
     slowest = sorted(map(max, product(seconds, repeat=2)))
-    assert _slowest_of(seconds, 2) == (slowest[7], slowest[3], slowest[11])
-    assert _slowest_of(seconds, 1) == (0.2, 0.1, 0.3)
-    assert _slowest_of(seconds, 1 << 20) == (0.4, 0.4, 0.4)
+    assert slowest_of(seconds, 2) == (slowest[7], slowest[3], slowest[11])
+    assert slowest_of(seconds, 1) == (0.2, 0.1, 0.3)
+    assert slowest_of(seconds, 1 << 20) == (0.4, 0.4, 0.4)
 
 
 def new_model() -> nn.Sequential:
@@ -375,16 +375,20 @@ def _advised() -> tuple[Advice, Advice, bool]:
     model = new_model()
     # This machine may be busy: only a gain of half counts.
     slow = thinwire.advise(model, one_step, network(1e7, 0.001), budget_seconds=0.3, least_gain=0.5)
-    with patch.object(measure, "_predicted", _where_fp16_takes_nothing):
+    with patch.object(Bench, "predictions", _where_fp16_takes_nothing):
         fast = thinwire.advise(model, one_step, network(1e12, 1e-6), budget_seconds=0.3, least_gain=0.5)
     same = all(torch.equal(a, b) for a, b in zip(model.parameters(), new_model().parameters(), strict=True))
     return slow, fast, same and all(each.grad is None for each in model.parameters())
 
 
-def _where_fp16_takes_nothing(variant: Variant, *given: Any) -> Prediction:
-    found = _predicted(variant, *given)
-    is_fp16 = variant.code == 'Cast("fp16")'
-    return replace(found, step_seconds=0.0, low_seconds=0.0, high_seconds=0.0) if is_fp16 else found
+def _where_fp16_takes_nothing(
+    bench: Bench, *given: Any, predictions: Callable[..., list[Prediction]] = Bench.predictions
+) -> list[Prediction]:
+    nothing = {"step_seconds": 0.0, "low_seconds": 0.0, "high_seconds": 0.0}
+    return [
+        replace(each, **nothing) if each.name == 'Cast("fp16")' else each
+        for each in predictions(bench, *given)
+    ]
 
 
 def test_one_algorithm_alone_takes_memory_at_a_time(pool2: Pool) -> None:
@@ -435,11 +439,11 @@ def _alive() -> tuple[int, int, list[list[str]]]:
 def test_what_saving_costs_is_told_of_what_keeps_a_residual() -> None:
     few, plain = predicted("rank 4", 50, 54, 2), predicted("4 bits", 50, 54, 2)
     few = replace(few, residual_bytes=400_000_000)
-    told = list(measure._cost_of_saving(few, network(1e8, 0.001).collective_seconds))
+    told = list(cost_of_saving(few, network(1e8, 0.001).collective_seconds))
     assert told == [
         "Saving (state_dict) averages the residual of rank 4, 400 MB, over the link: about 32 s each time."
     ]
-    assert not list(measure._cost_of_saving(plain, network(1e8, 0.001).collective_seconds))
+    assert not list(cost_of_saving(plain, network(1e8, 0.001).collective_seconds))
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:
@@ -562,22 +566,20 @@ def test_mistakes_are_one_line(folder: Path, options: list[str], message: str) -
 
 
 def test_a_machine_that_was_busy_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disturbance(0.05, 0.010, 0.011) == disturbance(None, 0.010, 0.011) == ()
-    assert disturbance(0.45, 0.010, 0.011) == (
+    assert [*disturbance(0.05, 0.010, 0.011), *disturbance(None, 0.010, 0.011)] == []
+    assert [*disturbance(0.45, 0.010, 0.011), *disturbance(None, 0.010, 0.013)] == [
         "While it measured, other programs took 45% of the machine's processors: on a quiet machine "
         "predictions are surer.",
-    )
-    assert disturbance(None, 0.010, 0.013) == (
         "While it measured, half of the steps without averaging took 10.0 to 13.0 ms: on a quiet machine "
         "predictions are surer.",
-    )
+    ]
     # Of two machines the busier one; what the group's own processes take there is no disturbance.
     of_two = [(4.0, 5.0, 10.0), (0.5, 5.0, 10.0), (4.5, 5.0, 10.0)]
     assert others_share([b"a", b"b", b"a"], of_two) == pytest.approx(0.45)
     assert others_share([b"a"], [(1.0, math.nan, math.nan)]) is None
     # As Linux tells it, in hundredths of a second: two more busy ones of two processors, and one of a host's.
     stat = tmp_path / "stat"
-    monkeypatch.setattr(processors, "PROC_STAT", stat)
+    monkeypatch.setattr(notes, "PROC_STAT", stat)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
     stat.write_text("cpu  100 0 50 800 50 0 0 0 7 7\ncpu0 1 1 1 1\n")
@@ -587,5 +589,5 @@ def test_a_machine_that_was_busy_meanwhile_is_told(tmp_path: Path, monkeypatch: 
     assert use.others_share(alone) == pytest.approx(300 / 550)
     stat.unlink()
     assert ProcessorUse().others_share(alone) is None
-    advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=disturbance(0.45, 1, 1))
+    advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=tuple(disturbance(0.45, 1, 1)))
     assert "other programs took 45% of the machine's processors" in told_of(advice)

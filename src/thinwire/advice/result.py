@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
 
@@ -51,6 +52,10 @@ class Prediction:
     residual_bytes: int = 0
     loss: ExpectedLoss = UNKNOWN_LOSS
     published: LossGap | None = None
+
+
+# Predicted, or measured in the run.
+AnyPrediction = TypeVar("AnyPrediction", bound=Prediction)
 
 
 @dataclass(frozen=True)
@@ -135,9 +140,6 @@ class Advice:
         compressed = [each for each in self.predictions if each.is_lossy and not each.averages_less_often]
         return min(each.message_bytes for each in compressed)
 
-    # Its name before there were others.
-    low_rank_bytes = compressed_bytes
-
     @property
     def frontier(self) -> tuple[Prediction, ...]:
         """Time against loss, fastest first: what loses less than all that are faster, where it is known."""
@@ -148,13 +150,6 @@ class Advice:
             if not found or each.loss.order < found[-1].loss.order:
                 found.append(each)
         return tuple(found)
-
-    @property
-    def nearest(self) -> Prediction | None:
-        """Of approximations with a known gap the one that loses least; None if there is none."""
-        # 16 bits and exact averaging are always within a budget, and nobody asks for them.
-        lossy = [each for each in self.predictions if each.is_lossy and each.loss.percent is not None]
-        return min(lossy, key=lambda each: each.loss.order, default=None)
 
     def is_within_budget(self, prediction: Prediction) -> bool:
         """Return whether a way of averaging is exact or 16 bits, or its expected gap is no larger."""
@@ -179,10 +174,12 @@ def is_within(prediction: Prediction, budget_loss: float) -> bool:
         prediction: What it costs.
         budget_loss: The largest gap, as a share; without a bound, what has no known gap is within it too.
     """
-    return not prediction.is_lossy or math.isinf(budget_loss) or prediction.loss.order <= 100 * budget_loss
+    return not prediction.is_lossy or prediction.loss.order <= 100 * budget_loss
 
 
-def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float = math.inf) -> Prediction:
+def choose(
+    ranked: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf
+) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
     Of what is within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
@@ -210,7 +207,7 @@ def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float =
     )
 
 
-def tied(ranked: Sequence[Prediction], least_gain: float) -> list[Prediction]:
+def tied(ranked: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
     """Return the fastest, and those over which it wins at most `least_gain`, or nothing for sure.
 
     Args:
