@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,11 @@ from catalog import buckets, random_gradients, true_means
 from pool import Pool
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch, read_run
 from thinwire.advice import automatic
-from thinwire.advice.automatic import (
-    Auto,
-    Reading,
-    Rules,
-    Trial,
-    best_of,
-    candidates_within,
-    nothing_to_win,
-    why,
-)
+from thinwire.advice.automatic import Auto, Reading, Rules, Trial
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_notes
-from thinwire.advice.variants import expected_losses
+from thinwire.advice.result import choose
+from thinwire.advice.variants import priced
 from thinwire.algorithms import Algorithm
-from thinwire.algorithms.registry import Variant
 from thinwire.channel import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
@@ -43,8 +34,21 @@ from training import error_of
 # What is chosen, from numbers
 
 
+def chooser_for(optimizer: str, members: int, **rules: float) -> Auto:
+    (sync,) = Simulation(AllReduce(), buckets(), num_workers=1).syncs
+    settings = {"budget_loss": 0.005, "least_gain": 0.05, "probe_steps": 5, "every_steps": 500, **rules}
+    return Auto(
+        sync,
+        Training(optimizer, members, 10**6),
+        Rules(**settings, enabled=True),  # type: ignore[arg-type] # by name
+        notes=optimizer_notes(optimizer),
+        log=print,
+        clock=lambda: (0.0, 0.0),
+    )
+
+
 def names_within(optimizer: str, members: int, budget_loss: float) -> list[str]:
-    return list(candidates_within(expected_losses(Training(optimizer, members, 10**6)), budget_loss))
+    return list(chooser_for(optimizer, members, budget_loss=budget_loss)._candidates)
 
 
 def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not() -> None:
@@ -96,20 +100,7 @@ EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
     ],
 )
 def test_the_best_of_the_trials(trials: list[Trial], best: str) -> None:
-    assert best_of(trials, 0.05).name == best
-    assert best_of(trials[::-1], 0.05).name == best
-
-
-def test_without_waiting_there_is_nothing_to_win() -> None:
-    idle = [trial("exact", 0, 100, waited=9), trial("sixteen", 1, 96, waited=4)]
-    assert nothing_to_win(idle, 0.05)
-    assert not nothing_to_win(idle[:1], 0.05)
-    assert not nothing_to_win(idle, 0.04)
-    # Where nobody sees the waiting, all are tried.
-    unseen = [replace(each, waited_seconds=math.nan) for each in idle]
-    assert not nothing_to_win(unseen, 0.05)
-    assert (str(idle[0]), str(unseen[0])) == ("100 ms (9 ms waiting)", "100 ms")
-    assert "nan" not in told_of(unseen[0], unseen)
+    assert choose(trials, 0.05).name == choose(trials[::-1], 0.05).name == best
 
 
 @pytest.mark.parametrize(("ms", "changed"), [(100, False), (119, False), (121, True), (79, True)])
@@ -119,31 +110,40 @@ def test_a_fifth_of_a_step_is_another_link(ms: float, changed: bool) -> None:
     assert not trial("exact", 0, ms, spread=60).differs_from(EXACT)
 
 
-def told_of(chosen: Trial, trials: list[Trial], optimizer: str = "SGD", budget_loss: float = 0.005) -> str:
-    losses = expected_losses(Training(optimizer, 2, 10**4))
-    rules = Rules(budget_loss, 0.05, 5, 500, enabled=True)
-    return " ".join(why(chosen, trials, losses, rules, optimizer_notes(optimizer)))
+def told_of(trials: list[Trial], optimizer: str = "SGD", **rules: float) -> str:
+    chooser = chooser_for(optimizer, 2, **rules)
+    assert str(chooser) == "no choice yet"
+    chooser.trials, chooser.chosen, chooser.is_choosing = (*trials,), choose(trials, 0.05), False
+    return " ".join(str(chooser).splitlines())
 
 
 def test_it_tells_what_and_why() -> None:
-    rough = trial("rough", 2, 40, waited=10)
-    told = told_of(rough, [EXACT, SIXTEEN, rough], optimizer="AdamW")
+    told = told_of([EXACT, SIXTEEN, trial("rough", 2, 40, waited=10)], optimizer="AdamW")
     assert told.startswith(
-        "rough: a step takes 40 ms (10 ms waiting), 50% of one with sixteen, and sends 333 bytes in place of "
-        "500. Its loss gap: "
+        "rough: a step takes 40 ms (10 ms waiting). That is 50% of one with sixteen, and sends 333 bytes "
+        "in place of 500. Its loss gap: "
     )
     assert "It still waits 25% of a step for messages; averaging models less often" in told
-    assert "algorithm=TopK(density=0.015625)) is expected to lose +1.9 %." in told
-    assert told.endswith("Tried: exact 100 ms, sixteen 80 ms, rough 40 ms.")
-    told = told_of(SIXTEEN, [EXACT, SIXTEEN, trial("slow", 2, 90)])
+    assert "algorithm=TopK(density=0.015625)) (+1.9 % loss) is for you to choose." in told
+    tried = ("exact 100 ms (50 ms waiting)", "sixteen 80 ms (50 ms waiting)", "rough 40 ms (10 ms waiting)")
+    assert told.endswith(f"Tried: {', '.join(tried)}.")
+    told = told_of([EXACT, SIXTEEN, trial("slow", 2, 90)])
     assert "Nothing rougher within the loss budget wins more than 5% over sixteen for sure." in told
-    idle = trial("sixteen", 1, 80, waited=1)
-    told = told_of(idle, [EXACT, idle])
-    assert told.startswith("sixteen: a step takes 80 ms (1 ms waiting). Rougher messages can win nothing.")
+
+
+def test_without_waiting_there_is_nothing_to_win() -> None:
+    idle = [trial("exact", 0, 100, waited=9), trial("sixteen", 1, 90, waited=4)]
+    nothing = "sixteen: a step takes 90 ms (4 ms waiting). Rougher messages can win nothing."
+    assert told_of(idle).startswith(nothing)
+    assert nothing not in told_of(idle, least_gain=0.04)
+    # If nobody sees the waiting, all are tried.
+    unseen = told_of([replace(each, waited_seconds=math.nan) for each in idle])
+    assert unseen.startswith("sixteen: a step takes 90 ms. Nothing rougher than 16 bits is known to lose at")
+    assert "nan" not in unseen
 
 
 def test_a_budget_that_nothing_meets_and_an_unknown_optimizer_are_told() -> None:
-    told = told_of(SIXTEEN, [EXACT, SIXTEEN], optimizer="Lion", budget_loss=0.0)
+    told = told_of([EXACT, SIXTEEN], optimizer="Lion", budget_loss=0.0)
     assert "Nothing rougher than 16 bits is known to lose at most 0 %: the nearest is " in told
     assert "No loss gap was measured with Lion, only with AdamW and SGD: the largest of them counts." in told
 
@@ -181,14 +181,13 @@ TRIED = ["AllReduce()", 'Cast("bf16")', "PowerSGD(matrix_rank=4)"]
 ALL_TRIALS = 3 * 4
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    def few(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> dict[str, Variant]:
-        return {name: each for name, each in candidates_within(losses, budget_loss).items() if name in TRIED}
-
-    monkeypatch.setattr(automatic, "candidates_within", few)
+    few = {name: each for name, each in priced().items() if name in TRIED}
+    monkeypatch.setattr(automatic, "priced", lambda: few)
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(tmp_path: Path) -> None:
     """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits.
 
@@ -286,6 +285,7 @@ def step_with(simulated: Simulation, step: int, *, is_bad: bool = False) -> None
     simulated.step(gradients)
 
 
+@pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize(("lossy_ms", "num_told"), [(0, 1), (5.5, 1), (1000, 3)])
 def test_arithmetic_that_takes_longer_is_no_other_link_until_nothing_is_won(
     lossy_ms: float, num_told: int
@@ -302,6 +302,7 @@ def test_arithmetic_that_takes_longer_is_no_other_link_until_nothing_is_won(
         assert 'Cast("bf16"): a step takes' in told[2]
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_the_network_is_what_the_slowest_waits_for() -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
     chooser, _ = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str))
@@ -313,6 +314,7 @@ def test_the_network_is_what_the_slowest_waits_for() -> None:
     assert exact.step_seconds == pytest.approx(0.02 + exact.waited_seconds)
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_a_step_that_is_dropped_is_no_measurement() -> None:
     simulated = Simulation(PowerSGD(matrix_rank=4), buckets(), num_workers=2, on_nonfinite="zero")
     chooser, _ = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str))
@@ -322,6 +324,7 @@ def test_a_step_that_is_dropped_is_no_measurement() -> None:
     assert [each.name for each in chooser.trials] == ["AllReduce()"]
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_after_a_single_choice_it_stays_with_what_it_has() -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
     choosers = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str, every_steps=None))
@@ -331,6 +334,7 @@ def test_after_a_single_choice_it_stays_with_what_it_has() -> None:
     assert not choosers[0].is_choosing
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_a_log_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
 
@@ -348,6 +352,7 @@ def test_a_log_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> Non
     )
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_other_arguments_on_another_member_are_refused() -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
 

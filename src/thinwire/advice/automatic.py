@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
@@ -13,20 +13,11 @@ from typing import Any
 
 import torch
 
-from thinwire.advice.loss import (
-    ExpectedLoss,
-    Training,
-    checked_budget,
-    optimizer_name,
-    optimizer_notes,
-    unwrapped_optimizer,
-)
-from thinwire.advice.measure import checked_gain
-from thinwire.advice.result import Prediction, choose
+from thinwire.advice.loss import Training, optimizer_name, optimizer_notes, unwrapped_optimizer
+from thinwire.advice.result import Prediction, checked_budget, checked_gain, choose
 from thinwire.advice.variants import BASELINE, EXACT, LOCAL_VARIANTS, expected_losses, priced
 from thinwire.advice.words import losses_of, nearest, none_within
 from thinwire.algorithms import AllReduce
-from thinwire.algorithms.registry import Variant
 from thinwire.channel import CALL, agree, gather_numbers
 from thinwire.checks import true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
@@ -34,15 +25,13 @@ from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd.validation import check_trains
 from thinwire.sync import GradientSync, engine_of
 
-__all__ = ["Auto", "Rules", "Trial", "auto", "best_of", "candidates_within", "why"]
+__all__ = ["Auto", "Rules", "Trial", "auto"]
 
 logger = logging.getLogger(__name__)
 
 # The first step with an algorithm compares the processes, and sends what the one before has left; DDP
 # arranges its buckets again behind its own first one.
 UNTIMED_STEPS = 2
-# Below, there are no quartiles.
-MIN_STEPS = 2
 # A step that takes so much longer or shorter, as a share, is of a different link.
 CHANGE = 0.2
 
@@ -50,6 +39,8 @@ CHANGE = 0.2
 Reading = tuple[float, float]
 # Receives one committed step after the other.
 Course = Generator[None, Reading, Any]
+Log = Callable[[str], object]
+Clock = Callable[[], Reading]
 
 
 def auto(
@@ -61,7 +52,7 @@ def auto(
     probe_steps: int = 5,
     every_steps: int | None = 500,
     enabled: bool = True,
-    log: Callable[[str], object] | None = None,
+    log: Log | None = None,
     **settings: Any,
 ) -> Auto:
     """Attach to a DDP or FSDP2 model, and choose the algorithm by what the run's own steps take.
@@ -80,9 +71,8 @@ def auto(
         model: As of `attach`.
         optimizer: What trains the model, or its name: loss gaps depend on it. With one that was not measured
             with, the largest gap of those counts, and it is said.
-        budget_loss: The largest expected gap to exact averaging's loss, as a share of it: 0.01 is 1 %; at
-            most 0.2. `math.inf` for any, known or not. Gaps were measured with small models; yours may
-            differ.
+        budget_loss: The largest expected gap to exact averaging's loss, as a share of it, at most 0.2; or
+            `math.inf` for any, known or not. Gaps were measured with small models; yours may differ.
         least_gain: What an approximation must win over the faster of exact and 16-bit averaging, as a share
             of the step.
         probe_steps: Timed steps with each algorithm; two more come before them.
@@ -103,21 +93,14 @@ def auto(
             changed.
         AgreementError: The processes were given different arguments.
         ThinwireError: As of `attach`.
-
-    Examples:
-        >>> import thinwire
-        >>> from torch.nn.parallel import DistributedDataParallel
-        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
-        >>> chooser = thinwire.auto(ddp_model, "SGD", budget_loss=0.005)
-        >>> chooser.is_choosing, chooser.sync.algorithm  # the first of its trials
-        (True, AllReduce())
     """
     name, trainer = optimizer_name(optimizer), unwrapped_optimizer(optimizer)
     rules = Rules(
         checked_budget(budget_loss),
         checked_gain(least_gain),
-        whole_number("probe_steps", probe_steps, minimum=MIN_STEPS),
-        None if every_steps is None else whole_count("every_steps", every_steps, minimum=MIN_STEPS),
+        # Quartiles are of two at least.
+        whole_number("probe_steps", probe_steps, minimum=2),
+        None if every_steps is None else whole_count("every_steps", every_steps, minimum=2),
         true_or_false("enabled", enabled),
     )
     if log is not None and not callable(log):
@@ -133,9 +116,9 @@ def auto(
         sync,
         Training.of(model, name, engine.transport.size),
         rules,
-        notes=optimizer_notes(optimizer),
-        log=log or logger.info,
-        clock=lambda: (time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan),
+        optimizer_notes(optimizer),
+        log or logger.info,
+        lambda: (time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan),
     )
 
 
@@ -152,18 +135,15 @@ class Rules:
 
 @dataclass(frozen=True)
 class Trial(Prediction):
-    """Steps of the run itself with one algorithm, on the slowest process.
+    """Steps of the run itself with one algorithm, on the slowest process."""
 
-    Attributes:
-        waited_seconds: What the network took of a step: how long the process waited for messages that
-            waited least, because the others waited for it. NaN where the host can't see it.
-    """
-
+    # How long the process waited for messages that waited least: the others waited for it as well. NaN where
+    # the host can't see it.
     waited_seconds: float = math.nan
 
     def __str__(self) -> str:
-        waits = "" if math.isnan(self.waited_seconds) else f" ({_ms(self.waited_seconds)} waiting)"
-        return _ms(self.step_seconds) + waits
+        waits = "" if math.isnan(self.waited_seconds) else f" ({1e3 * self.waited_seconds:.3g} ms waiting)"
+        return f"{1e3 * self.step_seconds:.3g} ms{waits}"
 
     def differs_from(self, before: Trial) -> bool:
         """Return whether steps take a different time, for sure, than when the algorithm was chosen."""
@@ -187,10 +167,9 @@ class Auto:
         sync: GradientSync,
         training: Training,
         rules: Rules,
-        *,
         notes: Sequence[str],
-        log: Callable[[str], object],
-        clock: Callable[[], Reading],
+        log: Log,
+        clock: Clock,
     ) -> None:
         self.sync = sync
         self.trials: tuple[Trial, ...] = ()
@@ -198,9 +177,13 @@ class Auto:
         self.is_choosing = rules.enabled
         self._engine, self._rules, self._notes = engine_of(sync), rules, notes
         self._log, self._clock = log, clock
-        self._losses = expected_losses(training)
-        self._candidates = candidates_within(self._losses, rules.budget_loss)
-        self._why = ["no choice yet" if rules.enabled else "off: exact averaging"]
+        variants, losses = priced(), expected_losses(training)
+        self._rough = {code: losses[code] for code, each in variants.items() if not each.keeps_16_bits}
+        within = [code for code, loss in self._rough.items() if loss.order <= 100 * rules.budget_loss]
+        # Of the two kinds of 16 bits the one that no gradient is too large for; then what loses least.
+        names = [EXACT, BASELINE, *sorted(within, key=lambda code: losses[code].order)]
+        self._candidates = {name: variants[name] for name in names}
+        self._losses = losses
         # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
@@ -218,7 +201,30 @@ class Auto:
 
     def __str__(self) -> str:
         """Return what was chosen and why, in lines."""
-        return "\n".join(self._why)
+        if self.chosen is None or self.is_choosing:
+            return "no choice yet" if self.is_choosing else "off: exact averaging"
+        chosen, rules = self.chosen, self._rules
+        fastest = min((each for each in self.trials if not each.is_lossy), key=lambda each: each.step_seconds)
+        lines = [f"{chosen.name}: a step takes {chosen}."]
+        if chosen.is_lossy:
+            lines += [
+                f"That is {chosen.step_seconds / fastest.step_seconds:.0%} of one with {fastest.name}, and "
+                f"sends {chosen.message_bytes:,.0f} bytes in place of {fastest.message_bytes:,.0f}.",
+                f"Its loss gap: {losses_of(chosen)}.",
+            ]
+        elif self._can_win_nothing():
+            lines.append("Rougher messages can win nothing.")
+        elif len(self.trials) == 2:
+            lines.append(none_within(self._rough, rules.budget_loss))
+        else:
+            won = f"{rules.least_gain:.0%} over {fastest.name}"
+            lines.append(f"Nothing rougher within the loss budget wins more than {won} for sure.")
+        local = nearest({each.name: self._losses[each.name] for each in LOCAL_VARIANTS})
+        if local is not None and chosen.waited_seconds > rules.least_gain * chosen.step_seconds:
+            waits = f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages"
+            lines.append(f"{waits}; averaging models less often waits less: {local} is for you to choose.")
+        tried = ", ".join(f"{each.name} {each}" for each in self.trials)
+        return "\n".join([*lines, *self._notes, f"Tried: {tried}."])
 
     # As a generator: trials and looks read from top to bottom, and each `yield` is a step of the run.
     def _follow(self) -> Course:
@@ -227,21 +233,23 @@ class Auto:
             self.is_choosing, self.trials = True, ()
             for name in self._candidates:
                 self.trials += ((yield from self._tried(name, rules.probe_steps)),)
-                if nothing_to_win(self.trials, rules.least_gain):
+                if self._can_win_nothing():
                     break
-            self.chosen = chosen = best_of(self.trials, rules.least_gain)
-            self.sync.use(self._candidates[chosen.name].algorithm)
-            self.is_choosing = False
-            self._why = why(chosen, self.trials, self._losses, rules, self._notes)
+            self.chosen, self.is_choosing = choose(self.trials, rules.least_gain), False
+            self.sync.use(self._candidates[self.chosen.name].algorithm)
             self._tell(f"from step {self.sync.steps} on, {self}")
             if rules.every_steps is None:
                 return
-            before, now = yield from self._until_changed(chosen, rules.every_steps)
+            before, now = yield from self._until_changed(self.chosen, rules.every_steps)
             self._tell(f"a step with {now.name} takes {now}, in its trial {before}: choosing again")
 
-    def _until_changed(
-        self, chosen: Trial, every_steps: int
-    ) -> Generator[None, Reading, tuple[Trial, Trial]]:
+    def _can_win_nothing(self) -> bool:
+        """Return whether exact averaging, or 16 bits, tell already that rougher messages would not pay."""
+        fastest = min(self.trials[:2], key=lambda each: each.step_seconds)
+        # A message of no bytes at all would save no more than that. NaN is no such case.
+        return fastest.waited_seconds <= self._rules.least_gain * fastest.step_seconds
+
+    def _until_changed(self, chosen: Trial, every_steps: int) -> Course:
         """Go on with what was chosen until it no longer is; return a trial of then and one of now."""
         careful = [each for each in self.trials if not each.is_lossy][-1]
         while True:
@@ -253,7 +261,7 @@ class Auto:
                 before, seen = careful, (yield from self._tried(careful.name, self._rules.probe_steps))
             if seen.differs_from(before):
                 return before, seen
-            if best_of([seen, now], self._rules.least_gain) is not now:
+            if choose([seen, now], self._rules.least_gain) is not now:
                 return chosen, now
 
     def _tried(self, name: str, num_steps: int) -> Generator[None, Reading, Trial]:
@@ -289,7 +297,6 @@ class Auto:
         now = self._clock()
         # A step that was dropped tells nothing, and is dropped on all processes alike.
         if committed:
-            # At its end, nothing is left to choose.
             with suppress(StopIteration):
                 self._course.send((now[0] - self._last[0], now[1] - self._last[1]))
         # Read again: what was compared in between is no part of the next step.
@@ -302,90 +309,3 @@ class Auto:
             except Exception as error:
                 # It is called in the backward pass, where the other processes go on.
                 logger.warning("log raised %r, training goes on; it was given: %s", error, text)
-
-
-def candidates_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> dict[str, Variant]:
-    """Return exact averaging, 16 bits, and what is expected to lose no more than that, the least first.
-
-    Args:
-        losses: As of `expected_losses`.
-        budget_loss: The largest gap, as a share.
-    """
-    rough = [code for code in _rough() if losses[code].order <= 100 * budget_loss]
-    # Of the two kinds of 16 bits the one that no gradient is too large for.
-    names = [EXACT, BASELINE, *sorted(rough, key=lambda code: losses[code].order)]
-    return {name: priced()[name] for name in names}
-
-
-def _rough() -> list[str]:
-    return [code for code, each in priced().items() if not each.keeps_16_bits]
-
-
-def nothing_to_win(trials: Sequence[Trial], least_gain: float) -> bool:
-    """Return whether exact averaging, or 16 bits, tell already that rougher messages would not pay.
-
-    Args:
-        trials: So far; one at least.
-        least_gain: As of `auto`.
-    """
-    fastest = min(trials[:2], key=lambda each: each.step_seconds)
-    # A message of no bytes at all would save no more than that. NaN is no such case.
-    return fastest.waited_seconds <= least_gain * fastest.step_seconds
-
-
-def best_of(trials: Sequence[Trial], least_gain: float) -> Trial:
-    """Return what to go on with, by the rule of `thinwire.advise`.
-
-    Args:
-        trials: Of exact or 16-bit averaging at least.
-        least_gain: As of `auto`.
-    """
-    return choose(sorted(trials, key=lambda each: each.step_seconds), least_gain)
-
-
-def why(
-    chosen: Trial,
-    trials: Sequence[Trial],
-    losses: Mapping[str, ExpectedLoss],
-    rules: Rules,
-    notes: Sequence[str],
-) -> list[str]:
-    """Return what was chosen and why, in sentences.
-
-    Args:
-        chosen: Of `trials`.
-        trials: All.
-        losses: As of `expected_losses`.
-        rules: By which it was chosen.
-        notes: How the optimizer differs from those that losses were measured with.
-    """
-    fastest = min((each for each in trials if not each.is_lossy), key=lambda each: each.step_seconds)
-    rough = {code: losses[code] for code in _rough()}
-    lines = [f"{chosen.name}: a step takes {chosen}."]
-    if chosen.is_lossy:
-        lines = [
-            f"{chosen.name}: a step takes {chosen}, {chosen.step_seconds / fastest.step_seconds:.0%} of one "
-            f"with {fastest.name}, and sends {chosen.message_bytes:,.0f} bytes in place of "
-            f"{fastest.message_bytes:,.0f}.",
-            f"Its loss gap: {losses_of(chosen)}.",
-        ]
-    elif nothing_to_win(trials, rules.least_gain):
-        lines.append("Rougher messages can win nothing.")
-    elif len(trials) == 2:
-        lines.append(none_within(rough, rules.budget_loss))
-    else:
-        won = f"{rules.least_gain:.0%} over {fastest.name}"
-        lines.append(f"Nothing rougher within the loss budget wins more than {won} for sure.")
-    local = nearest({each.name: losses[each.name] for each in LOCAL_VARIANTS})
-    if local is not None and chosen.waited_seconds > rules.least_gain * chosen.step_seconds:
-        lines.append(
-            f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages; "
-            f"averaging models less often waits less, which is for you to choose: {local[0]} is expected to "
-            f"lose {local[1].short} %."
-        )
-    tried = ", ".join(f"{each.name} {_ms(each.step_seconds)}" for each in trials)
-    return [*lines, *notes, f"Tried: {tried}."]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

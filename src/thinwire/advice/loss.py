@@ -16,18 +16,15 @@ from typing import Literal
 import torch
 from torch import nn
 
-from thinwire.checks import number
 from thinwire.errors import ConfigError
 
 __all__ = [
     "EXACT_LOSS",
-    "MAX_BUDGET_LOSS",
     "NOISE_PERCENT",
     "UNKNOWN_LOSS",
     "ExpectedLoss",
     "LossGap",
     "Training",
-    "checked_budget",
     "expected_loss",
     "known_optimizers",
     "loss_gaps",
@@ -41,9 +38,6 @@ __all__ = [
 # Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md). Smaller gaps count as
 # none.
 NOISE_PERCENT = 0.5
-
-# More than that nobody gives up for speed, but may have typed in percent.
-MAX_BUDGET_LOSS = 0.2
 
 # With which all of the project's trainings with SGD were made.
 SGD_MOMENTUM = 0.9
@@ -283,21 +277,6 @@ def unwrapped_optimizer(optimizer: object) -> object:
     while isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return optimizer
-
-
-def checked_budget(budget_loss: object) -> float:
-    """Return a loss budget as a share; `math.inf` for any.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    budget = number("budget_loss", budget_loss, minimum=0)
-    if MAX_BUDGET_LOSS < budget < math.inf:
-        raise ConfigError(
-            f"budget_loss must be a share of at most {MAX_BUDGET_LOSS}, or math.inf for any, got "
-            f"{budget_loss}; if that is meant as percent, write 0.01 for one percent"
-        )
-    return budget
 
 
 def expected_loss(

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.bench import Bench, OneStep, mean_over_processes, slowest_of
-from thinwire.advice.loss import Training, checked_budget, optimizer_name, optimizer_notes, published_gap
+from thinwire.advice.loss import Training, optimizer_name, optimizer_notes, published_gap
 from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, notes_on
 from thinwire.advice.replicated import Replicated, Subject
-from thinwire.advice.result import Advice, Prediction, choose, is_within, tied
+from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, is_within, tied
 from thinwire.advice.timeline import Network, Stopwatch
 from thinwire.advice.variants import OVERFLOWING, expected_losses
 from thinwire.channel import Collective, ProcessGroupTransport, wire_bytes
@@ -32,7 +32,7 @@ from thinwire.probe.result import ring_share
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Link", "advise", "checked_gain"]
+__all__ = ["Link", "advise"]
 
 
 def advise(
@@ -154,18 +154,6 @@ def advise(
             *notes_on(training, link.probe, transport.size, device, link.shards),
         ),
     )
-
-
-def checked_gain(least_gain: object) -> float:
-    """Return what an approximation must win, as a share of a step.
-
-    Raises:
-        ConfigError: It is no share.
-    """
-    gain = number("least_gain", least_gain, minimum=0)
-    if gain >= 1:
-        raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
-    return gain
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,22 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
+from thinwire.checks import number
+from thinwire.errors import ConfigError
 
-__all__ = ["Advice", "Prediction", "choose", "tied"]
+__all__ = [
+    "MAX_BUDGET_LOSS",
+    "Advice",
+    "Prediction",
+    "checked_budget",
+    "checked_gain",
+    "choose",
+    "is_within",
+    "tied",
+]
 
+# More than that nobody gives up for speed, but may have typed in percent.
+MAX_BUDGET_LOSS = 0.2
 # Of approximations that tie, none is advised that is predicted to be slower than the fastest by more.
 MAX_SLOWDOWN = 1.1
 
@@ -167,6 +180,33 @@ class Advice:
         ]
 
 
+def checked_budget(budget_loss: object) -> float:
+    """Return a loss budget as a share; `math.inf` for any.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    budget = number("budget_loss", budget_loss, minimum=0)
+    if MAX_BUDGET_LOSS < budget < math.inf:
+        raise ConfigError(
+            f"budget_loss must be a share of at most {MAX_BUDGET_LOSS}, or math.inf for any, got "
+            f"{budget_loss}; if that is meant as percent, write 0.01 for one percent"
+        )
+    return budget
+
+
+def checked_gain(least_gain: object) -> float:
+    """Return what an approximation must win, as a share of a step.
+
+    Raises:
+        ConfigError: It is no share.
+    """
+    gain = number("least_gain", least_gain, minimum=0)
+    if gain >= 1:
+        raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
+    return gain
+
+
 def is_within(prediction: Prediction, budget_loss: float) -> bool:
     """Return whether a way of averaging may be advised.
 
@@ -177,9 +217,7 @@ def is_within(prediction: Prediction, budget_loss: float) -> bool:
     return not prediction.is_lossy or prediction.loss.order <= 100 * budget_loss
 
 
-def choose(
-    ranked: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf
-) -> AnyPrediction:
+def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
     Of what is within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
@@ -187,10 +225,11 @@ def choose(
     nothing. Anything rougher must win more than `least_gain` over the faster of those two.
 
     Args:
-        ranked: Predictions, fastest first.
+        found: Predictions, exact or 16-bit averaging among them.
         least_gain: What an approximation must win at least, as a share of the step.
         budget_loss: The largest gap, as a share.
     """
+    ranked = sorted(found, key=lambda each: each.step_seconds)
     within = [each for each in ranked if is_within(each, budget_loss)]
     careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds

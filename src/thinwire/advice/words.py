@@ -66,10 +66,11 @@ def losses_of(prediction: Prediction) -> str:
     return "; ".join(sentences)
 
 
-def nearest(losses: Mapping[str, ExpectedLoss]) -> tuple[str, ExpectedLoss] | None:
-    """Return the name and the gap of what loses least, by what is known; None if nothing is."""
-    known = [(name, loss) for name, loss in losses.items() if loss.percent is not None]
-    return min(known, key=lambda each: each[1].order, default=None)
+def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
+    """Return what loses least, by what is known, and its gap; None if nothing is."""
+    known = {name: loss for name, loss in losses.items() if loss.percent is not None}
+    name = min(known, key=lambda name: known[name].order, default=None)
+    return None if name is None else f"{name} ({known[name].short} % loss)"
 
 
 def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
@@ -80,7 +81,7 @@ def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
         budget_loss: The largest gap, as a share.
     """
     found = nearest(losses)
-    told = "of none is a gap known" if found is None else f"the nearest is {found[0]}, {found[1].short} %"
+    told = "of none is a gap known" if found is None else f"the nearest is {found}"
     return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {told}."
 
 

@@ -18,9 +18,8 @@ from rich.console import Console
 from torch import nn
 
 from thinwire.advice.lines import lines_to_paste
-from thinwire.advice.loss import MAX_BUDGET_LOSS
 from thinwire.advice.measure import advise as measure
-from thinwire.advice.result import Advice
+from thinwire.advice.result import MAX_BUDGET_LOSS, Advice
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
 from thinwire.cli.advice_table import table_lines
 from thinwire.cli.job import alone, joined_job
