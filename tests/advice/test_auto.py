@@ -41,7 +41,7 @@ def chooser_for(optimizer: str, members: int, **rules: float) -> Auto:
         sync,
         Training(optimizer, members, 10**6),
         Rules(**settings, enabled=True),  # type: ignore[arg-type] # by name
-        notes=optimizer_notes(optimizer),
+        notes=[*optimizer_notes(optimizer)],
         log=print,
         clock=lambda: (0.0, 0.0),
     )
@@ -272,7 +272,7 @@ def chooser_of(
         simulated.syncs[rank],
         Training("SGD", 2, 10**4),
         Rules(budget_loss=0.01, **settings),
-        notes=(),
+        notes=[],
         log=log,
         clock=Link(simulated.engines[rank], rate, extra),
     )

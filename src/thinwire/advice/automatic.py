@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
@@ -116,7 +116,7 @@ def auto(
         sync,
         Training.of(model, name, engine.transport.size),
         rules,
-        optimizer_notes(optimizer),
+        [*optimizer_notes(optimizer)],
         log or logger.info,
         lambda: (time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan),
     )
@@ -163,13 +163,7 @@ class Auto:
     """
 
     def __init__(
-        self,
-        sync: GradientSync,
-        training: Training,
-        rules: Rules,
-        notes: Sequence[str],
-        log: Log,
-        clock: Clock,
+        self, sync: GradientSync, training: Training, rules: Rules, notes: list[str], log: Log, clock: Clock
     ) -> None:
         self.sync = sync
         self.trials: tuple[Trial, ...] = ()
@@ -182,8 +176,7 @@ class Auto:
         within = [code for code, loss in self._rough.items() if loss.order <= 100 * rules.budget_loss]
         # Of the two kinds of 16 bits the one that no gradient is too large for; then what loses least.
         names = [EXACT, BASELINE, *sorted(within, key=lambda code: losses[code].order)]
-        self._candidates = {name: variants[name] for name in names}
-        self._losses = losses
+        self._candidates, self._losses = {name: variants[name] for name in names}, losses
         # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
@@ -193,10 +186,9 @@ class Auto:
         for group in self._groups:
             agree(group, {CALL: "auto()", **described}, "auto()")
         if rules.enabled:
-            self._course = self._follow()
+            self._course, self._last = self._follow(), clock()
             # To its first `yield`, which receives the first step.
             next(self._course)
-            self._last = clock()
             self._engine.observers.append(self._after_step)
 
     def __str__(self) -> str:
@@ -267,7 +259,9 @@ class Auto:
     def _tried(self, name: str, num_steps: int) -> Generator[None, Reading, Trial]:
         """Make steps with a candidate; return what all processes have measured."""
         candidate, traffic = self._candidates[name], self._engine.traffic
-        self.sync.use(candidate.algorithm)
+        # After a switch all processes are compared again.
+        if self.sync.algorithm != candidate.algorithm:
+            self.sync.use(candidate.algorithm)
         for _ in range(UNTIMED_STEPS):
             yield
         bytes_before, steps_before = traffic.message_bytes, self.sync.steps
