@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -123,23 +122,18 @@ def told_of(advice: Advice, width: int = 200) -> str:
 NAMES = [*priced(), *(way.name for way in LOCAL_VARIANTS)]
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_the_table_breaks_names_between_settings_only_and_fits(width: int) -> None:
+@pytest.mark.parametrize("width", [60, 200])
+def test_the_table_fits(width: int) -> None:
     advice = advised(*(predicted(name, 1234.5, 2345.6, 1, 10) for name in NAMES))
     told = told_of(advice, width).partition("Predicted steps, fastest first\n\n")[2]
-    lines = told.partition("\n\nbetween:")[0].splitlines()
+    _, *lines = told.partition("\n\nbetween:")[0].splitlines()
     assert max(map(len, lines)) <= width
     numbers = [line for line in lines if " – " in line]
-    assert len(numbers) == len(advice.predictions)
-    # All numbers below each other.
+    # All numbers below each other, and names whole: beside them, or above.
     assert len({line.index(" – ") for line in numbers}) == 1
-    names = [re.sub(r"(?:^| ) *\d[\d.]* +\d[\d.]* – .*", "", line).rstrip() for line in lines[1:]]
-    assert re.sub(r"\s", "", "".join(names)) == re.sub(
-        r"\s", "", "".join(each.name for each in advice.predictions)
-    )
-    continued = [before for before, line in pairwise(names) if line.startswith("  ")]
-    assert all(line.endswith((",", "(")) for line in continued)
-    assert bool(continued) == (width in (80, 100))
+    names = [line.partition("  ")[0] for line in (numbers if width == 200 else lines[::2])]
+    assert names == [each.name for each in advice.predictions]
+    assert len(lines) == (1 if width == 200 else 2) * len(names)
 
 
 def test_sentences_are_wrapped_between_words_on_a_terminal_and_not_in_a_pipe() -> None:
@@ -148,7 +142,6 @@ def test_sentences_are_wrapped_between_words_on_a_terminal_and_not_in_a_pipe() -
     show(advice, Console(file=output, width=60, force_terminal=True, color_system=None))
     prose = output.getvalue().partition("\nDDP:")[0].splitlines()
     assert max(map(len, prose)) <= 60
-    assert not any(line.startswith("%") for line in prose)
     assert sum("A gap of" in line for line in prose) > 1
     assert sum("A gap of" in line for line in told_of(advice, 60).splitlines()) == 1
 

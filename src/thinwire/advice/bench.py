@@ -43,13 +43,7 @@ class Bench:
         self.local = local_benches(subject.module, stopwatch)
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
-        """Make as many rounds as the time allows, equally many on all processes.
-
-        Args:
-            budget_seconds: About how long it may take.
-            transport: Between the processes.
-            progress: Gets what is being measured, in words.
-        """
+        """Make as many rounds as the time allows, equally many on all processes."""
         averagings = dict.fromkeys(each.averaging for each in self.local)
         turns: list[Callable[[], None]] = [partial(self._turn, name) for name in (None, *self.timelines)]
         turns += [partial(each.take_turn, UNTIMED_STEPS, TIMED_STEPS) for each in averagings]
@@ -69,12 +63,7 @@ class Bench:
                 told = f", {round_seconds:.1f} s each"
 
     def predictions(self, network: Network, world_size: int) -> list[Prediction]:
-        """Return what each way of averaging would take, its loss unknown.
-
-        Args:
-            network: Tells how long messages take.
-            world_size: Processes that average with each other.
-        """
+        """Return what each way of averaging would take, its loss unknown."""
         gradients = [self._predicted(name, network, world_size) for name in self.timelines]
         models = [self._predicted_local(each, network, world_size) for each in self.local]
         return gradients + models
@@ -149,12 +138,7 @@ class Bench:
 
 
 def slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
-    """Return median and quartiles of the slowest of as many steps as there are processes.
-
-    Args:
-        seconds: Of steps.
-        world_size: Processes.
-    """
+    """Return median and quartiles of the slowest of as many steps as there are processes."""
     # Of k independent steps, all are below a time with the k-th power of the chance that one is.
     ordered = sorted(seconds)
 
@@ -165,11 +149,6 @@ def slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float,
 
 
 def mean_over_processes(numbers: Sequence[float], transport: Transport) -> list[float]:
-    """Return the mean of each number over all processes. Collective.
-
-    Args:
-        numbers: As many on all.
-        transport: Between the processes.
-    """
+    """Return the mean of each number over all processes. Collective."""
     everyone = gather_numbers(numbers, transport, "advise: what the processes have measured")
     return [fmean(column) for column in zip(*everyone, strict=True)]

@@ -16,13 +16,7 @@ NATIVE_LINES = (
 
 
 def code_of(name: str, way: LocalVariant | None, *, is_sharded: bool) -> str:
-    """Return what to write for a prediction.
-
-    Args:
-        name: Of the prediction.
-        way: What averages models now and then; None of an algorithm for gradients.
-        is_sharded: Whether the model is one of `fully_shard`.
-    """
+    """Return what to write for a prediction."""
     if name == NATIVE:
         return NATIVE_LINES
     model = "model" if is_sharded else "ddp_model"

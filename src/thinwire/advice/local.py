@@ -32,12 +32,7 @@ class Averaging:
     residual_bytes: int = 0
 
     def take_turn(self, untimed: int, timed: int) -> None:
-        """Average some times, with a front that is made for this turn alone.
-
-        Args:
-            untimed: Averagings before those that are timed.
-            timed: Those.
-        """
+        """Average some times, with a front that is made for this turn alone."""
         optimizer = torch.optim.SGD(self.trained, lr=0.0)
         with self.make(optimizer) as front:
             for number in range(untimed + timed):
@@ -76,12 +71,7 @@ class LocalBench:
     averaging: Averaging
 
     def extra_seconds(self, network: Network, own_seconds: float) -> float:
-        """Return what averaging adds to a step, mean: its arithmetic, and what of its messages is waited for.
-
-        Args:
-            network: Tells how long messages take.
-            own_seconds: A step without averaging.
-        """
+        """Return what averaging adds to a step, mean: arithmetic, and what of its messages is waited for."""
         timelines, fragments = self.averaging.timelines, self.way.options.get("fragments", 1)
         arithmetic_seconds = median(each.seconds for each in timelines)
         # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
@@ -104,12 +94,7 @@ class LocalBench:
 
 
 def local_benches(module: nn.Module, stopwatch: Stopwatch) -> list[LocalBench]:
-    """Return a bench for each way that this model allows.
-
-    Args:
-        module: Is averaged; its parameters stay what they are.
-        stopwatch: Of the steps.
-    """
+    """Return a bench for each way that this model allows."""
     trained: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
     # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
     averagings: dict[object, Averaging] = {}

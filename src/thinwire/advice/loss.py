@@ -106,15 +106,7 @@ class LossGap:
 
 @dataclass(frozen=True)
 class Training:
-    """For which a loss gap is looked up.
-
-    Attributes:
-        optimizer: As of `optimizer_name`; of one that is not in the table, and of None, the largest gap of
-            all that are counts.
-        members: That train together.
-        parameters: Of the model, that are trained.
-        is_recurrent: Whether there is an RNN in it, such as an LSTM: those lose more in few bits.
-    """
+    """For which a loss gap is looked up; with None for an optimizer, the worst of all counts."""
 
     optimizer: str | None
     members: int
@@ -123,13 +115,7 @@ class Training:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str | None, members: int) -> Training:
-        """Return that of a model.
-
-        Args:
-            model: Whose trained parameters are averaged.
-            optimizer: As of `optimizer_name`.
-            members: That train together.
-        """
+        """Return that of a model."""
         return cls(
             optimizer,
             members,
@@ -224,9 +210,6 @@ def known_optimizers() -> list[str]:
 def optimizer_name(optimizer: object) -> str:
     """Return under which name an optimizer's loss gaps are looked up.
 
-    Args:
-        optimizer: The optimizer, or a framework's wrapper of it, or its name in any case.
-
     Raises:
         ConfigError: It is neither an optimizer nor a name.
     """
@@ -246,11 +229,7 @@ def optimizer_name(optimizer: object) -> str:
 
 
 def optimizer_notes(optimizer: object) -> tuple[str, ...]:
-    """Return how what the user trains with differs from what gaps were measured with, in words.
-
-    Args:
-        optimizer: As of `optimizer_name`, or None.
-    """
+    """Return how what the user trains with differs from what gaps were measured with, in words."""
     known = known_optimizers()
     if optimizer is None:
         return (f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own.",)
@@ -285,12 +264,6 @@ def expected_loss(
     """Return what is known of a way of averaging.
 
     The project's own measurements come first, then what surely loses less and more, then what was published.
-
-    Args:
-        name: As it is written in code.
-        training: Of the user.
-        loses_more_than: What loses less, where this was not measured.
-        loses_less_than: What loses more.
     """
     # One's own first: how they were made is known here, and none was chosen to look well.
     own = _own_gaps(name, training)
@@ -311,12 +284,7 @@ def expected_loss(
 
 
 def published_gap(name: str, training: Training) -> LossGap | None:
-    """Return what others have measured, nearest in members and then in the model's size; None if nothing.
-
-    Args:
-        name: As it is written in code.
-        training: Of the user.
-    """
+    """Return what others have measured, nearest in members and then in the model's size; None if nothing."""
     rows = [each for each in loss_gaps() if each.name == name and each.is_published]
     return _worst_of_optimizers(rows, training)
 

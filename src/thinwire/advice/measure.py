@@ -165,24 +165,14 @@ class Link:
     shards: int
 
     def seconds(self, collective: Collective, handed_bytes: int) -> float:
-        """Return how long a collective takes that all processes of a machine make at once.
-
-        Args:
-            collective: What carries the message.
-            handed_bytes: What each process hands over.
-        """
+        """Return how long a collective takes that all processes of a machine make at once."""
         if self.shards == 1:
             return self.probe.collective_seconds(collective, handed_bytes)
         averaged_bytes = self.wire_bytes(collective, handed_bytes) / ring_share(self.probe.world_size)
         return self.probe.average_seconds(averaged_bytes)
 
     def wire_bytes(self, collective: Collective, handed_bytes: int) -> float:
-        """Return what such a collective puts on the link, in bytes that take as long as an averaging's.
-
-        Args:
-            collective: What carries the message.
-            handed_bytes: What each process hands over.
-        """
+        """Return what such a collective puts on the link, in bytes that take as long as an averaging's."""
         sent = wire_bytes(collective, self.shards * handed_bytes, self.members)
         return self.probe.wire_factor(collective) * sent
 

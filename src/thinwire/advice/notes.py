@@ -27,12 +27,7 @@ PURPOSE = "advise: what else the machines did"
 
 
 def cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
-    """Yield what `state_dict` takes with what is advised, if it keeps a residual.
-
-    Args:
-        best: What is advised.
-        network: Tells how long messages take.
-    """
+    """Yield what `state_dict` takes with what is advised, if it keeps a residual."""
     if best.residual_bytes:
         seconds = network("all_reduce", best.residual_bytes)
         yield (
@@ -44,15 +39,7 @@ def cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
 def notes_on(
     training: Training, probe: Probe, num_processes: int, device: torch.device, shards: int = 1
 ) -> Iterator[str]:
-    """Yield what is uncertain besides the optimizer.
-
-    Args:
-        training: Of the user.
-        probe: Of the network.
-        num_processes: Of this job.
-        device: That computes here.
-        shards: Processes that hold a replica together.
-    """
+    """Yield what is uncertain besides the optimizer."""
     if training.is_recurrent:
         yield (
             "The model has an RNN: what was not measured with an LSTM has the gap of transformers, which may "
@@ -123,10 +110,7 @@ class ProcessorUse:
 def others_share(hosts: Sequence[bytes], seconds: Sequence[Sequence[float]]) -> float | None:
     """Return the largest share of a machine's processors that others than the group's processes took.
 
-    Args:
-        hosts: Of each process.
-        seconds: Of each process: its own, those of its machine's processors that they were busy, and all of
-            them; NaN where the system does not tell.
+    Seconds are of each process: its own, those of its machine's processors that they were busy, and all.
 
     Examples:
         >>> others_share([b"one", b"one"], [(1.0, 3.5, 10.0), (2.0, 3.5, 10.0)])
@@ -143,13 +127,7 @@ def others_share(hosts: Sequence[bytes], seconds: Sequence[Sequence[float]]) -> 
 
 
 def disturbance(others: float | None, low_seconds: float, high_seconds: float) -> Iterator[str]:
-    """Yield what makes predictions less certain, in at most one sentence.
-
-    Args:
-        others: As of `others_share`.
-        low_seconds: A quarter of the steps without averaging were faster.
-        high_seconds: A quarter of them were slower.
-    """
+    """Yield what makes predictions less certain, in at most one sentence."""
     found = []
     if others is not None and others > MIN_SHARE:
         found.append(f"other programs took {others:.0%} of the machine's processors")

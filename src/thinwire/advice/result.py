@@ -208,12 +208,7 @@ def checked_gain(least_gain: object) -> float:
 
 
 def is_within(prediction: Prediction, budget_loss: float) -> bool:
-    """Return whether a way of averaging may be advised.
-
-    Args:
-        prediction: What it costs.
-        budget_loss: The largest gap, as a share; without a bound, what has no known gap is within it too.
-    """
+    """Return whether a way of averaging may be advised: without a bound, also what has no known gap."""
     return not prediction.is_lossy or prediction.loss.order <= 100 * budget_loss
 
 
@@ -223,11 +218,6 @@ def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float
     Of what is within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
     least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
     nothing. Anything rougher must win more than `least_gain` over the faster of those two.
-
-    Args:
-        found: Predictions, exact or 16-bit averaging among them.
-        least_gain: What an approximation must win at least, as a share of the step.
-        budget_loss: The largest gap, as a share.
     """
     ranked = sorted(found, key=lambda each: each.step_seconds)
     within = [each for each in ranked if is_within(each, budget_loss)]
@@ -247,12 +237,7 @@ def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float
 
 
 def tied(ranked: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
-    """Return the fastest, and those over which it wins at most `least_gain`, or nothing for sure.
-
-    Args:
-        ranked: Predictions, fastest first.
-        least_gain: A share of a step.
-    """
+    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure."""
     fastest = ranked[0]
     return [
         each

@@ -74,9 +74,6 @@ class Sharded:
 def shards_of(model: nn.Module) -> Transport:
     """Return what joins the processes of a replica.
 
-    Args:
-        model: Of `fully_shard`.
-
     Raises:
         AttachError: PyTorch itself averages over replicas, or parts of the model have other meshes.
         ConfigError: `replicate` holds it.
@@ -95,10 +92,6 @@ def shards_of(model: nn.Module) -> Transport:
 
 def probed_between_replicas(model: nn.Module, mesh: DeviceMesh | None) -> Probe:
     """Probe the links between replicas, by the first process of each; the same on all of a replica.
-
-    Args:
-        model: Of `fully_shard`.
-        mesh: As of `attach`.
 
     Raises:
         ConfigError: It is not known where the other replicas are.
