@@ -327,9 +327,9 @@ def on_links(optimizer: str, budget_loss: float) -> list[str]:
         return Engine(algorithm, group, specs).plan.message_bytes
 
     sent = {code: bytes_of(variant.algorithm) for code, variant in priced().items() if code != OVERFLOWING}
-    for each in LOCAL_VARIANTS:
-        algorithm = each.options.get("algorithm", thinwire.Quantize(bits=4))
-        sent[each.name] = bytes_of(algorithm) / each.every_steps
+    for local in LOCAL_VARIANTS:
+        algorithm = local.options.get("algorithm", thinwire.Quantize(bits=4))
+        sent[local.name] = bytes_of(algorithm) / local.every_steps
     losses = expected_losses(training)
     ways = [
         way(name, 0, 0, losses[name], is_lossy=name not in (EXACT.name, SIXTEEN.name), message_bytes=size)

@@ -65,7 +65,8 @@ def auto(
     All steps train the model, and what an algorithm has not sent yet, the next one sends.
 
     To be called on every process, in place of `attach`. Leave `sync.use` alone meanwhile. A state that is
-    saved is that of the algorithm in use; a run that resumes chooses again.
+    saved is that of the algorithm in use; a run that resumes chooses again. Of what is returned, `sync` is
+    the handle, and printing it tells the choice.
 
     Args:
         model: As of `attach`.
@@ -73,8 +74,7 @@ def auto(
             with, the largest gap of those counts, and it is said.
         budget_loss: The largest expected gap to exact averaging's loss, as a share of it, at most 0.2; or
             `math.inf` for any, known or not. Gaps were measured with small models; yours may differ.
-        least_gain: What an approximation must win over the faster of exact and 16-bit averaging, as a share
-            of the step.
+        least_gain: What an approximation must win over exact and 16-bit averaging, as a share of the step.
         probe_steps: Timed steps with each algorithm; two more come before them.
         every_steps: From one look at the link to the next; None for a single choice.
         enabled: False for exact averaging, as of `attach(model, AllReduce())`, with nothing chosen.
@@ -82,15 +82,11 @@ def auto(
             If it raises, that is a warning in the log, and training goes on.
         settings: All else that `attach` takes.
 
-    Returns:
-        What chooses: `sync` is the handle, and printing it tells the choice.
-
     Cost: (2 + `probe_steps`) steps with each candidate, of which slow ones take their time, and as many with
     16 bits at a look; a message of 32 bytes from each process after each trial and each look.
 
     Raises:
-        ConfigError: An argument is out of range, or the optimizer is of a different model. Nothing was
-            changed.
+        ConfigError: An argument is out of range, or the optimizer is of a different model.
         AgreementError: The processes were given different arguments.
         ThinwireError: As of `attach`.
     """
@@ -196,21 +192,15 @@ class Auto:
         if self.chosen is None or self.is_choosing:
             return "no choice yet" if self.is_choosing else "off: exact averaging"
         chosen, rules = self.chosen, self._rules
-        fastest = min((each for each in self.trials if not each.is_lossy), key=lambda each: each.step_seconds)
         lines = [f"{chosen.name}: a step takes {chosen}."]
         if chosen.is_lossy:
-            lines += [
-                f"That is {chosen.step_seconds / fastest.step_seconds:.0%} of one with {fastest.name}, and "
-                f"sends {chosen.message_bytes:,.0f} bytes in place of {fastest.message_bytes:,.0f}.",
-                f"Its loss gap: {losses_of(chosen)}.",
-            ]
+            lines.append(f"Its loss gap: {losses_of(chosen)}.")
         elif self._can_win_nothing():
             lines.append("Rougher messages can win nothing.")
         elif len(self.trials) == 2:
             lines.append(none_within(self._rough, rules.budget_loss))
         else:
-            won = f"{rules.least_gain:.0%} over {fastest.name}"
-            lines.append(f"Nothing rougher within the loss budget wins more than {won} for sure.")
+            lines.append(f"Nothing rougher within the budget wins more than {rules.least_gain:.0%} for sure.")
         local = nearest({each.name: self._losses[each.name] for each in LOCAL_VARIANTS})
         if local is not None and chosen.waited_seconds > rules.least_gain * chosen.step_seconds:
             waits = f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages"
@@ -248,8 +238,7 @@ class Auto:
             now = yield from self._tried(chosen.name, every_steps)
             before, seen = chosen, now
             if chosen.is_lossy:
-                # Small messages hardly wait, whatever the link, and what their arithmetic takes is no news of
-                # it: large ones tell.
+                # Small messages hardly wait, whatever the link: large ones tell.
                 before, seen = careful, (yield from self._tried(careful.name, self._rules.probe_steps))
             if seen.differs_from(before):
                 return before, seen
@@ -269,22 +258,26 @@ class Auto:
         for _ in range(num_steps):
             readings.append((yield))
         message_bytes = (traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
-        low, middle, high = quantiles((seconds for seconds, _ in readings), n=4, method="inclusive")
+        seconds, waited = zip(*readings, strict=True)
+        low_seconds, step_seconds, high_seconds = quantiles(seconds, n=4, method="inclusive")
         # The slowest sets the pace. Who waits least waits for the network alone, the others for it as well:
         # its is the largest of the negative ones.
-        numbers = [middle, low, high, -median(waited for _, waited in readings)]
+        numbers = [step_seconds, low_seconds, high_seconds, -median(waited)]
         for group in self._groups:
             everyone = gather_numbers(numbers, group, "auto: what the processes have measured")
             numbers = [max(column) for column in zip(*everyone, strict=True)]
+        step_seconds, low_seconds, high_seconds, negative = numbers
         return Trial(
             name,
             f"thinwire.attach(model, thinwire.{name})",
-            *numbers[:3],
+            step_seconds,
+            low_seconds,
+            high_seconds,
             message_bytes=message_bytes,
             memory_bytes=self._engine.memory_bytes(),
             is_lossy=not candidate.keeps_16_bits,
             loss=self._losses[name],
-            waited_seconds=-numbers[3],
+            waited_seconds=-negative,
         )
 
     def _after_step(self, committed: bool) -> None:

@@ -168,8 +168,7 @@ class ExpectedLoss:
             least = "" if self.low_percent is None else f", but more than {self.low_percent:.1f} %"
             return f"What it loses is not known{least}: compare losses."
         if self.order == 0:
-            high = self.percent + NOISE_PERCENT if self.high_percent is None else self.high_percent
-            return f"It may lose {max(0.0, high):.1f} %, though no loss could be measured."
+            return f"It may lose {max(0.0, self._interval[1]):.1f} %, though no loss could be measured."
         most = "up to " if self.kind == "between" else ""
         who = ", as others have published" if self.kind == "published" else ""
         return f"It may lose {most}{self.percent:.1f} %{who}: compare losses."
