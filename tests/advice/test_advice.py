@@ -25,6 +25,7 @@ from rich.console import Console
 from torch import nn
 
 import thinwire
+from advice.ways import advice_of, network, way
 from launcher import run_python
 from pool import Pool
 from thinwire import Advice, AttachError, ConfigError
@@ -32,24 +33,13 @@ from thinwire.advice import notes
 from thinwire.advice.bench import Bench, slowest_of
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss
 from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, others_share
-from thinwire.advice.result import Prediction, choose, tied
+from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, priced
 from thinwire.channel import InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
 from thinwire.fronts.local_sgd import LocalSGD
-from thinwire.probe import Probe, Timing
-from thinwire.probe.result import ring_share
 from thinwire.sync import Engine, engine_of
-
-
-def network(bits_per_second: float, latency_seconds: float, world_size: int = 2) -> Probe:
-    """What a probe would have found."""
-    timings = [
-        Timing(size, [latency_seconds + ring_share(world_size) * 8 * size / bits_per_second])
-        for size in (4, 1 << 20, 1 << 24)
-    ]
-    return Probe(world_size, "gloo", "cpu", timings, [], [])
 
 
 def test_a_probe_of_a_known_network_tells_its_rate() -> None:
@@ -91,26 +81,20 @@ def one_step(model: nn.Module) -> None:
 
 
 def predicted(name: str, low_ms: float, high_ms: float, order: int, message_bytes: int = 1000) -> Prediction:
-    return Prediction(
+    return way(
         name,
-        f"use({name})",
-        step_seconds=(low_ms + high_ms) / 2000,
-        low_seconds=low_ms / 1000,
-        high_seconds=high_ms / 1000,
+        low_ms,
+        high_ms,
+        ExpectedLoss("measured", float(order)),
+        code=f"use({name})",
         message_bytes=message_bytes,
-        memory_bytes=0,
         is_lossy=order > 0,
-        loss=ExpectedLoss("measured", float(order)),
         averages_less_often=name == "LocalSGD",
     )
 
 
 def advised(*predictions: Prediction, compute_ms: float = 1.0) -> Advice:
-    baseline = predicted("16 bits", 99, 101, 0)
-    ranked = sorted([baseline, *predictions], key=lambda each: each.step_seconds)
-    return Advice(
-        tuple(ranked), baseline, choose(ranked, 0.05), tuple(tied(ranked, 0.05)), 1e8, compute_ms / 1000, 0.05
-    )
+    return advice_of(*predictions, careful=(predicted("16 bits", 99, 101, 0),), compute_ms=compute_ms)
 
 
 def told_of(advice: Advice, width: int = 200) -> str:
@@ -220,9 +204,9 @@ def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximatio
     assert any(code.startswith("TopK") for code in variants)
     for code, variant in variants.items():
         assert eval(code, vars(thinwire)) == variant.algorithm
-    for way in LOCAL_VARIANTS:
-        assert way.name in way.code.replace("thinwire.", "").replace("model, optimizer, ", "")
-        assert isinstance(eval(way.name.replace("(", "=dict(", 1).partition("=")[2], vars(thinwire)), dict)
+    for local in LOCAL_VARIANTS:
+        assert local.name in local.code.replace("thinwire.", "").replace("model, optimizer, ", "")
+        assert isinstance(eval(local.name.replace("(", "=dict(", 1).partition("=")[2], vars(thinwire)), dict)
 
 
 def test_messages_are_priced_by_what_carries_them() -> None:
@@ -439,38 +423,28 @@ def test_what_saving_costs_is_told_of_what_keeps_a_residual() -> None:
 
 
 def test_what_can_not_be_advised(pool2: Pool) -> None:
-    for messages in pool2.run(_refused):
-        assert "must run a backward pass on the model that it is given" in messages[0]
-        assert "budget_seconds must be above 0" in messages[1]
-        assert "budget_seconds must be above 0 and finite" in messages[2]
-        assert "budget_loss must be a number of at least 0, got '1%'" in messages[3]
-        assert 'optimizer must be a torch optimizer, or the name of one such as "AdamW", got 7' in messages[4]
-        assert "least_gain must be a share below 1, such as 0.05 for 5 %, got 1" in messages[5]
-        assert "probe must be what thinwire.probe or Probe.load returned, or None, got 'probe" in messages[6]
-        assert "expected a torch.nn.Module, got <function" in messages[7]
-        assert "no parameter of the model is trained, so there is nothing to average" in messages[8]
-        assert "budget_loss must be a share of at most 0.2, or math.inf for any, got 50" in messages[9]
+    assert pool2.run(_refused) == [2, 2]
 
 
-def _refused() -> list[str]:
-    messages: list[str] = []
-    for options in (
-        {"one_step": lambda model: None},
-        {"one_step": one_step, "budget_seconds": 0.0},
-        {"one_step": one_step, "budget_seconds": float("inf")},
-        {"one_step": one_step, "budget_loss": "1%"},
-        {"one_step": one_step, "optimizer": 7},
-        {"one_step": one_step, "least_gain": 1},
-        {"one_step": one_step, "probe": "probe.json"},
-        {"one_step": one_step, "model": new_model},
-        {"one_step": one_step, "model": new_model().requires_grad_(False)},
-        {"one_step": one_step, "budget_loss": 50},
+def _refused() -> int:
+    frozen, broken = new_model().requires_grad_(False), {"one_step": lambda model: None}
+    for options, message in (
+        (broken, "must run a backward pass on the model that it is given"),
+        ({"budget_seconds": 0.0}, "budget_seconds must be above 0"),
+        ({"budget_seconds": float("inf")}, "budget_seconds must be above 0 and finite"),
+        ({"budget_loss": "1%"}, "budget_loss must be a number of at least 0, got '1%'"),
+        ({"budget_loss": 50}, "budget_loss must be a share of at most 0.2, or math.inf for any, got 50"),
+        ({"optimizer": 7}, 'optimizer must be a torch optimizer, or the name of one such as "AdamW", got 7'),
+        ({"least_gain": 1}, "least_gain must be a share below 1, such as 0.05 for 5 %, got 1"),
+        ({"probe": "p.json"}, "probe must be what thinwire.probe or Probe.load returned, or None, got 'p"),
+        ({"model": new_model}, "expected a torch.nn.Module, got <function"),
+        ({"model": frozen}, "no parameter of the model is trained, so there is nothing to average"),
     ):
-        given: dict[str, Any] = {"model": new_model(), "probe": network(1e8, 0.001), **options}
-        with pytest.raises(AttachError if len(messages) == 8 else ConfigError) as caught:
+        given: dict[str, Any] = {"model": new_model(), "one_step": one_step, "probe": network(1e8), **options}
+        with pytest.raises(AttachError if given["model"] is frozen else ConfigError) as caught:
             thinwire.advise(**given)
-        messages.append(str(caught.value))
-    return messages
+        assert message in str(caught.value)
+    return dist.get_world_size()
 
 
 MODULE = """

@@ -14,14 +14,26 @@ import torch
 from torch import nn
 
 import thinwire
+from advice.ways import (
+    ALSO_ONE,
+    EVERYTHING,
+    EXACT,
+    LOCAL,
+    ONE,
+    SIXTEEN,
+    TWO,
+    UNKNOWN,
+    advice_of,
+    measured,
+    row,
+    way,
+)
 from thinwire.advice.automatic import Trial
 from thinwire.advice.bench import Bench
 from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.local import Averaging, LocalBench, local_benches
 from thinwire.advice.loss import (
-    EXACT_LOSS,
     ExpectedLoss,
-    LossGap,
     Training,
     expected_loss,
     known_optimizers,
@@ -31,7 +43,7 @@ from thinwire.advice.loss import (
     published_gap,
 )
 from thinwire.advice.notes import notes_on
-from thinwire.advice.result import Advice, Prediction, choose, tied
+from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS, OVERFLOWING, LocalVariant, expected_losses, priced
 from thinwire.advice.words import losses_of, sources, verdict
@@ -69,13 +81,6 @@ def test_every_row_has_a_source_that_is_there_or_is_published() -> None:
             assert gap.high_percent is not None
             assert gap.low_percent <= gap.percent <= gap.high_percent
     assert known_optimizers() == ["AdamW", "SGD"]
-
-
-def row(name: str, optimizer: str, members: int, percent: float, **others: object) -> LossGap:
-    plain = LossGap(
-        name, optimizer, members, 1_000_000, 2000, 3, percent, percent - 0.2, percent + 0.2, "here", False
-    )
-    return replace(plain, **others)  # type: ignore[arg-type]
 
 
 TABLE = (
@@ -217,62 +222,6 @@ def test_what_other_optimizers_are_counted_as_is_told(optimizer: object, name: s
 
 
 # Budget, frontier, ties
-
-
-def way(name: str, low_ms: float, high_ms: float, loss: ExpectedLoss, **others: object) -> Prediction:
-    plain = Prediction(
-        name,
-        f"thinwire.attach(ddp_model, thinwire.{name})",
-        step_seconds=(low_ms + high_ms) / 2000,
-        low_seconds=low_ms / 1000,
-        high_seconds=high_ms / 1000,
-        message_bytes=10,
-        memory_bytes=0,
-        is_lossy=True,
-        loss=loss,
-    )
-    return replace(plain, **others)  # type: ignore[arg-type]
-
-
-def measured(percent: float) -> ExpectedLoss:
-    gap = row("it", "AdamW", 4, percent)
-    return ExpectedLoss("measured", percent, gap.low_percent, gap.high_percent, (gap,))
-
-
-EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, message_bytes=1000)
-SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, message_bytes=500)
-FOUR = way("Quantize(bits=4)", 60, 62, measured(0.1))
-TWO = way("Quantize(bits=2)", 50, 52, measured(0.3))
-ONE = way("Quantize(bits=1)", 40, 42, measured(4.5))
-ALSO_ONE = way("PowerSGD(matrix_rank=1)", 41, 43, measured(4.6))
-UNKNOWN = way("TopK()", 20, 21, ExpectedLoss("unknown"))
-LOCAL = way(
-    "DiLoCo(every_steps=30)",
-    30,
-    31,
-    measured(12.0),
-    code="with thinwire.DiLoCo(model, optimizer, every_steps=30):",
-    averages_less_often=True,
-)
-
-
-def advice_of(*predictions: Prediction, budget: float) -> Advice:
-    ranked = sorted([EXACT, SIXTEEN, *predictions], key=lambda each: each.step_seconds)
-    within = [each for each in ranked if not each.is_lossy or each.loss.order <= 100 * budget]
-    return Advice(
-        tuple(ranked),
-        SIXTEEN,
-        choose(ranked, 0.05, budget),
-        tuple(tied(within, 0.05)),
-        1e8,
-        0.01,
-        0.05,
-        budget_loss=budget,
-        optimizer="AdamW",
-    )
-
-
-EVERYTHING = (FOUR, TWO, ONE, ALSO_ONE, UNKNOWN, LOCAL)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
+from advice.ways import network
 from pool import Pool
 from thinwire import Advice, ConfigError
 from thinwire.advice import local, sharded
@@ -26,21 +27,11 @@ from thinwire.advice.timeline import Sent, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS, priced
 from thinwire.errors import AttachError
 from thinwire.fronts.sharded.model import local_of
-from thinwire.probe import Probe, Timing, probe
-from thinwire.probe.result import ring_share
+from thinwire.probe import Probe, probe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROWS, COLUMNS, RANK = 256, 512, 4
 FEW = ["AllReduce()", 'Cast("bf16")', "Quantize(bits=4)", f"PowerSGD(matrix_rank={RANK})"]
-
-
-def network(bits_per_second: float, world_size: int = 2, nodes: list[list[int]] | None = None) -> Probe:
-    """What a probe would have found where a message of nothing takes a millisecond."""
-    timings = [
-        Timing(size, [0.001 + ring_share(world_size) * 8 * size / bits_per_second])
-        for size in (4, 1 << 20, 1 << 24)
-    ]
-    return Probe(world_size, "gloo", "cpu", timings, [], nodes or [list(range(world_size))])
 
 
 def one_step(model: nn.Module) -> None:
@@ -100,7 +91,7 @@ def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
         patch.object(sharded, "measure_network", _hardly_probed),
     ):
         first = advise(network(1e6))
-        of_all = advise(network(1e6, 4, [[0, 1], [2, 3]]))
+        of_all = advise(network(1e6, world_size=4, nodes=[[0, 1], [2, 3]]))
         states.append(_state(model))
         probed = advise(mesh=mesh["replicate"])
     states.append(_state(model))
