@@ -312,6 +312,19 @@ def test_the_network_is_what_the_slowest_waits_for() -> None:
 
 
 @pytest.mark.usefixtures("few_candidates")
+def test_if_nobody_sees_the_waiting_all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with an accelerator, whose messages travel while the host has gone on."""
+    clock = Link.__call__
+    monkeypatch.setattr(Link, "__call__", lambda link: (clock(link)[0], math.nan))
+    simulated = Simulation(AllReduce(), buckets(), num_workers=2)
+    chooser, other = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: FAST, str))
+    for step in range(ALL_TRIALS + 1):
+        step_with(simulated, step)
+    assert [each.name for each in chooser.trials] == [each.name for each in other.trials] == TRIED
+    assert "waiting" not in str(chooser)
+
+
+@pytest.mark.usefixtures("few_candidates")
 def test_a_step_that_is_dropped_is_no_measurement() -> None:
     simulated = Simulation(PowerSGD(matrix_rank=4), buckets(), num_workers=2, on_nonfinite="zero")
     chooser, _ = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str))

@@ -42,7 +42,7 @@ NOISE_PERCENT = 0.5
 # With which all of the project's trainings with SGD were made.
 SGD_MOMENTUM = 0.9
 
-# It is printed, and put on a page.
+# It is printed.
 MAX_NAME_LENGTH = 100
 
 Kind = Literal["exact", "measured", "between", "published", "above", "unknown"]
