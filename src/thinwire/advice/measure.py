@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -21,7 +21,7 @@ from thinwire.advice.replicated import Replicated, Subject
 from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, is_within, tied
 from thinwire.advice.timeline import Network, Stopwatch
 from thinwire.advice.variants import OVERFLOWING, expected_losses
-from thinwire.channel import Collective, ProcessGroupTransport, wire_bytes
+from thinwire.channel import Collective, ProcessGroupTransport, Transport, wire_bytes
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
@@ -106,24 +106,10 @@ def advise(
 
     # Of any network: the rate at which compressing begins to win is found by asking again.
     def predictions(network: Network) -> list[Prediction]:
-        found = bench.predictions(network, link.members)
-        own = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in found]
-        # The mean of all processes, so that all choose alike; in one message, for there are a hundred.
-        means = iter(mean_over_processes([seconds for three in own for seconds in three], transport))
-        return [
-            replace(each, step_seconds=next(means), low_seconds=next(means), high_seconds=next(means))
-            for each in found
-        ]
+        return _agreed(bench.predictions(network, link.members), transport)
 
     training = Training.of(module, name, link.members)
-    losses = expected_losses(training)
-    ranked = sorted(
-        (
-            replace(each, loss=losses[each.name], published=published_gap(each.name, training))
-            for each in predictions(link.seconds)
-        ),
-        key=lambda each: each.step_seconds,
-    )
+    ranked = _with_losses(predictions(link.seconds), training)
     # Of the two kinds of 16 bits only the one that no gradient is too large for: they send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
     within = [each for each in advisable if is_within(each, budget_loss)]
@@ -222,6 +208,26 @@ def _link_of(module: nn.Module, probe: Probe | None, mesh: DeviceMesh | None) ->
     # If each machine that was seen has as many processes as a replica, all were probed; else one of each.
     is_of_all = shards > 1 and len(probe.nodes) > 1 and all(len(node) == shards for node in probe.nodes)
     return Link(probe, len(probe.nodes) if is_of_all else probe.world_size, shards)
+
+
+def _agreed(own: Sequence[Prediction], transport: Transport) -> list[Prediction]:
+    """Return the mean of what the processes predict: the same on all, so that all choose alike."""
+    times = [(each.step_seconds, each.low_seconds, each.high_seconds) for each in own]
+    # All in one message: there are a hundred numbers, and tens of networks to ask about.
+    means = iter(mean_over_processes([seconds for three in times for seconds in three], transport))
+    return [
+        replace(each, step_seconds=next(means), low_seconds=next(means), high_seconds=next(means))
+        for each in own
+    ]
+
+
+def _with_losses(found: Sequence[Prediction], training: Training) -> list[Prediction]:
+    """Return predictions with what is known of their loss, fastest first."""
+    losses = expected_losses(training)
+    with_losses = [
+        replace(each, loss=losses[each.name], published=published_gap(each.name, training)) for each in found
+    ]
+    return sorted(with_losses, key=lambda each: each.step_seconds)
 
 
 def _break_even(
