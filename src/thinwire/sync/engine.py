@@ -14,13 +14,12 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Description, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec, Plan
-from thinwire.sync.checked_state import checked_state
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes, Parts, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, average_local, packed_state
+from thinwire.sync.state import LoadedState, average_local, checked_state, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
