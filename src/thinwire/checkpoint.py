@@ -29,8 +29,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
-from thinwire.sync.checked_state import checked_state
-from thinwire.sync.state import slot_names
+from thinwire.sync.state import checked_state, slot_names
 
 __all__ = ["load", "save"]
 

@@ -194,7 +194,7 @@ class Step:
     def _send_held(self) -> None:
         """Send the buckets that waited, after one comparison of the processes for all of them."""
         lanes = self._all_lanes
-        opened = lanes.open({bucket.specs: bucket.flat.device for bucket in self._held})
+        opened = lanes.open_all({bucket.specs: bucket.flat.device for bucket in self._held})
         # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
         # Nothing has been written yet.
         lanes.check_loaded()
@@ -247,7 +247,7 @@ class Step:
         self._clock.end_step()
         self._ended(self, committed)
         # The engine keeps the step until the next one: a way back would keep its memory past its own end.
-        del self._ended
+        del self._ended, self._all_lanes
         return committed
 
     def _commit(self) -> bool:
