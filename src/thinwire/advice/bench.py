@@ -18,8 +18,6 @@ from thinwire.advice.timeline import Network, Stopwatch, Timeline
 from thinwire.channel import Transport, gather_numbers
 from thinwire.errors import ConfigError
 
-__all__ = ["Bench", "OneStep", "mean_over_processes", "slowest_of"]
-
 # Of a turn: in their first step fronts agree, plan and compile, and in the second they have a residual.
 UNTIMED_STEPS, TIMED_STEPS = 2, 3
 # One in each direction, so that no algorithm is always the first.

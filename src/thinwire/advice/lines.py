@@ -5,8 +5,6 @@ from __future__ import annotations
 from thinwire.advice.result import Advice, Prediction
 from thinwire.advice.variants import NATIVE, LocalVariant
 
-__all__ = ["SHARDING", "code_of", "lines_to_paste"]
-
 # It replaces the parameters: an optimizer that was made before would train what is no longer there.
 SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, of the shards\n'
 NATIVE_LINES = (

@@ -32,8 +32,6 @@ from thinwire.probe.result import ring_share
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Link", "advise"]
-
 
 def advise(
     model: nn.Module,

@@ -17,8 +17,6 @@ from thinwire.advice.timeline import Network
 from thinwire.channel import Transport, gather_bytes, gather_numbers
 from thinwire.probe import Probe
 
-__all__ = ["ProcessorUse", "cost_of_saving", "disturbance", "notes_on", "others_share"]
-
 PROC_STAT = Path("/proc/stat")
 # Below, it hardly shows in what is measured.
 MIN_SHARE, MIN_SPREAD = 0.1, 0.2

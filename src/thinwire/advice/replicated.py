@@ -20,8 +20,6 @@ from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
 from thinwire.fronts.ddp_model import register
 from thinwire.sync import Engine
 
-__all__ = ["Replicated", "Subject"]
-
 
 class Subject(Protocol):
     """What is trained while steps are timed.

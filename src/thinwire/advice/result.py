@@ -11,17 +11,6 @@ from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
 from thinwire.checks import number
 from thinwire.errors import ConfigError
 
-__all__ = [
-    "MAX_BUDGET_LOSS",
-    "Advice",
-    "Prediction",
-    "checked_budget",
-    "checked_gain",
-    "choose",
-    "is_within",
-    "tied",
-]
-
 # More than that nobody gives up for speed, but may have typed in percent.
 MAX_BUDGET_LOSS = 0.2
 # Of approximations that tie, none is advised that is predicted to be slower than the fastest by more.

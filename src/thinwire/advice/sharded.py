@@ -19,8 +19,6 @@ from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.sync import Engine, Settings
 
-__all__ = ["Sharded", "probed_between_replicas", "shards_of"]
-
 
 class Sharded:
     """A model of `fully_shard`, whose replicas' messages go to a stopwatch; see `Subject`.

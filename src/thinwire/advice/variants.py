@@ -11,17 +11,6 @@ from thinwire.algorithms import Algorithm, Quantize, TopK, registry
 from thinwire.algorithms.registry import Variant
 from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
 
-__all__ = [
-    "BASELINE",
-    "EXACT",
-    "LOCAL_VARIANTS",
-    "NATIVE",
-    "OVERFLOWING",
-    "LocalVariant",
-    "expected_losses",
-    "priced",
-]
-
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
 # It sends what `Cast("bf16")` sends, at the same moments, and needs no Thinwire.
