@@ -8,7 +8,18 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 __all__ = [
     "MAX_NUMBER", "MAX_PROCESSES", "Amount", "Count", "Processes", "Seconds", "Whole",
@@ -54,7 +65,7 @@ def read_record(kind: type[Read], plain: Any) -> Read:
     Raises:
         ValueError: A field is missing, or not of its type or within its bounds.
     """
-    readers = _readers(kind)
+    readers = _readers(cast(Any, kind))  # to mypy a type is not hashable
     for name in readers:
         if type(plain) is not dict or name not in plain:
             raise ValueError(f"there is no {name}")
@@ -67,7 +78,7 @@ def value_of(hint: Any, name: str, value: object) -> Any:
 
 
 @cache
-def _readers(kind: type) -> Mapping[str, Reader]:
+def _readers(kind: Any) -> Mapping[str, Reader]:
     hints = get_type_hints(kind, include_extras=True)
     return {name: _reader(hint) for name, hint in hints.items()}
 
@@ -91,18 +102,18 @@ def _reader(hint: Any) -> Reader:
         items = partial(_list_of, _reader(arguments[0]), len(arguments), len(arguments))
         reader = lambda name, value: tuple(items(name, value))  # noqa: E731
     elif origin is dict:
-        reader = partial(_mapping_of, *map(_reader, arguments))
+        reader = partial(_mapping_of, _reader(arguments[0]), _reader(arguments[1]))
     elif origin in (int, float):
         reader = partial(_number, origin, *(bounds or (-MAX_NUMBER, MAX_NUMBER)))
     return reader
 
 
-def _number(kind: type, minimum: float, maximum: float, name: str, value: Any) -> float:
+def _number(kind: type, minimum: float, maximum: float, name: str, value: Any) -> Any:
     # By type: to `isinstance` True is a whole number.
-    if not (type(value) is int or type(value) is kind) or not minimum <= value <= maximum:
+    if type(value) not in (int, kind) or not minimum <= value <= maximum:
         whole, digits = ("whole ", "d") if kind is int else ("", "g")
         raise _expected(name, f"a {whole}number from {minimum:{digits}} to {maximum:{digits}}", value)
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _text(name: str, value: Any) -> str:
