@@ -65,6 +65,7 @@ class Step:
         self._buckets: list[Bucket] = []
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
+        self._loss_scale = lanes.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
         self._finds_unused = False
@@ -140,13 +141,12 @@ class Step:
 
         One tensor for all buckets on a device: only what has the same scale shares launches.
         """
-        scale = self._all_lanes.settings.loss_scale
-        if scale is None:
+        if self._loss_scale is None:
             return None
         # Asked in each step, since a `GradScaler` changes it. Kept as a tensor: reading it would wait for the
         # device.
         if device not in self._scales:
-            self._scales[device] = scale(device).reshape(())
+            self._scales[device] = self._loss_scale(device).reshape(())
         return self._scales[device]
 
     def advance(self) -> bool:
