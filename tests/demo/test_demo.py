@@ -21,7 +21,7 @@ import crash
 import forking
 from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
-from thinwire import cli, local_job, read_run
+from thinwire import cli, launch, read_run
 from thinwire.cli.demo import FOOTNOTE, summary_table
 from thinwire.cli.progress import shown_progress
 from thinwire.demo.launch import JobError, run_job
@@ -318,7 +318,7 @@ def test_a_failing_process_is_told_in_one_line(tmp_path: Path) -> None:
 def _failed(setting: crash.Setting, folder: Path) -> str:
     forking.install()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_job, "loopback_interface", lambda: "no-such-network")
+        patch.setattr(launch, "loopback_interface", lambda: "no-such-network")
         with pytest.raises(JobError) as error_info:
             run_job(DemoOptions(steps=1, model_size="tiny", output=folder), lambda record: None)
     return str(error_info.value)

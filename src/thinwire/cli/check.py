@@ -22,7 +22,7 @@ from thinwire.cli.job import Processes, joined_job
 from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_checks
 from thinwire.errors import ConfigError
-from thinwire.local_job import run_here
+from thinwire.launch import run_here
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
 from thinwire.selfcheck.device import measure, new_page
 from thinwire.selfcheck.page import DevicePage, KeptPage

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import TrainedStep
-from thinwire.end_signals import Terminated, terminated_as_interrupted
+from thinwire.launch import Terminated, terminated_as_interrupted
 
 __all__ = ["shown_checks", "shown_measuring", "shown_progress"]
 

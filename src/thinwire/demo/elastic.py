@@ -11,9 +11,7 @@ from thinwire.demo.elastic_member import EVERY_STEPS, may_join
 from thinwire.demo.launch import JobError, JobInterruptedError
 from thinwire.demo.options import DemoOptions
 from thinwire.elastic_job import ElasticJob
-from thinwire.end_signals import EndSignals
-from thinwire.interpreter import python_module
-from thinwire.local_job import LOOK_EVERY_SECONDS
+from thinwire.launch import EndSignals, python_module
 from thinwire.watch import read_run
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
@@ -54,13 +52,12 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
             command, options.processes + 1, min_members=options.processes - 1, max_restarts=0, out=log
         ) as job,
     ):
-        while job.look() and end_signals.received is None:
-            time.sleep(LOOK_EVERY_SECONDS)
+
+        def play() -> None:
             for record in file.new_records():
                 scene.play(record, job)
-        # Whether the job has ended by itself is known now: a signal from here on only hurries its end.
-        received, num_received = end_signals.received, end_signals.num_received
-        job.end(lambda: end_signals.num_received > num_received)
+
+        received = job.run(end_signals, play)
     if received is not None:
         raise JobInterruptedError(received)
     if job.exit_code:

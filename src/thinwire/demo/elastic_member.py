@@ -16,7 +16,7 @@ from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.text import batch_generator, load_text, sample_batch
 from thinwire.elastic.torchft_group import MEMBER
-from thinwire.local_job import LOOK_EVERY_SECONDS
+from thinwire.launch import LOOK_EVERY_SECONDS
 
 __all__ = ["EVERY_STEPS", "main", "may_join"]
 

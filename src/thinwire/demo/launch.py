@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Callable
 
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import RecordFile, TrainedStep
-from thinwire.end_signals import EndSignals
 from thinwire.errors import ThinwireError
-from thinwire.interpreter import python_module
-from thinwire.local_job import LOOK_EVERY_SECONDS, LocalJob
+from thinwire.launch import EndSignals, LocalJob, python_module
 
 __all__ = ["JobError", "JobInterruptedError", "run_job"]
 
@@ -61,18 +58,18 @@ def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> N
         log_path.open("wb") as log,
         LocalJob(command, options.processes, out=log) as job,
     ):
-        while job.is_running() and end_signals.received is None:
-            time.sleep(LOOK_EVERY_SECONDS)
-            _hand_over(files, on_record)
-    if end_signals.received is not None:
-        raise JobInterruptedError(end_signals.received)
+        received = end_signals.stand_by(lambda: _hand_over(files, on_record) or job.is_running())
+    if received is not None:
+        raise JobInterruptedError(received)
     if job.failure is not None:
         raise JobError(f"the training job failed: {job.failure}; see {log_path}")
     # Once more: the last lines came after the last look.
     _hand_over(files, on_record)
 
 
-def _hand_over(files: list[RecordFile], on_record: Callable[[TrainedStep], None]) -> None:
+def _hand_over(files: list[RecordFile], on_record: Callable[[TrainedStep], None]) -> bool:
+    """Hand over what is new; return False."""
     for file in files:
         for record in file.new_records():
             on_record(record)
+    return False

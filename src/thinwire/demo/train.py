@@ -18,7 +18,7 @@ from thinwire.checks import cores
 from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
-from thinwire.local_job import join_local_job
+from thinwire.launch import join_local_job
 
 __all__ = ["Trainer", "main", "train"]
 
