@@ -85,7 +85,7 @@ def curves(runs: Sequence[Run], names: Sequence[str]) -> str | None:
 
 def _panels(
     runs: Sequence[Run], names: Sequence[str]
-) -> Iterator[tuple[str, str, list[list[tuple[float, float]]]]]:
+) -> Iterator[tuple[str, str, Sequence[Sequence[tuple[float, float]]]]]:
     """Yield the name of each panel, what it is drawn against, and the points of each run."""
     for name in names:
         points = [run.points(name) for run in runs]
