@@ -29,7 +29,7 @@ from known_methods import LOCAL, PER_STEP
 from pages import ROOT
 from progress import Progress
 from thinwire.demo.text import batch_generator, fixed_batches, load_text, sample_batch
-from thinwire.local_job import LOOK_EVERY_SECONDS, LocalJob, join_local_job
+from thinwire.launch import LOOK_EVERY_SECONDS, LocalJob, join_local_job
 
 __all__ = ["PROCESSES", "RATE", "fine_tuned"]
 

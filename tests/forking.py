@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
 
-from thinwire import cli, lifeline, local_job
+from thinwire import cli, launch, lifeline
 
 
 class Forked:
@@ -76,7 +76,7 @@ def _be(command: Sequence[str], out: int, environment: Mapping[str, str]) -> NoR
 
 def install() -> None:
     """For the rest of this process's life."""
-    local_job.subprocess.Popen = Forked  # type: ignore[attr-defined]
+    launch.subprocess.Popen = Forked  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

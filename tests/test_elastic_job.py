@@ -15,7 +15,7 @@ import pytest
 from launcher import started_python
 from thinwire import ConfigError
 from thinwire.elastic_job import ElasticJob
-from thinwire.end_signals import EndSignals
+from thinwire.launch import EndSignals
 
 pytest.importorskip("torchft")
 
@@ -121,7 +121,11 @@ while not (folder / "done").exists():
 
 def test_too_few_that_are_left_are_asked_to_leave(tmp_path: Path) -> None:
     said: list[str] = []
-    die = 'sys.exit(3) if number == "1" else time.sleep(60)'
+    die = """
+while not (folder / "told-0-0").exists():
+    time.sleep(0.01)
+sys.exit(3) if number == "1" else time.sleep(60)
+"""
     with job(die, tmp_path, max_restarts=1, say=said.append) as running:
         wait_for_end(running)
     assert running.exit_code == 3
@@ -146,7 +150,8 @@ sys.exit(3 if number == "1" else 0)
 """
     with job(die, tmp_path, min_members=1) as running:
         for member in running._members:
-            member.process.wait(WITHIN_SECONDS)
+            while member.process.exit_code is None:
+                time.sleep(0.01)
         wait_for_end(running)
         running.kill(1)  # nothing, since it has ended
     assert running.exit_code == 0

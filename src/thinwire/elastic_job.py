@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from threading import Thread
 from typing import IO, Any
 
 from thinwire.checks import number, whole_count
 from thinwire.elastic.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEMBERS, torchft_module
 from thinwire.errors import ConfigError
-from thinwire.local_job import LOOK_EVERY_SECONDS, Output, loopback_interface, started
+from thinwire.launch import EndSignals, Output, Process, loopback_interface
 
 __all__ = ["ElasticJob"]
 
@@ -24,14 +23,10 @@ LAST_WORDS_SECONDS = 5.0  # for a member's output to end: what it has started ma
 
 @dataclass
 class _Member:
-    """A member of the job, whichever process it is just now.
-
-    `reader` passes on what that prints. `exit_code` is None until it has ended for good.
-    """
+    """A member, whichever process it is just now; `exit_code` is None until it has ended for good."""
 
     number: int
-    process: subprocess.Popen[bytes]
-    reader: Thread
+    process: Process
     restarts: int = 0
     exit_code: int | None = None
 
@@ -110,7 +105,7 @@ class ElasticJob:
             # in order.
             opened.callback(self.end)
             for place in range(self._num_members):
-                self._members.append(_Member(place, *self._started(place)))
+                self._members.append(_Member(place, self._started(place)))
             self._open = opened.pop_all()
         return self
 
@@ -131,8 +126,7 @@ class ElasticJob:
         ended_well = sum(member.exit_code == 0 for member in self._members)
         if not self._failures or ended_well >= (self._min_members if self._given is None else 1):
             return 0
-        code = self._failures[0]
-        return code if code > 0 else 128 - code
+        return self._failures[0]
 
     def look(self) -> bool:
         """Start again those that have died; return whether the job goes on.
@@ -142,19 +136,19 @@ class ElasticJob:
         few for an averaging, have not.
         """
         for member in self._going_on():
-            if member.process.poll() == 0:
+            if member.process.exit_code == 0:
                 member.exit_code = 0
         for member in self._going_on():
-            code = member.process.poll()
+            code = member.process.exit_code
             if code:
-                member.reader.join(LAST_WORDS_SECONDS)
-                ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+                member.process.read_to_the_end(LAST_WORDS_SECONDS)
+                ended = member.process.ending
                 # Who has just died still counts as going on here: with it back, they are enough. But where
                 # all others have ended, one of them well, training is over: it would begin from scratch.
                 is_over = len(self._going_on()) == 1 and self._has_ended_well()
                 if member.restarts < self._max_restarts and self._are_enough() and not is_over:
                     member.restarts += 1
-                    member.process, member.reader = self._started(member.number)
+                    member.process = self._started(member.number)
                     again = f"started again ({member.restarts} of {self._max_restarts} restarts)"
                 else:
                     member.exit_code = code
@@ -177,24 +171,24 @@ class ElasticJob:
         """Kill a member, if it still runs."""
         self._members[number].process.kill()  # which looks first whether it has ended
 
-    def end(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
-        """Ask all members that still run to leave, and kill those that take too long.
+    def run(self, end_signals: EndSignals, each_look: Callable[[], None] = lambda: None) -> int | None:
+        """Stay until the job ends, or a signal comes, which is returned; a second one kills all that run."""
 
-        Args:
-            is_urgent: Whether to kill them now; asked again and again.
-        """
-        running = [member.process for member in self._members if member.process.poll() is None]
-        for process in running:
-            process.terminate()
-        deadline = time.monotonic() + self._end_within_seconds
-        while any(process.poll() is None for process in running):
-            if time.monotonic() >= deadline or is_urgent():
-                for process in running:
-                    process.kill()
-                    process.wait()
-            time.sleep(LOOK_EVERY_SECONDS)
+        def look() -> bool:
+            each_look()
+            return self.look()
+
+        received, num_received = end_signals.stand_by(look), end_signals.num_received
+        if received is not None:
+            self._say(f"{signal.Signals(received).name}: members leave; once more kills them")
+        self.end(lambda: end_signals.num_received > num_received)
+        return received
+
+    def end(self, is_urgent: Callable[[], bool] = lambda: False) -> None:
+        """Ask all members that still run to leave, and kill those that take too long, or if it is urgent."""
+        Process.end([member.process for member in self._members], self._end_within_seconds, is_urgent)
         for member in self._members:
-            member.reader.join(LAST_WORDS_SECONDS)
+            member.process.read_to_the_end(LAST_WORDS_SECONDS)
 
     def _going_on(self) -> list[_Member]:
         return [member for member in self._members if member.exit_code is None]
@@ -206,7 +200,7 @@ class ElasticJob:
         # At a lighthouse that was given there may be others.
         return self._given is not None or len(self._going_on()) >= self._min_members
 
-    def _started(self, place: int) -> tuple[subprocess.Popen[bytes], Thread]:
+    def _started(self, place: int) -> Process:
         variables = {
             "PYTHONUNBUFFERED": "1",  # lines come when they are printed
             LIGHTHOUSE: self.address,
@@ -217,8 +211,7 @@ class ElasticJob:
             variables[HOSTNAME] = self._host
         if self._host == LOOPBACK:
             variables["GLOO_SOCKET_IFNAME"] = loopback_interface()
-        process = started(self._command, variables, subprocess.PIPE)
-        return process, self._output.follow(process, f"[{place}] ")
+        return Process(self._command, variables, self._output, f"[{place}] ")
 
     def _lit(self, opened: ExitStack) -> str:
         """Start a lighthouse, and return its address."""

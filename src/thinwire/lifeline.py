@@ -32,4 +32,4 @@ def follow_launcher() -> None:
 
 if __name__ == "__main__":
     follow_launcher()
-    os.execv(sys.argv[1], sys.argv[1:])
+    os.execvp(sys.argv[1], sys.argv[1:])

@@ -21,14 +21,12 @@ import crash
 import forking
 from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
-from thinwire import cli, local_job, read_run
+from thinwire import cli, launch, read_run
 from thinwire.cli.demo import FOOTNOTE, summary_table
 from thinwire.cli.progress import shown_progress
-from thinwire.demo.launch import JobError, run_job
 from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
-from thinwire.demo.records import RecordFile, TrainedStep, read_records
-from thinwire.demo.summary import summarize
+from thinwire.demo.records import RecordFile, TrainedStep, read_records, summarize
 from thinwire.demo.text import (
     batch_generator,
     fixed_batches,
@@ -37,6 +35,7 @@ from thinwire.demo.text import (
     source_files,
     split_files,
 )
+from thinwire.demo.train import JobError, run_job
 from thinwire.errors import ConfigError
 from thinwire.watch import JSONLWriter
 
@@ -49,7 +48,6 @@ def make_record(**changes: object) -> TrainedStep:
         "loss": 5.5,
         "step_seconds": 0.2,
         "waiting_seconds": 0.05,
-        "messages": 2,
         "message_bytes": 1_000_000,
         "gradient_bytes": 2_000_000,
     }
@@ -319,7 +317,7 @@ def test_a_failing_process_is_told_in_one_line(tmp_path: Path) -> None:
 def _failed(setting: crash.Setting, folder: Path) -> str:
     forking.install()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_job, "loopback_interface", lambda: "no-such-network")
+        patch.setattr(launch, "loopback_interface", lambda: "no-such-network")
         with pytest.raises(JobError) as error_info:
             run_job(DemoOptions(steps=1, model_size="tiny", output=folder), lambda record: None)
     return str(error_info.value)
@@ -413,7 +411,7 @@ def test_the_elastic_demo_kills_and_adds_a_member(tmp_path: Path, monkeypatch: p
     said: list[str] = []
     with stand_ins() as stand_in:
         # Not as a module: that ends without a word, and its stand-in would take it for dead.
-        code = "import sys; from thinwire.demo.elastic_member import main; del sys.argv[1:3]; main()"
+        code = "import sys; from thinwire.demo.elastic import main; del sys.argv[1:3]; main()"
         forked = [sys.executable, *stand_in, "-u", "-c", code]
         monkeypatch.setattr(elastic, "python_module", lambda name: forked)
         paths = elastic.run_elastic(

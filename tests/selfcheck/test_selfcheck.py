@@ -6,19 +6,17 @@ import errno
 import io
 import json
 import os
-import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import forked
 from launcher import run_job
 from pool import Pool
 from thinwire.channel import InProcessTransport
@@ -27,8 +25,7 @@ from thinwire.errors import CommunicationError, ConfigError
 from thinwire.selfcheck import device as device_page
 from thinwire.selfcheck.checks import CHECKS, Bench
 from thinwire.selfcheck.device import ALGORITHMS, COPY, MATRIX_RANKS, measure, new_page
-from thinwire.selfcheck.kept_page import KeptPage
-from thinwire.selfcheck.page import DevicePage, StepCost
+from thinwire.selfcheck.page import DevicePage, KeptPage, Row
 from thinwire.sync import Engine
 from thinwire.sync.exchange import Exchange
 
@@ -163,18 +160,18 @@ def test_what_fails_stands_on_the_page(
     """What a part raises takes away that part alone, unless the processes have lost each other."""
     told: list[str] = []
 
-    def step_cost(code: str, *rest: object) -> StepCost:
+    def step_cost(code: str, *rest: object) -> Row:
         if code == "AllReduce()":
             raise error
         monkeypatch.setattr(time, "monotonic", lambda: float("inf"))
-        return StepCost(code, 1.0, 2.0, 5, None, None, None)
+        return {"algorithm": code}
 
     monkeypatch.setattr(device_page, "_step_cost", step_cost)
     page = measured_alone(told)
     first, second, *others = ALGORITHMS
     is_alone = isinstance(error, CommunicationError)
-    assert [each.matrix_rank for each in page.kernels] == list(MATRIX_RANKS)
-    assert [each.algorithm for each in page.steps] == ([] if is_alone else [second])
+    assert [each["matrix_rank"] for each in page.kernels] == list(MATRIX_RANKS)
+    assert [each["algorithm"] for each in page.steps] == ([] if is_alone else [second])
     assert list(page.failures) == [first]
     assert list(page.not_run) == [*([second] if is_alone else []), *others]
     assert page.failures[first] in {"RuntimeError: no such kernel", "CommunicationError: gone"}
@@ -219,71 +216,40 @@ def test_a_part_that_is_slow_ends_between_two_of_its_steps(
         assert "ended after 3 steps" in page.failures["AllReduce()"]
         assert list(page.not_run) == list(ALGORITHMS)[1:]
     else:
-        assert [each.timed_steps for each in page.steps] == [timed_steps] * len(ALGORITHMS)
+        assert [each["timed_steps"] for each in page.steps] == [timed_steps] * len(ALGORITHMS)
         assert page.is_whole
 
 
-def test_the_page_is_true_at_any_time() -> None:
-    page = new_page("cuda")
-    assert page.ended("why").not_run == dict.fromkeys(PARTS, "why")
-    seen: list[tuple[str | None, list[str]]] = []
-    measure(
-        page,
-        torch.device("cpu"),
-        InProcessTransport.group(1)[0],
-        SHAPES,
-        changed=lambda: seen.append((page.under_way, list(page.to_come))),
-    )
-    assert seen == [(name, PARTS[place + 1 :]) for place, name in enumerate(PARTS)]
+class Patient(io.StringIO):
+    """Where a page is printed; says when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_told = threading.Event()
+
+    def flush(self) -> None:
+        self.is_told.set()
 
 
-def _page_of(name: str | None) -> DevicePage:
-    return DevicePage({"torch": "2"}, under_way=name, to_come=["b"])
-
-
-def _kept(ends: str, out: str) -> None:
-    """Fill a page, and end in some way; what is printed goes to a file."""
-    os.dup2(os.open(out, os.O_WRONLY | os.O_CREAT), 1)
-    sys.stdout = os.fdopen(1, "w")
-    within_seconds = 0.2 if ends == "hangs" else 60.0
-    page = _page_of(None)
-    with KeptPage(page, lambda each: json.dumps(each.as_plain()), within_seconds=within_seconds) as kept:
-        page.under_way = "a"
-        kept.update()
-        if ends == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("ends", "why"), [("hangs", "it had not ended after 0 s"), ("raises", "no GPU"), ("well", None)]
+)
+def test_a_page_is_printed_once_if_what_fills_it_hangs_or_raises(
+    ends: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = Patient()
+    monkeypatch.setattr(sys, "stdout", out)
+    page = DevicePage({"torch": "2"}, under_way="a", to_come=["b"])
+    within_seconds = 0.01 if ends == "hangs" else 600.0
+    kept = KeptPage(page, lambda each: json.dumps(each.as_plain()), within_seconds=within_seconds)
+    with pytest.raises(ConfigError) if ends == "raises" else nullcontext(), kept:
         if ends == "raises":
             raise ConfigError("no GPU")
-        while ends == "hangs" and not Path(out).read_text().endswith("\n"):
-            time.sleep(0.01)
+        if ends == "hangs":
+            assert out.is_told.wait(60)
         kept.print()
-
-
-ENDINGS = {
-    "hangs": ("ended with the process after 0 s", "the 0 s were over before"),
-    "killed": ("the process ended in it", "the process ended before"),
-    "raises": ("no GPU", "no GPU"),
-}
-
-
-@pytest.mark.parametrize("ends", [*ENDINGS, "well"])
-def test_a_page_is_printed_once_whatever_becomes_of_the_process(tmp_path: Path, ends: str) -> None:
-    out = tmp_path / "page"
-    process = forked.process(_kept, ends, str(out))
-    process.start()
-    process.join(60)
-    assert process.exitcode == {"killed": -signal.SIGKILL, "raises": 1}.get(ends, 0)
-    deadline = time.monotonic() + 30
-    while not out.read_text().endswith("\n"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    (page,) = map(json.loads, out.read_text().splitlines())
-    if ends == "well":
-        assert (page["under_way"], page["to_come"]) == ("a", ["b"])
-        return
-    in_it, before = ENDINGS[ends]
-    assert page["failures"]["a"].startswith(in_it)
-    assert page["not_run"] == {"b": before}
+    told = json.loads(out.getvalue())
+    assert (told["failures"], told["not_run"]) == (({}, {}) if why is None else ({"a": why}, {"b": why}))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -25,7 +25,7 @@ from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2
-from thinwire.local_job import run_here
+from thinwire.launch import run_here
 from thinwire.probe import Probe
 
 COLUMNS = ("ms", "between", "%", "MB", "kept", "loss")

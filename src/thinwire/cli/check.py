@@ -22,11 +22,10 @@ from thinwire.cli.job import Processes, joined_job
 from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_checks
 from thinwire.errors import ConfigError
-from thinwire.local_job import run_here
+from thinwire.launch import run_here
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
 from thinwire.selfcheck.device import measure, new_page
-from thinwire.selfcheck.kept_page import KeptPage
-from thinwire.selfcheck.page import DevicePage
+from thinwire.selfcheck.page import DevicePage, KeptPage
 
 __all__ = ["check"]
 
@@ -34,7 +33,7 @@ __all__ = ["check"]
 TIMEOUT_SECONDS = 60.0
 
 # Parts of the page, and steps within them, begin within the first; what there is of it is printed after the
-# second, and whatever hangs ends with its process after the third. Python has to start as well, twice.
+# second, and whatever hangs ends with its process after the third.
 PAGE_SECONDS, KEPT_SECONDS, END_SECONDS = 200.0, 265.0, 270.0
 
 
@@ -60,7 +59,7 @@ def check(
     It may take another one on a machine that has never run it: kernels are compiled there once. To be
     started on every process, as the training is; or with `--processes`, which needs no job. With
     `--device` it takes at most five minutes, and outside of a job it is one process; its page is printed
-    whatever fails, and says what was not run and why. The exit code is 1 if something does not work.
+    whatever fails or hangs, and says what was not run and why. The exit code is 1 if something does not work.
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire check`
 
@@ -171,7 +170,6 @@ def _checked_and_printed(bench: Bench, report: _Report, kept: KeptPage | None) -
                 bench.transport,
                 within_seconds=PAGE_SECONDS - (time.monotonic() - start),
                 tell=lambda doing: _say(bench, doing),
-                changed=(lambda: None) if kept is None else kept.update,
             )
         if kept is not None:
             kept.print()

@@ -13,11 +13,10 @@ from rich.table import Table
 from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_progress
 from thinwire.cli.report import write_report
-from thinwire.demo.launch import JobInterruptedError, run_job
 from thinwire.demo.model import GPT, SIZES
 from thinwire.demo.options import ALGORITHMS, DemoOptions
-from thinwire.demo.records import read_records
-from thinwire.demo.summary import Summary, summarize
+from thinwire.demo.records import Summary, read_records, summarize
+from thinwire.demo.train import JobInterruptedError, run_job
 from thinwire.errors import ConfigError
 
 __all__ = ["FOOTNOTE", "demo", "summary_table"]

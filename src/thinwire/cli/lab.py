@@ -17,7 +17,7 @@ from thinwire.lab.job import run_on_hosts
 from thinwire.lab.layout import Layout
 from thinwire.lab.namespace import check_machine
 from thinwire.lab.network import Network
-from thinwire.local_job import Output
+from thinwire.launch import Output
 
 __all__ = ["lab"]
 

@@ -15,7 +15,7 @@ from thinwire.cli.job import Processes, joined_job
 from thinwire.cli.output import check_output
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
-from thinwire.local_job import run_here
+from thinwire.launch import run_here
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, ring_share
 

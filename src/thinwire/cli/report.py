@@ -23,7 +23,7 @@ def report(
 ) -> None:
     """Compare runs on one page of HTML that needs nothing else.
 
-    Loss against steps and seconds, bytes, where time goes, relative error by layer, plans.
+    Bytes and times in a table, loss and relative error as curves, and the plans.
 
     Example: `thinwire report exact.jsonl powersgd.jsonl -o report.html`
     """

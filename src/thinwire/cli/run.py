@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +10,8 @@ import typer
 
 from thinwire.checks import processes_here
 from thinwire.elastic_job import ElasticJob
-from thinwire.end_signals import EndSignals
 from thinwire.errors import ConfigError
-from thinwire.local_job import LOOK_EVERY_SECONDS
+from thinwire.launch import EndSignals
 
 __all__ = ["run"]
 
@@ -96,13 +93,7 @@ def run(
     ):
         if lighthouse is None:
             _say(f"lighthouse {job.address}; averagings need {minimum} members, {members} start here")
-        while job.look() and end_signals.received is None:
-            time.sleep(LOOK_EVERY_SECONDS)
-        # Whether the job has ended by itself is known now: a signal from here on only hurries its end.
-        received, num_received = end_signals.received, end_signals.num_received
-        if received is not None:
-            _say(f"{signal.Signals(received).name}: members leave; once more kills them")
-        job.end(lambda: end_signals.num_received > num_received)
+        received = job.run(end_signals)
     if received is not None:
         raise typer.Exit(128 + received)
     raise typer.Exit(job.exit_code)

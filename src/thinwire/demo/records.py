@@ -1,35 +1,26 @@
-"""A training process's watch, read as it grows."""
+"""A training process's watch, read as it grows, and the figures of a run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, median
 
+from thinwire.plan import compression_ratio
+from thinwire.probe.result import ring_share
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
 
-__all__ = ["RecordFile", "TrainedStep", "read_records"]
+__all__ = ["RecordFile", "Summary", "TrainedStep", "read_records", "summarize"]
 
-COUNTED = ("step_seconds", "waiting_seconds", "messages", "message_bytes", "gradient_bytes")
+COUNTED = ("step_seconds", "waiting_seconds", "message_bytes", "gradient_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedStep:
-    """One training step, as process 0 saw it.
-
-    Attributes:
-        algorithm: The name it was trained with.
-        processes: How many processes trained together.
-        step: Counted from 1.
-        loss: Of process 0's batch, before the step.
-        step_seconds: From the end of the last averaging to the end of this one.
-        waiting_seconds: Of those, spent waiting for messages.
-        messages: Messages that process 0 sent.
-        message_bytes: Bytes of those messages.
-        gradient_bytes: Bytes of the uncompressed gradients.
-        heldout_loss: After the step, on held-out text; None where it was not measured.
-    """
+    """One training step, as process 0 saw it: `step` counts from 1, `loss` is of its batch."""
 
     algorithm: str
     processes: int
@@ -37,7 +28,6 @@ class TrainedStep:
     loss: float
     step_seconds: float
     waiting_seconds: float
-    messages: int
     message_bytes: int
     gradient_bytes: int
     heldout_loss: float | None = None
@@ -78,3 +68,45 @@ class RecordFile:
 def read_records(path: Path) -> list[TrainedStep]:
     """Return all complete records in a file; none if there is no such file."""
     return RecordFile(path).new_records()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What one algorithm did to one run: medians over steps, and what process 0 sent, a mean over steps."""
+
+    algorithm: str
+    processes: int
+    heldout_loss: float | None
+    step_seconds: float
+    waiting_seconds: float
+    working_seconds: float
+    message_bytes: float
+    compression_ratio: float
+
+    def implied_step_seconds(self, bits_per_second: float) -> float:
+        """Return the step time on a link of this rate, computed: nothing overlaps, latency is ignored."""
+        return self.working_seconds + 8 * self.message_bytes * ring_share(self.processes) / bits_per_second
+
+
+def summarize(steps: Sequence[TrainedStep]) -> Summary:
+    """Return the figures of one algorithm's steps.
+
+    Raises:
+        ValueError: There are no steps.
+    """
+    if not steps:
+        raise ValueError("got no records, expected at least one step")
+    return Summary(
+        algorithm=steps[-1].algorithm,
+        processes=steps[-1].processes,
+        heldout_loss=steps[-1].heldout_loss,
+        step_seconds=median(step.step_seconds for step in steps),
+        waiting_seconds=median(step.waiting_seconds for step in steps),
+        # Of the differences: medians of two numbers do not subtract to the median of their difference.
+        working_seconds=median(step.step_seconds - step.waiting_seconds for step in steps),
+        # The mean, unlike above: some algorithms send much in one step of several, and links carry the sum.
+        message_bytes=fmean(step.message_bytes for step in steps),
+        compression_ratio=compression_ratio(
+            sum(step.gradient_bytes for step in steps), sum(step.message_bytes for step in steps)
+        ),
+    )

@@ -1,11 +1,13 @@
-"""One process of the training job, which `thinwire.demo.launch` starts with its options as JSON."""
+"""The demo: `run_job` starts this module as each training process, with its options as JSON."""
 
 from __future__ import annotations
 
 import gc
 import math
 import os
+import signal
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,12 @@ import thinwire
 from thinwire.checks import cores
 from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
+from thinwire.demo.records import RecordFile, TrainedStep
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
-from thinwire.local_job import join_local_job
+from thinwire.errors import ThinwireError
+from thinwire.launch import EndSignals, LocalJob, join_local_job, python_module
 
-__all__ = ["Trainer", "main", "train"]
+__all__ = ["JobError", "JobInterruptedError", "main", "run_job"]
 
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
@@ -28,6 +32,71 @@ PEAK_LEARNING_RATE = 0.12
 TIMEOUT_SECONDS = 1800.0
 # Without it, the first steps overshoot, and training ends 0.4 worse.
 MAX_GRADIENT_NORM = 1.0
+
+
+class JobError(ThinwireError, RuntimeError):
+    """The training job failed; the message says where its log is."""
+
+
+class JobInterruptedError(ThinwireError):
+    """The job was asked to end, by Ctrl-C or another signal, and has ended.
+
+    Attributes:
+        signal_number: The signal.
+    """
+
+    def __init__(self, signal_number: int) -> None:
+        name = signal.Signals(signal_number).name
+        super().__init__(
+            f"stopped by {name}; every process has ended. Its steps are on disk; a demo can't be resumed, "
+            "the same command begins anew"
+        )
+        self.signal_number = signal_number
+
+
+def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> None:
+    """Train with every algorithm of `options`, and hand over each step's record soon after the step.
+
+    Args:
+        options: The settings of the run. What an earlier run of the same has left is removed.
+        on_record: Takes the records.
+
+    Raises:
+        JobError: A training process failed.
+        JobInterruptedError: A signal ended the job.
+    """
+    options.output.mkdir(parents=True, exist_ok=True)
+    paths = [options.record_path(name) for name in options.algorithms]
+    for path in paths:
+        # A watch goes on in a file that is there, as after a resume.
+        path.unlink(missing_ok=True)
+    log_path = options.output / "processes.log"
+    files = [RecordFile(path) for path in paths]
+
+    def hand_over() -> None:
+        for file in files:
+            for step in file.new_records():
+                on_record(step)
+
+    command = [*python_module("thinwire.demo.train"), options.to_json()]
+    with (
+        # Before the job: a signal while its processes start must end them, too.
+        EndSignals() as end_signals,
+        log_path.open("wb") as log,
+        LocalJob(command, options.processes, out=log) as job,
+    ):
+
+        def look() -> bool:
+            hand_over()
+            return job.is_running()
+
+        received = end_signals.stand_by(look)
+    if received is not None:
+        raise JobInterruptedError(received)
+    if job.failure is not None:
+        raise JobError(f"the training job failed: {job.failure}; see {log_path}")
+    # Once more: the last lines came after the last look.
+    hand_over()
 
 
 def learning_rate(step: int, steps: int) -> float:

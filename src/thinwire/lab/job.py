@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Sequence
 
-from thinwire.end_signals import EndSignals
 from thinwire.lab.network import Network
-from thinwire.local_job import Output
+from thinwire.launch import EndSignals, Output, Process
 
 __all__ = ["run_on_hosts"]
 
@@ -44,51 +42,31 @@ def run_on_hosts(
 
 
 class _Host:
-    """The process on a host, and the thread that passes its output on.
-
-    Args:
-        network: With the host.
-        host: Its number.
-        command: What it runs.
-        output: Where its lines go.
-
-    Attributes:
-        exit_code: As a shell tells it; None while it runs.
-        seconds: That it ran.
-    """
+    """The process on a host, and how many seconds it ran."""
 
     def __init__(self, network: Network, host: int, command: Sequence[str], output: Output) -> None:
         self.exit_code: int | None = None
         self.seconds = 0.0
         self._start = time.monotonic()
-        # Hosts share this machine's cores. Unbuffered, lines come when they are printed.
-        defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            network.kept_command_in(host, *command),
-            env=defaults | dict(os.environ) | dict(network.layout.environment(host)),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            # So that Ctrl-C reaches the lab alone, which passes it on.
-            start_new_session=True,
-        )
-        self._reader = output.follow(self._process, f"[host {host:>{len(str(network.layout.hosts - 1))}}] ")
+        # Unbuffered, lines come when they are printed.
+        variables = {"PYTHONUNBUFFERED": "1", **network.layout.environment(host)}
+        prefix = f"[host {host:>{len(str(network.layout.hosts - 1))}}] "
+        self._process = Process(network.kept_command_in(host, *command), variables, output, prefix)
 
     def has_just_ended(self) -> bool:
         """Return whether it ended since the last time this was asked."""
-        if self.exit_code is not None or self._process.poll() is None:
+        code = self._process.exit_code
+        if self.exit_code is not None or code is None:
             return False
         # Its last lines may still be on their way, and must stand before what the lab says at the end.
-        self._reader.join()
-        code = self._process.returncode
-        self.exit_code = 128 - code if code < 0 else code
-        self.seconds = time.monotonic() - self._start
+        self._process.read_to_the_end()
+        self.exit_code, self.seconds = code, time.monotonic() - self._start
         return True
 
     def send(self, number: int) -> None:
         """Send a signal to the command's process group; SIGKILL to all that the command has started."""
         # By now its number may be another process's.
-        if self._process.poll() is not None:
+        if self._process.exit_code is not None:
             return
         if number == signal.SIGKILL:
             # Not SIGKILL, at which the keeper could do nothing: now it ends all that the command has started.

@@ -68,7 +68,7 @@ class Network:
         return ["setpriv", "--pdeathsig", "KILL", "--", *self._hosts[host].command(*command)]
 
     def kept_command_in(self, host: int, *command: str) -> list[str]:
-        """Return the same for a command that may start others: a keeper ends them with it or this process.
+        """Return the same, for a `Process` that may start others: a keeper ends them with it or this process.
 
         Args:
             host: Its number.
@@ -76,7 +76,7 @@ class Network:
         """
         # -S: the keeper needs no package, and starts sooner where none is looked for.
         keeper = [sys.executable, "-S", str(Path(__file__).with_name("keeper.py"))]
-        return self.command_in(host, *keeper, str(os.getpid()), *command)
+        return self._hosts[host].command(*keeper, str(os.getpid()), *command)
 
     def sent_bytes(self, host: int) -> int:
         """Return what a host has sent, by the counter of its interface: with headers and acknowledgements."""

@@ -1,43 +1,30 @@
-"""Figures of runs as SVG for a page: their colours are the page's, light or dark."""
+"""The curves of runs as SVG for a page: their colours are the page's, light or dark."""
 
 from __future__ import annotations
 
 import io
-import math
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import matplotlib
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from thinwire.watch.reading import Point, Run
-from thinwire.watch.records import NormsRecord, StepRecord
+from thinwire.watch.reading import Run
 
-__all__ = [
-    "MAX_LABELS",
-    "SERIES",
-    "bytes_against_steps",
-    "error_map",
-    "labels_of",
-    "logged",
-    "time_bars",
-]
+__all__ = ["SERIES", "curves"]
 
 # Matplotlib writes these; the page's style sheet says what they are.
 INK, RULE = "#010203", "#040506"
 SERIES = 8
 COLORS = [f"#07{number:02x}09" for number in range(SERIES)]
-PARTS = ("#0a0b00", "#0a0b01", "#0a0b02")
 VARIABLES = {
     INK: "--ink",
     RULE: "--rule",
     **{color: f"--series-{number}" for number, color in enumerate(COLORS)},
-    **{color: f"--part-{number}" for number, color in enumerate(PARTS)},
 }
 STYLE: dict[Any, Any] = {
     # Letters stay letters: the page's font draws them, and they can be found and selected.
@@ -60,121 +47,62 @@ STYLE: dict[Any, Any] = {
     "ytick.labelcolor": INK,
     "figure.facecolor": "none",
 }
-SIZE_INCHES = (5.2, 3.1)
+WIDTH_INCHES, ROW_INCHES = 9.0, 2.9
 SMOOTHED_PARTS = 40
-MAP_COLUMNS = 80
 MAX_NAME_LENGTH = 36
-MAX_LABELS = 600
 
 
-def logged(runs: Sequence[Run], name: str, across: str) -> str:
-    """Draw what was logged under a name; many points are smoothed, and shown faintly as they are.
+def curves(runs: Sequence[Run], names: Sequence[str]) -> str | None:
+    """Return what was logged under each name, and the relative error, as one SVG; None if there is no curve.
 
-    Args:
-        runs: One line each.
-        name: Of the number.
-        across: "step" or "seconds".
+    Many points are smoothed, and shown faintly as they are.
     """
-
-    def draw(axes: Axes) -> None:
-        for number, run in enumerate(runs):
-            points = run.points(name)
-            at, values = [getattr(point, across) for point in points], [point.value for point in points]
-            color = COLORS[number % SERIES]
-            if len(points) > 2 * SMOOTHED_PARTS:
-                # Smoothed lines hide how much single steps differ.
-                axes.plot(at, values, color=color, alpha=0.2, linewidth=0.8)
-                axes.plot(at, _smoothed(points), color=color, linewidth=1.8)
-            else:
-                axes.plot(at, values, "o-", color=color, markersize=4, linewidth=1.8)
-        axes.set(xlabel="steps" if across == "step" else "seconds", ylabel=_shortened(name.replace("_", " ")))
-
-    return _svg(draw)
-
-
-def bytes_against_steps(runs: Sequence[Run]) -> str:
-    """Draw what a process has sent so far."""
-
-    def draw(axes: Axes) -> None:
-        for number, run in enumerate(runs):
-            total, totals = 0.0, []
-            for each in run.steps:
-                total += each["message_bytes"]
-                totals.append(total / 1e6)
-            steps = [each["step"] for each in run.steps]
-            axes.plot(steps, totals, color=COLORS[number % SERIES], linewidth=1.8)
-        # A logarithm has no zero: in its first steps, a local SGD may have sent nothing.
-        is_sent = all(each["message_bytes"] > 0 for run in runs for each in run.steps[:1])
-        axes.set(xlabel="steps", ylabel="MB sent", yscale="log" if is_sent else "linear")
-        axes.yaxis.set_major_formatter("{x:g}")
-
-    return _svg(draw)
-
-
-def time_bars(runs: Sequence[Run]) -> str:
-    """Draw where a step's time goes, medians: waiting for messages, Thinwire's arithmetic, all else."""
-
-    def draw(axes: Axes) -> None:
-        left = [0.0] * len(runs)
-        for color, name in zip(PARTS, ("waiting", "arithmetic", "all else"), strict=True):
-            widths = [1e3 * median(_parts(step)[name] for step in run.steps) for run in runs]
-            axes.barh(range(len(runs)), widths, left=left, color=color, height=0.6, label=name)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        # Names at the bars: a legend of many runs would be longer than the picture.
-        axes.set_yticks(range(len(runs)), [_shortened(run.name) for run in runs])
-        # The first run on top, as in the table.
-        axes.invert_yaxis()
-        axes.grid(visible=False, axis="y")
-        axes.legend(ncols=3, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        axes.set(xlabel="ms per step, median")
-
-    return _svg(draw, height_inches=1.4 + 0.4 * len(runs))
-
-
-def error_map(run: Run) -> str:
-    """Draw the relative error of each compressed parameter, steps from left to right."""
-    labels = labels_of(run)[:MAX_LABELS]
-    # Pieces of about equal length, one per column: a long run's records would be finer than pixels.
-    count, total = min(MAP_COLUMNS, len(run.norms)), len(run.norms)
-    columns = [run.norms[n * total // count : (n + 1) * total // count] for n in range(count)]
-    values = [[_mean_error(column, label) for column in columns] for label in labels]
-
-    def draw(axes: Axes) -> None:
-        axes.grid(visible=False)
-        first, last = run.norms[0]["step"], run.norms[-1]["step"]
-        # From 0 to 1 for all runs, so that maps compare.
-        image = axes.imshow(
-            values,
-            aspect="auto",
-            interpolation="nearest",
-            vmin=0,
-            vmax=1,
-            # A single record would be a picture without width.
-            extent=(first, max(last, first + 1), len(labels), 0),
-        )
-        axes.set_yticks([0.5 + row for row in range(len(labels))], map(_shortened, labels), fontsize=8)
-        axes.set(xlabel="steps")
-        bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
-        bar.outline.set_visible(False)
-
-    return _svg(draw, height_inches=1.0 + 0.2 * len(labels))
-
-
-def labels_of(run: Run) -> list[str]:
-    """Return the parameters that errors were recorded of."""
-    return list(dict.fromkeys(label for each in run.norms for label in each["relative_error"]))
-
-
-def _svg(draw: Callable[[Axes], None], height_inches: float = SIZE_INCHES[1]) -> str:
+    panels = list(_panels(runs, names))
+    if not panels:
+        return None
+    rows = (len(panels) + 1) // 2
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the letters are the browser's
         # Not of pyplot, which would keep it, and look for a display.
-        figure = Figure(figsize=(SIZE_INCHES[0], height_inches), layout="constrained")
-        draw(figure.add_subplot())
+        figure = Figure(figsize=(WIDTH_INCHES, ROW_INCHES * rows), layout="constrained")
+        for place, (name, across, lines) in enumerate(panels, start=1):
+            axes = figure.add_subplot(rows, 2, place)
+            for number, line in enumerate(lines):
+                at, values = [point[0] for point in line], [point[1] for point in line]
+                color = COLORS[number % SERIES]
+                if len(line) > 2 * SMOOTHED_PARTS:
+                    # Smoothed lines hide how much single steps differ.
+                    axes.plot(at, values, color=color, alpha=0.2, linewidth=0.8)
+                    axes.plot(at, _smoothed(values), color=color, linewidth=1.8)
+                else:
+                    axes.plot(at, values, "o-", color=color, markersize=4, linewidth=1.8)
+            axes.set(xlabel=across, ylabel=_shortened(name.replace("_", " ")))
         text = io.StringIO()
         # Without the date: the same runs make the same page.
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return _for_a_page(text.getvalue())
+
+
+def _panels(
+    runs: Sequence[Run], names: Sequence[str]
+) -> Iterator[tuple[str, str, Sequence[Sequence[tuple[float, float]]]]]:
+    """Yield the name of each panel, what it is drawn against, and the points of each run."""
+    for name in names:
+        points = [run.points(name) for run in runs]
+        # A single number is in the table; a curve needs two.
+        if any(len(line) > 1 for line in points):
+            yield name, "steps", [[(point.step, point.value) for point in line] for line in points]
+            yield name, "seconds", [[(point.seconds, point.value) for point in line] for line in points]
+    errors = [
+        [
+            (each["step"], fmean(known))
+            for each in run.norms
+            if (known := [error for error in each["relative_error"].values() if error is not None])
+        ]
+        for run in runs
+    ]
+    if any(errors):
+        yield "relative error, mean of all layers", "steps", errors
 
 
 def _for_a_page(svg: str) -> str:
@@ -199,23 +127,10 @@ def _shortened(name: str) -> str:
     return f"{name[:half]}…{name[-half:]}"
 
 
-def _smoothed(points: Sequence[Point]) -> list[float]:
-    """Return means over the last points."""
-    width = max(1, len(points) // SMOOTHED_PARTS)
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Return means over the last values."""
+    width = max(1, len(values) // SMOOTHED_PARTS)
     # Running sums: one pass, however many points are averaged.
-    sums = [0.0, *accumulate(point.value for point in points)]
+    sums = [0.0, *accumulate(values)]
     starts = [max(0, end - width) for end in range(1, len(sums))]
     return [(sums[end] - sums[start]) / (end - start) for end, start in enumerate(starts, start=1)]
-
-
-def _parts(step: StepRecord) -> dict[str, float]:
-    """Return the seconds of a step by part; a record may stand for several steps."""
-    waiting, arithmetic = step["waiting_seconds"] / step["steps"], step["arithmetic_seconds"] / step["steps"]
-    all_else = max(0.0, step["step_seconds"] - waiting - arithmetic)
-    return {"waiting": waiting, "arithmetic": arithmetic, "all else": all_else}
-
-
-def _mean_error(column: Sequence[NormsRecord], label: str) -> float:
-    errors = [each["relative_error"].get(label) for each in column]
-    known = [error for error in errors if error is not None]
-    return fmean(known) if known else math.nan

@@ -1,10 +1,10 @@
-"""The page: a summary, figures and plans, filled into a template."""
+"""The page: a summary, curves and plans, filled into a template."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
 from statistics import fmean, median
 from typing import Any
@@ -23,13 +23,6 @@ __all__ = ["left_out", "report_page"]
 # A page is to be read, and drawing takes time.
 MAX_NAMES = 12
 MAX_PLANS = 20
-
-
-@dataclass(frozen=True)
-class _Figure:
-    title: str
-    caption: str
-    svg: str
 
 
 def report_page(runs: Sequence[Run]) -> str:
@@ -61,11 +54,10 @@ def report_page(runs: Sequence[Run]) -> str:
         runs=[_summary(run, number, names) for number, run in enumerate(runs)],
         names=names,
         left_out=left_out(runs),
-        figures=list(_figures(runs, names)),
-        maps=[_map(run) for run in runs if run.norms],
+        curves=figures.curves(runs, names),
         # The last ones, by which the run ended.
         plans=[
-            (run.name, plan["step"], plan["algorithm"], _routes(plan))
+            (run.name, plan["step"], plan["algorithm"], _routes(run, plan))
             for run in runs
             for plan in run.plans[-MAX_PLANS:]
         ],
@@ -81,12 +73,6 @@ def left_out(runs: Sequence[Run]) -> list[str]:
     if num_names > MAX_NAMES:
         sentences.append(f"of {num_names} names that were logged, the first {MAX_NAMES} are shown")
     for run in runs:
-        num_labels = len(figures.labels_of(run))
-        if num_labels > figures.MAX_LABELS:
-            sentences.append(
-                f"of the relative errors of {num_labels} parameters of {reprlib.repr(run.name)}, the first "
-                f"{figures.MAX_LABELS} are shown"
-            )
         if len(run.plans) > MAX_PLANS:
             sentences.append(
                 f"of {len(run.plans)} plans of {reprlib.repr(run.name)}, the last {MAX_PLANS} are shown"
@@ -118,7 +104,14 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
         "damage": run.damage,
         "step_ms": 1e3 * median(each["step_seconds"] for each in run.steps),
         # A record may stand for several steps.
-        "exposed_ms": 1e3 * median(each["exposed_seconds"] / each["steps"] for each in run.steps),
+        "parts_ms": [
+            1e3 * median(seconds)
+            for seconds in (
+                [each["exposed_seconds"] / each["steps"] for each in run.steps],
+                [each["waiting_seconds"] / each["steps"] for each in run.steps],
+                [each["arithmetic_seconds"] / each["steps"] for each in run.steps],
+            )
+        ],
         "step_megabytes": sent / steps / 1e6,
         "compression_ratio": compression_ratio(uncompressed, sent),
         "last": {name: _last(run, name) for name in names},
@@ -131,46 +124,13 @@ def _last(run: Run, name: str) -> float | None:
     return fmean(values[-max(1, len(values) // 20) :]) if values else None
 
 
-def _figures(runs: Sequence[Run], names: Sequence[str]) -> list[_Figure]:
-    found = []
-    # A single number is in the table; a curve needs two.
-    curves = [name for name in names if any(len(run.points(name)) > 1 for run in runs)]
-    for name in curves:
-        shown = name.replace("_", " ")
-        for across, words in (("step", "steps"), ("seconds", "wall-clock")):
-            found.append(
-                _Figure(
-                    f"{shown} against {words}".capitalize(),
-                    "A line of many points is smoothed, and the points themselves are faint.",
-                    figures.logged(runs, name, across),
-                )
-            )
-    found.append(
-        _Figure("Bytes", "Sent by the process that was watched, so far.", figures.bytes_against_steps(runs))
-    )
-    found.append(
-        _Figure(
-            "Where time goes",
-            "Waiting: the host is blocked until means are there. Arithmetic: what Thinwire computes.",
-            figures.time_bars(runs),
-        )
-    )
-    return found
-
-
-def _map(run: Run) -> _Figure:
-    return _Figure(
-        f"Relative error by layer: {run.name}",
-        "The approximation error of a step, as a share of gradient and residual, on the process that was "
-        "watched: 0 nothing, 1 all. It is not lost: it is sent later.",
-        figures.error_map(run),
-    )
-
-
-def _routes(plan: PlanRecord) -> list[dict[str, Any]]:
+def _routes(run: Run, plan: PlanRecord) -> list[dict[str, Any]]:
     shown = ("label", "detail", "gradient_bytes", "message_bytes")
-    routes = [{name: each.get(name) for name in shown} for each in plan["routes"]]
-    gradient_bytes = sum(each["gradient_bytes"] for each in plan["routes"])
-    message_bytes = sum(each["message_bytes"] for each in plan["routes"])
+    errors = run.norms[-1]["relative_error"] if run.norms else {}
+    routes = [
+        {**{name: each.get(name) for name in shown}, "error": errors.get(each["label"])}
+        for each in plan["routes"]
+    ]
     # The last line is the sum, as where a plan is printed.
-    return [*routes, dict(zip(shown, ("total", "", gradient_bytes, message_bytes), strict=True))]
+    total = {name: sum(each[name] for each in routes) for name in shown[2:]}
+    return [*routes, {"label": "total", "detail": "", **total, "error": None}]

@@ -8,6 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import TypeVar
@@ -21,7 +22,7 @@ from thinwire.kernels.dispatch import orthonormal_rows, products, projections, r
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction
 from thinwire.kernels.triton.limits import installed
 from thinwire.plan import ParameterSpec
-from thinwire.selfcheck.page import DevicePage, KernelError, StepCost
+from thinwire.selfcheck.page import DevicePage, Row
 from thinwire.sync import Engine
 from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import shortfalls
@@ -66,81 +67,63 @@ class _TimeUpError(Exception):
     """A part was ended between two of its steps."""
 
 
+@dataclass
 class _Parts:
     """Runs one part of a page after the other: what a part raises is noted, and the next one follows."""
 
-    def __init__(
-        self,
-        page: DevicePage,
-        transport: Transport,
-        end: float,
-        tell: Callable[[str], None],
-        changed: Callable[[], None],
-    ) -> None:
-        self.page = page
-        self._transport, self._end = transport, end
-        self._tell, self._changed = tell, changed
-        self._share_end = end
-        self._is_alone = False
+    page: DevicePage
+    transport: Transport
+    end: float
+    tell: Callable[[str], None]
+    share_end: float = 0.0
+    is_alone: bool = False
 
     def run(self, name: str, part: Callable[[], Result]) -> Result | None:
-        """Return what a part returns; None if it raises, or if the time is used up on any process.
-
-        Args:
-            name: Of the part.
-            part: Collective.
-        """
-        if self._is_alone:
-            self._leave_out(name, "left out, as the processes have lost each other")
+        """Return what a part returns; None if it raises, or if the time is used up on any process."""
+        page = self.page
+        if self.is_alone:
+            self.leave_out(name, "left out, as the processes have lost each other")
             return None
-        outer = self.page.under_way
         try:
-            left = self._end - time.monotonic()
-            if outer is None:
-                # One that is slow takes nothing from those behind it.
-                self._share_end = time.monotonic() + left / max(1, len(self.page.to_come))
-                self._begin(name)
-            if self._transport.rank == 0:
-                self._tell(f"measuring {name}")
+            left = self.end - time.monotonic()
+            # One that is slow takes nothing from those behind it.
+            self.share_end = time.monotonic() + left / len(page.to_come)
+            page.to_come.remove(name)
+            page.under_way = name
+            if self.transport.rank == 0:
+                self.tell(f"measuring {name}")
             # Of all processes: in what only some leave out the others would wait for them.
-            everyone = gather_numbers([left], self._transport, f"the time for {name}")
-            if min(of_one for (of_one,) in everyone) > 0:
+            if self._least([left], f"the time for {name}")[0] > 0:
                 return part()
-            self._leave_out(name, "left out, as the time is used up")
-            return None
+            self.leave_out(name, "left out, as the time is used up")
         # Of any kind: a page with a gap says more than none.
         except Exception as error:
             why = str(error) if isinstance(error, _TimeUpError) else f"{type(error).__name__}: {error}"
-            self.page.failures[name] = why.partition("\n")[0]
+            page.failures[name] = why.partition("\n")[0]
             # Each further collective would wait for its timeout.
-            self._is_alone = isinstance(error, CommunicationError)
+            self.is_alone = isinstance(error, CommunicationError)
+            self.tell(f"{name}: {page.failures[name]}")
         finally:
-            self.page.under_way = outer
-        self._tell(f"{name}: {self.page.failures[name]}")
+            page.under_way = None
         return None
 
-    def leave_out_the_rest(self, why: str) -> None:
-        """Note why all parts that have not begun are not run.
-
-        Args:
-            why: In words.
-        """
-        for name in list(self.page.to_come):
-            self._leave_out(name, why)
+    def leave_out(self, name: str, why: str) -> None:
+        """Note why a part is not run."""
+        self.page.to_come = [each for each in self.page.to_come if each != name]
+        self.page.not_run[name] = why
+        self.tell(f"{name}: {why}")
 
     def seconds_of(self, device: torch.device, run: Callable[[], object]) -> tuple[float, int]:
         """Return the median of some steps, and of how many. Collective.
-
-        Args:
-            device: Where they are made.
-            run: Makes one.
 
         Raises:
             _TimeUpError: The time was used up before one could be timed.
         """
         found: list[float] = []
         while len(found) < UNTIMED_STEPS + TIMED_STEPS:
-            if self._has_enough(len(found)):
+            now = time.monotonic()
+            of_share, of_all = self._least([self.share_end - now, self.end - now], "the time for a step")
+            if of_all <= 0 or (of_share <= 0 and len(found) > UNTIMED_STEPS):
                 break
             _synchronize(device)
             start = time.perf_counter()
@@ -152,23 +135,9 @@ class _Parts:
             raise _TimeUpError(f"ended after {len(found)} steps, none of them timed: the time is used up")
         return median(timed), len(timed)
 
-    def _has_enough(self, num_steps: int) -> bool:
-        now = time.monotonic()
-        left = [self._share_end - now, self._end - now]
-        # Of all processes, as above.
-        everyone = gather_numbers(left, self._transport, "the time for a step")
-        of_share, of_all = (min(each) for each in zip(*everyone, strict=True))
-        return of_all <= 0 or (of_share <= 0 and num_steps > UNTIMED_STEPS)
-
-    def _begin(self, name: str) -> None:
-        self.page.to_come = [each for each in self.page.to_come if each != name]
-        self.page.under_way = name
-        self._changed()
-
-    def _leave_out(self, name: str, why: str) -> None:
-        self.page.to_come = [each for each in self.page.to_come if each != name]
-        self.page.not_run[name] = why
-        self._tell(f"{name}: {why}")
+    def _least(self, own: list[float], what: str) -> list[float]:
+        """Return the least of all processes' numbers."""
+        return [min(each) for each in zip(*gather_numbers(own, self.transport, what), strict=True)]
 
 
 def new_page(device: str) -> DevicePage:
@@ -193,12 +162,6 @@ def _arithmetic(matrix_rank: int) -> str:
     return f"arithmetic at matrix rank {matrix_rank}"
 
 
-def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    return platform.processor() or "a CPU"
-
-
 def measure(
     page: DevicePage,
     device: torch.device,
@@ -207,7 +170,6 @@ def measure(
     *,
     within_seconds: float = 240.0,
     tell: Callable[[str], None] = lambda doing: None,
-    changed: Callable[[], None] = lambda: None,
 ) -> None:
     """Measure a device, and note what fails. Collective.
 
@@ -218,15 +180,16 @@ def measure(
         shapes: Of the model's parameters.
         within_seconds: Parts that would begin later are left out, and steps that would are not made.
         tell: Gets what is being measured, on the first process, and what has failed, in words.
-        changed: Called whenever a part begins, with the page as it is then.
 
     Cost: on an H100 less than a minute is expected, and minutes more for what Triton compiles for the first
     time; six times the memory of the gradients.
     """
     # While the device works: after some errors a process can ask it nothing any more.
-    page.setting["device"] = f"{device.type}, {_name_of(device)}"
+    is_cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_cuda else platform.processor() or "a CPU"
+    page.setting["device"] = f"{device.type}, {name}"
     page.setting["processes"] = str(transport.size)
-    parts = _Parts(page, transport, time.monotonic() + within_seconds, tell, changed)
+    parts = _Parts(page, transport, time.monotonic() + within_seconds, tell)
     for matrix_rank in MATRIX_RANKS:
         error = parts.run(_arithmetic(matrix_rank), partial(_kernel_error, device, matrix_rank))
         if error is not None:
@@ -234,7 +197,8 @@ def measure(
     copied = parts.run(COPY, lambda: _Copied(device, _buckets(shapes), parts))
     if copied is None:
         # There is no memory for the gradients, or no such device.
-        parts.leave_out_the_rest(f"left out, as there are no gradients to step with: {COPY} is missing")
+        for name in ALGORITHMS:
+            parts.leave_out(name, f"left out, as there are no gradients to step with: {COPY} is missing")
     else:
         page.copied_bytes_per_second = 2 * sum(flat.nbytes for flat in copied.flats) / copied.seconds
         for code, algorithm in ALGORITHMS.items():
@@ -280,7 +244,8 @@ def _buckets(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[ParameterSpec,
     return [tuple(bucket) for bucket in buckets]
 
 
-def _kernel_error(device: torch.device, matrix_rank: int) -> KernelError:
+def _kernel_error(device: torch.device, matrix_rank: int) -> Row:
+    """Return how far products and their like are from float64, and P̂ᵀ P̂ from the identity."""
     # Drawn on the CPU in float64, so that every device is judged by the same matrices.
     generator = torch.Generator().manual_seed(matrix_rank)
     exact, residual = (torch.randn(1, 384, 256, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -300,23 +265,21 @@ def _kernel_error(device: torch.device, matrix_rank: int) -> KernelError:
         reconstruct([Reconstruction(group, list(error), [Factors(basis, own, own)], None)])
     unlike = wide @ wide.mT - torch.eye(matrix_rank, dtype=torch.float64)
     rest = exact - wide.mT @ (wide @ exact)
-    return KernelError(
-        matrix_rank,
-        found_products,
-        # Per row, so that matrix ranks compare.
-        float(unlike.norm() / matrix_rank**0.5),
-        found_projections,
-        _gap(error, rest),
-    )
+    return {
+        "matrix_rank": matrix_rank,
+        "products": found_products,
+        "orthonormal_rows": float(unlike.norm() / matrix_rank**0.5),  # per row, so that matrix ranks compare
+        "projections": found_projections,
+        "reconstruct": _gap(error, rest),
+    }
 
 
 def _gap(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.cpu().double() - exact).norm() / exact.norm())
 
 
-def _step_cost(
-    code: str, algorithm: Algorithm, transport: Transport, copied: _Copied, parts: _Parts
-) -> StepCost:
+def _step_cost(code: str, algorithm: Algorithm, transport: Transport, copied: _Copied, parts: _Parts) -> Row:
+    """Return what steps take, also in copies of the gradients; memory is above what gradients take."""
     engine, device = Engine(algorithm, transport), copied.device
 
     def step() -> None:
@@ -333,9 +296,21 @@ def _step_cost(
     with_copy, timed_steps = parts.seconds_of(device, step)
     seconds = with_copy - copied.seconds
     peak_bytes = torch.cuda.max_memory_allocated(device) - before if is_cuda else None
-    seen = parts.run(f"launches of {code}", partial(_looked_at, step, device)) if is_cuda else None
-    launches, waits = seen or (None, None)
-    return StepCost(code, 1e3 * seconds, seconds / copied.seconds, timed_steps, launches, waits, peak_bytes)
+    launches = waits = None
+    if is_cuda:
+        try:
+            launches, waits = _looked_at(step, device)
+        except RuntimeError as error:  # the milliseconds stand all the same
+            parts.page.failures[f"launches of {code}"] = str(error).partition("\n")[0]
+    return {
+        "algorithm": code,
+        "milliseconds": 1e3 * seconds,
+        "copies": seconds / copied.seconds,
+        "timed_steps": timed_steps,
+        "launches": launches,
+        "host_waits": waits,
+        "peak_bytes": peak_bytes,
+    }
 
 
 def _looked_at(step: Callable[[], None], device: torch.device) -> tuple[int | None, int]:

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeAlias
 
-__all__ = ["DevicePage", "KernelError", "StepCost"]
+__all__ = ["DevicePage", "KeptPage", "Row"]
 
-
-@dataclass(frozen=True)
-class KernelError:
-    """How far the arithmetic of a matrix rank is from that in float64, relative to it.
-
-    Attributes:
-        matrix_rank: r.
-        products: Of M Q.
-        orthonormal_rows: Of P̂ᵀ P̂ from the identity, per row.
-        projections: Of P̂ᵀ M.
-        reconstruct: Of the residual.
-    """
-
-    matrix_rank: int
-    products: float
-    orthonormal_rows: float
-    projections: float
-    reconstruct: float
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """What a step of an algorithm takes, from the first bucket to the last mean.
-
-    Attributes:
-        algorithm: As it is written in code.
-        milliseconds: Median.
-        copies: The same in copies of the gradients.
-        timed_steps: Of which that is the median: fewer where steps are slow.
-        launches: Kernels; None where that is not known.
-        host_waits: Times that the host waits for the device; None where that is not known.
-        peak_bytes: Of memory, above what gradients take; None where that is not known.
-    """
-
-    algorithm: str
-    milliseconds: float
-    copies: float
-    timed_steps: int
-    launches: int | None
-    host_waits: int | None
-    peak_bytes: int | None
+Row: TypeAlias = "dict[str, str | float | int | None]"
+"""A line of a table, by column; None where a number is not known."""
 
 
 @dataclass
@@ -58,8 +21,8 @@ class DevicePage:
     Attributes:
         setting: Versions, device and group.
         copied_bytes_per_second: Of a copy of the gradients, bytes read and written; None if there was none.
-        kernels: Errors by matrix rank.
-        steps: Costs by algorithm.
+        kernels: How far the arithmetic of each matrix rank is from that in float64, relative to it.
+        steps: What a step of each algorithm takes, from the first bucket to the last mean.
         failures: What raised an error on this process, or was ended, by part, and why.
         not_run: What was left out, by part, and why.
         under_way: The part that has begun and not ended, if any.
@@ -68,8 +31,8 @@ class DevicePage:
 
     setting: dict[str, str]
     copied_bytes_per_second: float | None = None
-    kernels: list[KernelError] = field(default_factory=list)
-    steps: list[StepCost] = field(default_factory=list)
+    kernels: list[Row] = field(default_factory=list)
+    steps: list[Row] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
     under_way: str | None = None
@@ -80,17 +43,13 @@ class DevicePage:
         """Whether all parts have ended, and well."""
         return not (self.failures or self.not_run or self.under_way or self.to_come)
 
-    def ended(self, why: str, *, in_a_part: str | None = None) -> DevicePage:
-        """Return the page as it is if nothing more is run.
-
-        Args:
-            why: What has ended it, for the parts that have not begun.
-            in_a_part: The same for the one under way; None for the same words.
-        """
-        failures, not_run = dict(self.failures), {**self.not_run, **dict.fromkeys(self.to_come, why)}
-        if self.under_way is not None:
-            failures[self.under_way] = in_a_part or why
-        return replace(self, failures=failures, not_run=not_run, under_way=None, to_come=[])
+    def ended(self, why: str) -> DevicePage:
+        """Return the page as it is if nothing more is run."""
+        under_way = {} if self.under_way is None else {self.under_way: why}
+        not_run = {**self.not_run, **dict.fromkeys(self.to_come, why)}
+        return replace(
+            self, failures={**self.failures, **under_way}, not_run=not_run, under_way=None, to_come=[]
+        )
 
     def as_plain(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -101,14 +60,54 @@ class DevicePage:
         lines = [f"- {name}: {value}" for name, value in self.setting.items()]
         if self.copied_bytes_per_second is not None:
             lines.append(f"- a copy: {self.copied_bytes_per_second / 1e9:,.0f} GB/s")
-        for rows, number in ((self.kernels, "{:.1e}"), (self.steps, "{:,.2f}")):
-            lines += ["", *_table([asdict(each) for each in rows], number)] if rows else []
-        gaps = [
-            f"- **{mark}**: {name}: {why}"
-            for mark, found in (("failed", self.failures), ("not run", self.not_run))
-            for name, why in found.items()
-        ]
+        for rows, number in ((self.kernels, ".1e"), (self.steps, ",.2f")):
+            lines += ["", *_table(rows, number)] if rows else []
+        gaps = [f"- **failed**: {name}: {why}" for name, why in self.failures.items()]
+        gaps += [f"- **not run**: {name}: {why}" for name, why in self.not_run.items()]
         return "\n".join([*lines, "", *gaps] if gaps else lines)
+
+
+class KeptPage:
+    """While open, a page that is printed once, even if what fills it raises or hangs.
+
+    By a thread, which goes on while another waits for a device or a message. A process that is killed prints
+    nothing.
+
+    Args:
+        page: Filled by others.
+        rendered: Makes of it the text that is printed.
+        within_seconds: After which what there is of it is printed.
+    """
+
+    def __init__(
+        self, page: DevicePage, rendered: Callable[[DevicePage], str], *, within_seconds: float
+    ) -> None:
+        self._page, self._rendered = page, rendered
+        self._lock, self._is_printed = threading.Lock(), False
+        why = f"it had not ended after {within_seconds:.0f} s"
+        self._timer = threading.Timer(within_seconds, lambda: self._print_once(page.ended(why)))
+        self._timer.daemon = True
+
+    def __enter__(self) -> KeptPage:
+        self._timer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        why = "" if error is None else str(error).partition("\n")[0] or type(error).__name__
+        self._print_once(self._page.ended(why))
+        self._timer.cancel()
+
+    def print(self) -> None:
+        """Print the page, unless that was done as the time was over."""
+        self._print_once(self._page)
+
+    def _print_once(self, page: DevicePage) -> None:
+        with self._lock:
+            if not self._is_printed:
+                self._is_printed = True
+                print(self._rendered(page), flush=True)
 
 
 def _table(rows: Sequence[Mapping[str, object]], number: str) -> list[str]:
@@ -116,7 +115,7 @@ def _table(rows: Sequence[Mapping[str, object]], number: str) -> list[str]:
         if value is None:
             return ""
         if isinstance(value, float):
-            return number.format(value)
+            return format(value, number)
         return f"{value:,}" if isinstance(value, int) else str(value)
 
     heads = [name.replace("_", " ") for name in rows[0]]

@@ -15,9 +15,8 @@ import pytest
 
 from crash import listening_on
 from launcher import started_python
-from thinwire import ConfigError, lifeline, local_job
-from thinwire.interpreter import python_module
-from thinwire.local_job import LocalJob, run_here
+from thinwire import ConfigError, launch, lifeline
+from thinwire.launch import LocalJob, python_module, run_here
 
 WITHIN_SECONDS = 60.0
 
@@ -58,7 +57,7 @@ def test_all_that_end_well(tmp_path: Path) -> None:
     with job("", tmp_path) as running:
         wait_for_end(running)
     assert (running.failure, running.exit_code) == (None, 0)
-    assert [rest for _, *rest in told(tmp_path)] == [["700", "3", local_job.loopback_interface()]] * 3
+    assert [rest for _, *rest in told(tmp_path)] == [["700", "3", launch.loopback_interface()]] * 3
     assert_all_have_ended(tmp_path)
 
 
@@ -80,7 +79,8 @@ sys.exit(1)
 """
     with job(fail, tmp_path) as running:
         for process in running._processes:
-            process.wait(WITHIN_SECONDS)
+            while process.exit_code is None:
+                time.sleep(0.01)
         assert not running.is_running()
     assert running.failure == "process 2 was ended by signal 9"
     assert running.exit_code == 137
@@ -100,7 +100,7 @@ time.sleep(60)
 
 
 def test_who_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_job, "END_WITHIN_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "END_WITHIN_SECONDS", 0.2)
     deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n"
     with LocalJob([sys.executable, "-S", "-c", deaf + PARTING + SLEEP, str(tmp_path)], 3):
         deadline = time.monotonic() + WITHIN_SECONDS
@@ -112,10 +112,10 @@ def test_who_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
 def test_a_launcher_that_is_killed_outright_takes_its_processes_along() -> None:
     """Even those that have come no further than their imports, and do nothing for that themselves."""
-    command = [sys.executable, "-S", "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    command = [sys.executable, "-S", "-c", "import os, time; os.write(1, b'here\\n'); time.sleep(60)"]
     code = f"""
 import time
-from thinwire.local_job import LocalJob
+from thinwire.launch import LocalJob
 with LocalJob({command}, 3):
     time.sleep(60)
 """
@@ -149,7 +149,7 @@ def test_a_machine_without_loopback_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", local_job.STORE_VARIABLE):
+    for name in ("RANK", launch.STORE_VARIABLE):
         monkeypatch.delenv(name, raising=False)
     run_here(None)
     with pytest.raises(ConfigError, match="sharded must be a whole number of at least 1, got 0"):
@@ -159,7 +159,7 @@ def test_what_is_asked_of_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=r"this is a process of one \(RANK is set\): leave it out"):
         run_here(2)
-    monkeypatch.setenv(local_job.STORE_VARIABLE, "there")
+    monkeypatch.setenv(launch.STORE_VARIABLE, "there")
     run_here(2)
 
 
