@@ -140,7 +140,7 @@ def test_the_table_breaks_names_between_settings_only_and_fits(width: int) -> No
     )
     continued = [before for before, line in pairwise(names) if line.startswith("  ")]
     assert all(line.endswith((",", "(")) for line in continued)
-    assert bool(continued) == (width in (80, 100))
+    assert bool(continued) == (width in (60, 80, 100))
 
 
 def test_sentences_are_wrapped_between_words_on_a_terminal_and_not_in_a_pipe() -> None:

@@ -52,7 +52,7 @@ def _local(prediction: Prediction) -> dict[str, str]:
     frameworks = _of_frameworks(f"partial({front}, {settings})")
     return {
         "DDP": around,
-        "FSDP2": (f'{SHARDING}{around.removesuffix("):")}, mesh=mesh["replicate"]):'),
+        "FSDP2": (f'{SHARDING}{around.removesuffix("):")}, replicas=mesh["replicate"]):'),
         # Accelerate wraps optimizers, and steps are counted on what is inside; its DDP model would go on
         # averaging gradients.
         "Accelerate": (

@@ -102,7 +102,7 @@ class LocalBench:
             network: Tells how long messages take.
             own_seconds: A step without averaging.
         """
-        timelines, fragments = self.averaging.timelines, self.way.fragments
+        timelines, fragments = self.averaging.timelines, self.way.streaming.fragments
         arithmetic_seconds = median(each.seconds for each in timelines)
         # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
         waited_seconds = fragments * median(
@@ -112,7 +112,7 @@ class LocalBench:
         )
         # A fragment's messages travel while its delay is computed. The link carries one after the other, so
         # what all fragments hide is no more than the steps between two averagings.
-        hidden_steps = min(self.way.every_steps, fragments * self.way.delay_steps)
+        hidden_steps = min(self.way.every_steps, fragments * self.way.streaming.delay_steps)
         exposed_seconds = max(0.0, waited_seconds - hidden_steps * own_seconds)
         return (arithmetic_seconds + exposed_seconds) / self.way.every_steps
 
@@ -146,7 +146,7 @@ def local_benches(module: nn.Module, stopwatch: Stopwatch) -> list[LocalBench]:
                 module,
                 torch.optim.SGD(trained, lr=0.0),
                 every_steps=way.every_steps,
-                process_group=stopwatch.transport,
+                replicas=stopwatch.transport,
                 **way.options,
             )
         except (ConfigError, GradientError):
@@ -163,7 +163,7 @@ def local_benches(module: nn.Module, stopwatch: Stopwatch) -> list[LocalBench]:
         )
         if alike is None:
             given = {"algorithm": way.options["algorithm"]} if "algorithm" in way.options else {}
-            make = partial(way.front, module, every_steps=1, process_group=stopwatch.transport, **given)
+            make = partial(way.front, module, every_steps=1, replicas=stopwatch.transport, **given)
             alike = Averaging(make, trained, stopwatch)
         found.append(LocalBench(way, alike))
     return found

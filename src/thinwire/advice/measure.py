@@ -461,7 +461,7 @@ def _predicted_local(
     extra_seconds = local.extra_seconds(network, step_seconds)
     # Between two averagings nobody waits for anybody: the mean of so many steps varies so much less than one
     # of them does. With the quartiles of single steps, all ways would tie wherever a machine has other work.
-    narrower = math.sqrt(local.way.every_steps / local.way.fragments)
+    narrower = math.sqrt(local.way.every_steps / local.way.streaming.fragments)
     low_seconds, high_seconds = (step_seconds + (each - step_seconds) / narrower for each in quartiles)
     return Prediction(
         local.way.name,

@@ -95,7 +95,7 @@ class Sharded:
             )
         replicas = 'mesh=mesh["replicate"]'
         if prediction.averages_less_often:
-            return f"{SHARDING}{prediction.code.removesuffix('):')}, {replicas}):"
+            return f'{SHARDING}{prediction.code.removesuffix("):")}, replicas=mesh["replicate"]):'
         return f"{SHARDING}thinwire.attach(model, {prediction.code}, {replicas})"
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.algorithms import Algorithm, Quantize, TopK
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
+from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming
+from thinwire.fronts.local_sgd.schedule import WHOLE
 
 __all__ = ["LOCAL_VARIANTS", "LocalVariant"]
 
@@ -29,14 +30,10 @@ class LocalVariant:
     loses_more_than: str = ""
 
     @property
-    def fragments(self) -> int:
+    def streaming(self) -> Streaming:
         """As of `LocalSGD`."""
-        return int(self.options.get("fragments", 1))
-
-    @property
-    def delay_steps(self) -> int:
-        """As of `LocalSGD`."""
-        return int(self.options.get("delay_steps", 0))
+        streaming: Streaming = self.options.get("streaming", WHOLE)
+        return streaming
 
     @property
     def name(self) -> str:
@@ -51,16 +48,18 @@ class LocalVariant:
     def _settings(self, prefix: str = "") -> str:
         given = {"every_steps": self.every_steps, **self.options}
         return ", ".join(
-            f"{name}={prefix if isinstance(value, Algorithm) else ''}{value}" for name, value in given.items()
+            f"{name}={prefix if isinstance(value, Algorithm | Nesterov | Streaming) else ''}{value}"
+            for name, value in given.items()
         )
 
 
+STREAMED = {"streaming": Streaming(fragments=2, delay_steps=5)}
 LOCAL_VARIANTS = (
     LocalVariant(LocalSGD, 4, {"algorithm": Quantize(bits=4)}),
     LocalVariant(LocalSGD, 5, {"algorithm": TopK()}),
     LocalVariant(LocalSGD, 10),
     LocalVariant(LocalSGD, 10, {"algorithm": Quantize(bits=4)}),
     LocalVariant(DiLoCo, 30),
-    LocalVariant(DiLoCo, 30, {"outer_lr": 1.0, "outer_momentum": 0.5}),
-    LocalVariant(DiLoCo, 30, {"fragments": 2, "delay_steps": 5}, loses_more_than="DiLoCo(every_steps=30)"),
+    LocalVariant(DiLoCo, 30, {"outer": Nesterov(lr=1.0, momentum=0.5)}),
+    LocalVariant(DiLoCo, 30, STREAMED, loses_more_than="DiLoCo(every_steps=30)"),
 )

@@ -46,8 +46,8 @@ def folded(name: str, width: int) -> list[str]:
         width: Of a line; a setting that is longer stays whole.
 
     Examples:
-        >>> folded("DiLoCo(every_steps=30, fragments=2)", 24)
-        ['DiLoCo(every_steps=30,', '  fragments=2)']
+        >>> folded("DiLoCo(every_steps=30, algorithm=TopK())", 24)
+        ['DiLoCo(every_steps=30,', '  algorithm=TopK())']
     """
     lines: list[str] = []
     for piece in re.findall(r"[^,(]+[,(]? ?", name):

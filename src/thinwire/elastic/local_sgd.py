@@ -29,9 +29,16 @@ from thinwire.fronts.local_sgd.flight import Flight, are_finite
 from thinwire.fronts.local_sgd.fragment import Buckets, Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step
 from thinwire.fronts.local_sgd.model import AveragedModel
-from thinwire.fronts.local_sgd.outer import Outer, check_outer, described_outer, new_outer, warn_of_momentum
-from thinwire.fronts.local_sgd.schedule import Schedule
-from thinwire.fronts.local_sgd.validation import checked_device
+from thinwire.fronts.local_sgd.outer import (
+    Outer,
+    check_outer,
+    described_outer,
+    device_of,
+    new_outer,
+    warn_of_momentum,
+)
+from thinwire.fronts.local_sgd.schedule import WHOLE, Schedule
+from thinwire.fronts.local_sgd.settings import Nesterov, Streaming
 from thinwire.sync import Engine
 from thinwire.sync.checksum import with_checksum
 
@@ -70,20 +77,15 @@ class LocalSGD(Member):
         every_steps: Steps from one averaging of a parameter to the next.
         group: Who is there; None for `TorchftGroup()`.
         algorithm: How the changes become their mean over the group.
-        outer: As of `thinwire.LocalSGD`.
-        average_buffers: Whether to average floating buffers that the model saves.
+        outer: As of `thinwire.LocalSGD`. A `Nesterov` without a learning rate chooses one at every averaging
+            by the number of members.
+        streaming: As of `thinwire.LocalSGD`, without a delay: an averaging can be repeated without the member
+            that was lost as long as nobody has gone on from it.
         grad_scaler: The `GradScaler`, if there is one.
-        fragments: Into how many parts the model is divided, averaged in turn.
-        outer_device: Where the last averages and the outer optimizer's state are kept.
         weigh_by: What a member's change weighs: "steps" that it made, or "work", as given to `count_work`.
         send_optimizer: Whether a member that joins gets the state and settings of all of `optimizer` as one
             of the others has them; then these must hold every trainable parameter. Else it starts with its
             own.
-        leave_on_sigterm: Whether SIGTERM lets this member leave, after its next averaging. Only on the main
-            thread.
-        delay_steps: 0; of `thinwire.LocalSGD` only, and so is `warmup_steps`: an averaging can be repeated
-            without the member that was lost as long as nobody has gone on from it.
-        warmup_steps: 0.
 
     Cost: as of `thinwire.LocalSGD`. Beyond that an averaging takes a quorum (a request to the lighthouse),
     88 bytes from each member before it and 8 bytes behind it. When members change, each sends some kilobytes,
@@ -106,28 +108,24 @@ class LocalSGD(Member):
         group: Group | None = None,
         algorithm: Algorithm = EXACT,
         outer: Outer | None = None,
-        average_buffers: bool = True,
+        streaming: Streaming = WHOLE,
         grad_scaler: GradScaler | None = None,
-        fragments: int = 1,
-        outer_device: torch.device | str | None = None,
         weigh_by: Literal["steps", "work"] = "steps",
         send_optimizer: bool = True,
-        leave_on_sigterm: bool = True,
-        delay_steps: int = 0,
-        warmup_steps: int = 0,
     ) -> None:
-        _check_meets_at_once(delay_steps, warmup_steps)
-        self._schedule = Schedule(every_steps, num_fragments=fragments)
+        self._schedule = Schedule(every_steps, streaming=streaming)
+        if streaming.delay_steps:
+            raise ConfigError(
+                f"delay_steps must be 0 where members come and go, got {streaming.delay_steps}: an averaging "
+                "in which a member is lost is repeated with what the others have learnt until then, so they "
+                "wait for its end; take a larger every_steps, or fragments, to send less at a time"
+            )
         check_outer(outer)
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
         module = plain_module(model)
-        buffers = true_or_false("average_buffers", average_buffers)
-        averaged_model = AveragedModel(module, buffers=buffers)
-        self._outer_device = checked_device(outer_device)
+        averaged_model = AveragedModel(module, buffers=streaming.average_buffers)
         self._grad_scaler = checked_scaler(grad_scaler)
-        true_or_false("leave_on_sigterm", leave_on_sigterm)
-
         averaged = averaged_model.tensors()
         self._weigh_by, self._sends_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
         # Of several whose state each keeps, the one that steps last is enough to count steps.
@@ -138,7 +136,7 @@ class LocalSGD(Member):
         parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         group = group_of_environment() if group is None else group
         engine = Engine(algorithm, group.transport, [each.spec for each in averaged], parts=parts)
-        super().__init__(averaged_model, engine, group, _Front(self), leave_on_sigterm=leave_on_sigterm)
+        super().__init__(averaged_model, engine, group, _Front(self))
         self._fragments = Fragments()
         self._outer: torch.optim.Optimizer | None = None
         self._turns = self._pending_steps = 0
@@ -150,10 +148,7 @@ class LocalSGD(Member):
         return self._outer
 
     def __str__(self) -> str:
-        schedule = self._schedule
-        fragments = f", fragments={schedule.num_fragments}" if schedule.num_fragments > 1 else ""
-        settings = f"every_steps={schedule.every_steps}{fragments}"
-        return f"elastic.{type(self).__name__}({settings}), {self.sync.algorithm}"
+        return f"elastic.{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
 
     def count_work(self, amount: float) -> None:
         """Add to what this member's change weighs in the next averaging, with `weigh_by="work"`.
@@ -188,11 +183,14 @@ class LocalSGD(Member):
             raise StepError("this context has been entered before; make a new one")
         averaged = self._averaged.tensors()
         parts = fragments_of(averaged, self._schedule.num_fragments)
-        self._fragments = Fragments(Fragment(part, self._outer_device) for part in parts)
+        self._fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
         for fragment in self._fragments:
             fragment.take()
         self._work = [0.0] * len(self._fragments)
-        self._outer = new_outer(self._make_outer, self._fragments.outer_parameters(averaged))
+        # The learning rate that goes by the number of members is chosen at every averaging.
+        parameters = self._fragments.outer_parameters(averaged)
+        every_steps, algorithm = self._schedule.every_steps, self._engine.algorithm
+        self._outer = new_outer(self._make_outer, parameters, 1, every_steps, algorithm)
         warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=2)
         with ExitStack() as attached:
             attached.enter_context(self._joined())
@@ -238,10 +236,6 @@ class LocalSGD(Member):
             self._average()
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
-
-    def _outer_lr_for(self, num_members: int) -> float | None:
-        """Return the outer learning rate for so many members; None to leave it alone."""
-        return None
 
     @property
     def _sent_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
@@ -313,8 +307,7 @@ class _Front:
             "group": local._group.kind,
             "kind": type(local).__name__,
             "every_steps": str(local._schedule.every_steps),
-            "fragments": str(local._schedule.num_fragments),
-            "average_buffers": str(local._averaged.buffers),
+            "streaming": str(local._schedule.streaming),
             "weigh_by": local._weigh_by,
             "optimizer": ", ".join(type(each).__name__ for each in local._optimizers)
             if local._sends_optimizer
@@ -379,7 +372,10 @@ class _Front:
         with local._engine.clock.inside(local._engine.traffic):
             while flight.advance():
                 pass
-        return _Flying(flight, local._outer, local._outer_lr_for(local._group.transport.size))
+        make, outer_lr = local._make_outer, None  # which is left alone
+        if isinstance(make, Nesterov):
+            outer_lr = make.lr_for(local._group.transport.size, local._engine.algorithm)
+        return _Flying(flight, local._outer, outer_lr)
 
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""
@@ -396,22 +392,3 @@ class _Front:
         local._work[local._due] = 0.0
         local._steps, local._pending_steps = step, 0
         local._turns += 1
-
-
-def _check_meets_at_once(delay_steps: object, warmup_steps: object) -> None:
-    """Refuse averagings that members go on from before they know that all have them, and a warm-up.
-
-    Raises:
-        ConfigError: They are not 0.
-    """
-    if delay_steps != 0:
-        raise ConfigError(
-            f"delay_steps must be 0 where members come and go, got {delay_steps!r}: an averaging in which a "
-            "member is lost is repeated with what the others have learnt until then, so they wait for its "
-            "end; take a larger every_steps, or fragments, to send less at a time"
-        )
-    if warmup_steps != 0:
-        raise ConfigError(
-            f"warmup_steps must be 0 where members come and go, got {warmup_steps!r}: members that join "
-            "later would skip it; train on one machine first, and start members from what it has saved"
-        )

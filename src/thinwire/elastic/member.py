@@ -52,7 +52,6 @@ class Member:
         engine: Averages, over the group's transport.
         group: Who is there.
         front: What `Membership` lets average.
-        leave_on_sigterm: As of `elastic.LocalSGD`.
 
     Attributes:
         module: The model, without what is around it.
@@ -65,13 +64,10 @@ class Member:
         engine: Engine,
         group: Group,
         front: Front,
-        *,
-        leave_on_sigterm: bool,
     ) -> None:
         self.module = averaged.module
         self.observers: list[Callable[[bool], None]] = []
         self._averaged, self._engine, self._group = averaged, engine, group
-        self._leave_on_sigterm = leave_on_sigterm
         self._sync = GradientSync(engine)
         self._device = averaged.tensors()[0].tensor.device
         self._membership, self._front = Membership(group, engine, front, self._device), front
@@ -141,7 +137,7 @@ class Member:
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
-            if self._leave_on_sigterm and threading.current_thread() is threading.main_thread():
+            if self._group.leaves_on_sigterm and threading.current_thread() is threading.main_thread():
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
             with suppress(LeftError):

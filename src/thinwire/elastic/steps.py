@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire.algorithms import Algorithm, all_finite
 from thinwire.channel import Description
-from thinwire.checks import number, true_or_false
+from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.member import (
     Member,
@@ -60,8 +60,6 @@ class Steps(Member):
             and not the scheduler's count. Without a `GradScaler`, which would let some members skip a step.
         algorithm: How the gradients become their mean over the group.
         group: Who is there; None for `TorchftGroup()`.
-        leave_on_sigterm: Whether SIGTERM lets this member leave, after its next step. Only on the main
-            thread.
 
     Cost: a copy of the gradients; what the algorithm sends; a quorum, 88 bytes from each member before it and
     8 bytes behind it. When members change, as of `elastic.LocalSGD`.
@@ -92,10 +90,8 @@ class Steps(Member):
         algorithm: Algorithm,
         *,
         group: Group | None = None,
-        leave_on_sigterm: bool = True,
     ) -> None:
         module = plain_module(model)
-        true_or_false("leave_on_sigterm", leave_on_sigterm)
         averaged_model = AveragedModel(module, buffers=False)
         averaged = averaged_model.tensors()
         # All of them step here, for a member that joins does so on entry, before its loop.
@@ -107,7 +103,6 @@ class Steps(Member):
             Engine(algorithm, group.transport, [each.spec for each in averaged]),
             group,
             _Front(self),
-            leave_on_sigterm=leave_on_sigterm,
         )
         self._work = 0.0  # that this member's gradients are of; 0 once they are applied
 

@@ -186,11 +186,10 @@ class Averagings:
         self._finish(flight, asked)
         # Only then: what has raised above is still to be abandoned.
         self.flights.remove(flight)
+        local_weight = self._schedule.local_weight(self._engine.algorithm)
         for fragment, means in flight.changes.items():
             # Without a step since it was sent there is nothing of one's own to keep.
-            fragment.move(
-                means, self.outer, self._schedule.mix_share if self.step > fragment.sent_after else 0.0
-            )
+            fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
     def _finish(self, flight: Flight, asked: Consensus | None) -> None:
         if flight.has_landed:

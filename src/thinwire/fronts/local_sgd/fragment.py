@@ -146,19 +146,19 @@ class Fragment(Buckets):
                 outer.zero_grad(set_to_none=True)
 
     def move(
-        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, mix: float = 0.0
+        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, local_weight: float = 0.0
     ) -> None:
         """As `step`, and let the model follow.
 
         Args:
             means: As of `step`.
             outer: As of `step`.
-            mix: The share that the model keeps of what it holds; the rest is of the new average.
+            local_weight: The share that the model keeps of what it holds; the rest is of the new average.
         """
         self.step(means, outer)
         for each, last in self.lasts:
-            if mix:
-                each.value.mul_(mix).add_(last.to(each.value.device), alpha=1 - mix)
+            if local_weight:
+                each.value.mul_(local_weight).add_(last.to(each.value.device), alpha=1 - local_weight)
             else:
                 each.value.copy_(last)
 
