@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -529,7 +531,7 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
             for optimizer in optimizers[0]:
                 optimizer.step()
         assert fronts[0].steps == 3
-        fronts[1]._front.adopt(unpacked(*packed(groups[0].provide())))
+        fronts[1]._front.adopt(unpacked(packed(groups[0].provide())))
         for one, other in zip(*optimizers, strict=True):
             sent, held = (each.state_dict()["state"] for each in (one, other))
             assert sent[0]
@@ -602,14 +604,31 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
     change, told = UNFIT[case]
     with ExitStack() as opened:
         first, second = entered(front, opened), entered(front, opened)
-        sent = unpacked(*packed(first._front.state()))
-        held = unpacked(*packed(second._front.state()))
+        sent = unpacked(packed(first._front.state()))
+        held = unpacked(packed(second._front.state()))
         assert held["checksum"] != sent["checksum"]
         with pytest.raises(StateError, match=told):
             second._front.adopt(sent | change(sent) | {"checksum": None})
         assert second._front.state()["checksum"] == held["checksum"]
         second._front.adopt(sent)  # nothing stands in its way
         assert second._front.state()["optimizers"][1]["state"]
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_bytes_that_are_damaged_or_would_run_something_are_not_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole, harmful = packed({"step": 3, "weight": torch.ones(9)}), io.BytesIO()
+    torch.save({"step": Harmful()}, harmful)
+    for data in (whole[:-30], whole[30:], torch.zeros(5, dtype=torch.uint8), harmful.getvalue()):
+        with pytest.raises(StateError, match="can't be read"):
+            unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    assert capsys.readouterr().out == ""
+    assert unpacked(packed({"rate": np.float64(0.5)})) == {"rate": 0.5}
 
 
 def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
@@ -690,7 +709,7 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             reference.step()
             assert torch.equal(weight, last.bfloat16().expand(4, 4))
         assert last.bfloat16() != 1
-        members[1]._front.adopt(unpacked(*packed(members[0]._front.state())))
+        members[1]._front.adopt(unpacked(packed(members[0]._front.state())))
         assert torch.equal(others, weight)
         for front in members:
             assert all((flat == last).all() for fragment in front._fragments for flat in fragment.last)

@@ -55,7 +55,7 @@ class InProcessLighthouse:
             member.num_changes += 1
         for member in behind:
             assert state is not None
-            member.received, member.commits = unpacked(*state), furthest
+            member.received, member.commits = unpacked(state), furthest
         self.there, self.asking = list(self.asking), []
 
 

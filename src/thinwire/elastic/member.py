@@ -19,7 +19,7 @@ from thinwire.checks import whole_number
 from thinwire.elastic.front import Front
 from thinwire.elastic.group import Group
 from thinwire.elastic.membership import Membership
-from thinwire.elastic.plain import packed
+from thinwire.elastic.plain import plain
 from thinwire.elastic.presence import MembershipStats
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
@@ -133,7 +133,7 @@ class Member:
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
             # Now, where the user sees it; else the first newcomer would stop all others.
-            packed(self._front.state())
+            plain(self._front.state())
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
@@ -147,7 +147,7 @@ class Member:
 
     def _average(self) -> None:
         if self._membership.stats.averagings == 1:
-            packed(self._front.state())  # again: optimizers have their state only since the first step
+            plain(self._front.state())  # again: optimizers have their state only since the first step
         with full_precision(self._device):  # the step may stand under autocast
             self._membership.average()
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.algorithms import Algorithm, Quantize
+from thinwire.channel import Transport
 from thinwire.fronts.local_sgd.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd.outer import Outer
-from thinwire.fronts.local_sgd.settings import Nesterov
+from thinwire.fronts.local_sgd.schedule import WHOLE
+from thinwire.fronts.local_sgd.settings import Nesterov, Streaming, Warmup
+from thinwire.sync.nonfinite import OnNonfinite
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["DiLoCo"]
 
@@ -32,7 +40,12 @@ class DiLoCo(LocalSGD):
         every_steps: Steps from one averaging of a parameter to the next.
         algorithm: How the changes become their mean over the group.
         outer: The outer step; as of `LocalSGD`.
-        settings: All others, as of `LocalSGD`.
+        streaming: As of `LocalSGD`, and all that follow.
+        warmup: As of `LocalSGD`.
+        replicas: As of `LocalSGD`.
+        subgroup: As of `LocalSGD`. A subgroup counts as one member.
+        grad_scaler: As of `LocalSGD`.
+        on_nonfinite: As of `LocalSGD`.
 
     Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
 
@@ -65,8 +78,23 @@ class DiLoCo(LocalSGD):
         every_steps: int = 30,
         algorithm: Algorithm = Quantize(bits=4),  # noqa: B008
         outer: Outer | None = Nesterov(),  # noqa: B008
-        **settings: Any,
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        subgroup: dist.ProcessGroup | Transport | None = None,
+        grad_scaler: GradScaler | None = None,
+        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         super().__init__(
-            model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer, **settings
+            model,
+            optimizer,
+            every_steps=every_steps,
+            algorithm=algorithm,
+            outer=outer,
+            streaming=streaming,
+            warmup=warmup,
+            replicas=replicas,
+            subgroup=subgroup,
+            grad_scaler=grad_scaler,
+            on_nonfinite=on_nonfinite,
         )
