@@ -40,7 +40,7 @@ def send_state(
     data = packed(state)
     for newcomer in newcomers:
         transport.send(torch.tensor([len(data)]), newcomer, PURPOSE).wait()
-        for part in data.split(PART_BYTES):
+        for part in torch.split(data, PART_BYTES):
             transport.send(part, newcomer, PURPOSE).wait()
 
 
@@ -85,7 +85,7 @@ def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
             "same Thinwire on all members"
         )
     data = torch.empty(int(length), dtype=torch.uint8)
-    for part in data.split(PART_BYTES):
+    for part in torch.split(data, PART_BYTES):
         transport.receive(part, source, PURPOSE).wait()
     return unpacked(data)
 

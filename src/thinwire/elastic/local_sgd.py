@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Literal
 
 import torch
 from torch import nn
@@ -13,22 +13,14 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import Description
 from thinwire.checks import checked_scaler, number, true_or_false
+from thinwire.elastic.front import Front
 from thinwire.elastic.group import Group
-from thinwire.elastic.member import (
-    Member,
-    check_like,
-    check_received,
-    checked_optimizers,
-    group_of_environment,
-    load_optimizers,
-    plain_module,
-)
+from thinwire.elastic.member import Member
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.fronts.local_sgd.division import fragments_of
 from thinwire.fronts.local_sgd.flight import Flight, are_finite
-from thinwire.fronts.local_sgd.fragment import Buckets, Fragment, Fragments
+from thinwire.fronts.local_sgd.fragment import Fragment, Fragments
 from thinwire.fronts.local_sgd.loop import after_each_step
-from thinwire.fronts.local_sgd.model import AveragedModel
 from thinwire.fronts.local_sgd.outer import (
     Outer,
     check_outer,
@@ -39,17 +31,10 @@ from thinwire.fronts.local_sgd.outer import (
 )
 from thinwire.fronts.local_sgd.schedule import WHOLE, Schedule
 from thinwire.fronts.local_sgd.settings import Nesterov, Streaming
-from thinwire.sync import Engine
-from thinwire.sync.checksum import with_checksum
 
 __all__ = ["LocalSGD"]
 
 EXACT = AllReduce()
-STATE_VERSION = 3
-KEYS = {
-    "version", "lineage", "step", "turns", "last_average", "not_averaged", "sync", "residual_of", "outer",
-    "optimizers", "checksum",
-}  # fmt: skip
 
 
 class LocalSGD(Member):
@@ -123,23 +108,19 @@ class LocalSGD(Member):
         check_outer(outer)
         if weigh_by not in ("steps", "work"):
             raise ConfigError(f'weigh_by must be "steps" or "work", got {weigh_by!r}')
-        module = plain_module(model)
-        averaged_model = AveragedModel(module, buffers=streaming.average_buffers)
+        self._weigh_by, self._make_outer = weigh_by, outer
         self._grad_scaler = checked_scaler(grad_scaler)
-        averaged = averaged_model.tensors()
-        self._weigh_by, self._sends_optimizer = weigh_by, true_or_false("send_optimizer", send_optimizer)
-        # Of several whose state each keeps, the one that steps last is enough to count steps.
-        self._optimizers = checked_optimizers(
-            optimizer, averaged, module, must_hold_all=self._sends_optimizer
+        super().__init__(
+            model,
+            optimizer,
+            algorithm,
+            group,
+            _Front(self),
+            average_buffers=streaming.average_buffers,
+            send_optimizer=true_or_false("send_optimizer", send_optimizer),
+            fragments=streaming.fragments,
         )
-        self._make_outer = outer
-        parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
-        group = group_of_environment() if group is None else group
-        engine = Engine(algorithm, group.transport, [each.spec for each in averaged], parts=parts)
-        super().__init__(averaged_model, engine, group, _Front(self))
         self._fragments = Fragments()
-        self._outer: torch.optim.Optimizer | None = None
-        self._turns = self._pending_steps = 0
         self._work: list[float] = []  # of this member since each fragment's last averaging
 
     @property
@@ -168,19 +149,7 @@ class LocalSGD(Member):
 
     # The context.
 
-    def __enter__(self) -> LocalSGD:
-        """Join: wait until the others, and enough of them, are there, and start from what they hold.
-
-        Raises:
-            StepError: It was entered before.
-            ConfigError: `outer` does not make an optimizer of the tensors it is given.
-            AgreementError: This member is configured otherwise than the others; they go on.
-            StateError: What the others have sent is damaged, or does not fit; or the optimizer that members
-                have in common has settings or state that can't be sent.
-            CommunicationError: Nobody, or too few, came in `wait_seconds`.
-        """
-        if self._fragments:
-            raise StepError("this context has been entered before; make a new one")
+    def _begin(self) -> None:
         averaged = self._averaged.tensors()
         parts = fragments_of(averaged, self._schedule.num_fragments)
         self._fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
@@ -191,13 +160,10 @@ class LocalSGD(Member):
         parameters = self._fragments.outer_parameters(averaged)
         every_steps, algorithm = self._schedule.every_steps, self._engine.algorithm
         self._outer = new_outer(self._make_outer, parameters, 1, every_steps, algorithm)
-        warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=2)
-        with ExitStack() as attached:
-            attached.enter_context(self._joined())
-            counted = self._optimizers[-1]
-            attached.enter_context(after_each_step(counted, self._grad_scaler, self._after_own_step))
-            self._attached = attached.pop_all()
-        return self
+        warn_of_momentum(self._outer, self._engine.algorithm, stacklevel=3)
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        return after_each_step(self._optimizers[-1], self._grad_scaler, self._after_own_step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """End: average what is left, unless an exception is under way, and leave. Swallows `LeftError`."""
@@ -238,10 +204,6 @@ class LocalSGD(Member):
             observer(True)
 
     @property
-    def _sent_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
-        return self._optimizers if self._sends_optimizer else ()
-
-    @property
     def _due(self) -> int:
         return self._turns % self._schedule.num_fragments
 
@@ -271,17 +233,13 @@ class _Flying:
         self._flight.abandon()
 
 
-class _Front:
+class _Front(Front):
     """What `Membership` sees of a `LocalSGD`."""
 
     def __init__(self, local: LocalSGD) -> None:
+        super().__init__(local, "an averaging")
         self._local = local
         self._changes: dict[Fragment, list[torch.Tensor]] = {}  # as last looked at, until they are sent
-
-    @property
-    def step(self) -> int:
-        """As `Front.step`."""
-        return self._local._steps
 
     def weight(self, turns_ahead: int = 0) -> float:
         """As `Front.weight`."""
@@ -302,63 +260,23 @@ class _Front:
         """As `Front.described`."""
         local = self._local
         return {
-            **local._engine.described("an averaging", local._device),
-            "torch": torch.__version__.partition("+")[0],
-            "group": local._group.kind,
-            "kind": type(local).__name__,
+            **super().described(),
             "every_steps": str(local._schedule.every_steps),
             "streaming": str(local._schedule.streaming),
             "weigh_by": local._weigh_by,
-            "optimizer": ", ".join(type(each).__name__ for each in local._optimizers)
-            if local._sends_optimizer
-            else "each its own",
             "outer optimizer": described_outer(local._outer),
         }
 
-    def state(self) -> Mapping[str, Any]:
-        """As `Front.state`."""
-        local = self._local
-        outer = local._outer
-        return with_checksum(
-            {
-                "version": STATE_VERSION,
-                "lineage": local._membership.lineage,
-                # As of the last average, which is what a newcomer gets: later steps are in no model but this
-                # one's.
-                "step": local._steps - local._pending_steps,
-                "turns": local._turns,
-                "last_average": {each.name: last for each, last in local._fragments.lasts},
-                "not_averaged": local._not_averaged(),
-                "sync": local._engine.common_state(),
-                "residual_of": local._residual_of(),
-                "outer": None if outer is None else outer.state_dict(),
-                "optimizers": [each.state_dict() for each in local._sent_optimizers],
-            }
-        )
+    def held(self) -> dict[str, torch.Tensor]:
+        """As `Front.held`."""
+        return {each.name: last for each, last in self._local._fragments.lasts}
 
-    def adopt(self, state: Mapping[str, Any]) -> None:
-        """As `Front.adopt`."""
-        local = self._local
+    def adopted(self) -> None:
+        """As `Front.adopted`."""
         self._changes = {}
-        check_received(state, KEYS, STATE_VERSION)
-        lasts = {each.name: last for each, last in local._fragments.lasts}
-        others = local._not_averaged()
-        check_like("last_average", state["last_average"], lasts)
-        check_like("not_averaged", state["not_averaged"], others)
-        loaded = local._engine.check_state_dict(state["sync"])
-        outers = [] if local._outer is None else [local._outer]
-        sent = [*[state["outer"]] * len(outers), *state["optimizers"]]
-        load_optimizers([*outers, *local._sent_optimizers], sent)
-        local._load(loaded, state["residual_of"])
-        for fragment in local._fragments:
-            fragment.take(state["last_average"])
-        for each, last in local._fragments.lasts:
+        for each, last in self._local._fragments.lasts:
             each.value.copy_(last)
-        for name, tensor in others.items():
-            tensor.copy_(state["not_averaged"][name])
-        local._steps, local._turns = int(state["step"]), int(state["turns"])
-        local._pending_steps = 0
-        local._work = [0.0] * len(local._fragments)
+        self._local._work = [0.0] * len(self._local._fragments)
 
     def prepare(self, scale: float) -> _Flying:
         """As `Front.prepare`."""

@@ -4,54 +4,53 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.checks import whole_number
 from thinwire.elastic.front import Front
 from thinwire.elastic.group import Group
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.plain import plain
 from thinwire.elastic.presence import MembershipStats
-from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
+from thinwire.errors import AttachError, ConfigError, LeftError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
 from thinwire.fronts.local_sgd.averaged import Averaged
+from thinwire.fronts.local_sgd.division import fragments_of
+from thinwire.fronts.local_sgd.fragment import Buckets
 from thinwire.fronts.local_sgd.model import AveragedModel, unwrapped
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.validation import checked_optimizer
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_readable, check_undamaged
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
 from thinwire.sync.stats import Stats
 
-__all__ = [
-    "Member",
-    "check_like",
-    "check_received",
-    "checked_optimizers",
-    "group_of_environment",
-    "load_optimizers",
-    "plain_module",
-]
+__all__ = ["Member"]
+
+Entered = TypeVar("Entered", bound="Member")
 
 
 class Member:
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`.
 
     Args:
-        averaged: The model.
-        engine: Averages, over the group's transport.
-        group: Who is there.
+        model: As of `elastic.LocalSGD`.
+        optimizer: As of `elastic.LocalSGD`.
+        algorithm: As of `elastic.LocalSGD`.
+        group: As of `elastic.LocalSGD`.
         front: What `Membership` lets average.
+        average_buffers: As of `thinwire.Streaming`.
+        send_optimizer: As of `elastic.LocalSGD`.
+        fragments: As of `thinwire.Streaming`.
 
     Attributes:
         module: The model, without what is around it.
@@ -60,20 +59,35 @@ class Member:
 
     def __init__(
         self,
-        averaged: AveragedModel,
-        engine: Engine,
-        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        group: Group | None,
         front: Front,
+        *,
+        average_buffers: bool,
+        send_optimizer: bool,
+        fragments: int = 1,
     ) -> None:
-        self.module = averaged.module
+        module = _plain_module(model)
+        self._averaged, self._front = AveragedModel(module, buffers=average_buffers), front
+        averaged = self._averaged.tensors()
+        # Of several whose state each keeps, the one that steps last is enough to count steps.
+        self._optimizers = _checked_optimizers(optimizer, averaged, module, must_hold_all=send_optimizer)
+        self._sent_optimizers = self._optimizers if send_optimizer else ()
+        parts = [Buckets(part).layout for part in fragments_of(averaged, fragments)]
+        self._group = _group_of_environment() if group is None else group
+        specs = [each.spec for each in averaged]
+        self._engine = Engine(algorithm, self._group.transport, specs, parts=parts if fragments > 1 else ())
+        self.module = module
         self.observers: list[Callable[[bool], None]] = []
-        self._averaged, self._engine, self._group = averaged, engine, group
-        self._sync = GradientSync(engine)
-        self._device = averaged.tensors()[0].tensor.device
-        self._membership, self._front = Membership(group, engine, front, self._device), front
+        self._sync = GradientSync(self._engine)
+        self._device = averaged[0].tensor.device
+        self._membership = Membership(self._group, self._engine, front, self._device)
         self._attached = ExitStack()
+        self._outer: torch.optim.Optimizer | None = None
         self._is_inside = False
-        self._steps = self._steps_here = 0
+        self._steps = self._steps_here = self._turns = self._pending_steps = 0
 
     @property
     def sync(self) -> GradientSync:
@@ -119,16 +133,38 @@ class Member:
         """Leave after the next averaging, handing over what this member has not transmitted."""
         self._membership.is_leaving = True
 
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        """Join, and leave at the end of the context. Collective.
+    def __enter__(self: Entered) -> Entered:
+        """Join: wait until the others, and enough of them, are there, and start from what they hold.
+
+        With `elastic.Steps` it takes part in a step of the others, to which it adds nothing.
 
         Raises:
+            StepError: It was entered before.
+            ConfigError: `outer` does not make an optimizer of the tensors it is given.
             AgreementError: This member is configured otherwise than the others; they go on.
             StateError: What the others have sent is damaged, or does not fit; or what this member would send
-                to others can't be sent.
+                to others can't be sent, such as the settings or state of an optimizer.
             CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
+        if self._averaged.entered:
+            raise StepError("this context has been entered before; make a new one")
+        self._begin()
+        with ExitStack() as attached:
+            attached.enter_context(self._joined())
+            attached.enter_context(self._in_loop())
+            self._attached = attached.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        """Make what a member needs only inside the context."""
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Count the steps of the user's loop while this is open."""
+        return nullcontext()
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Join, and leave at the end of the context. Collective."""
         self._averaged.enter(self._averaged.tensors())
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
@@ -178,7 +214,7 @@ class Member:
                 self._engine.put_error(spec.name, zeros)
 
 
-def plain_module(model: object) -> nn.Module:
+def _plain_module(model: object) -> nn.Module:
     """Return the module that a member trains.
 
     Raises:
@@ -199,7 +235,7 @@ def plain_module(model: object) -> nn.Module:
     return module
 
 
-def checked_optimizers(
+def _checked_optimizers(
     given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     averaged: Sequence[Averaged],
     module: nn.Module,
@@ -236,90 +272,6 @@ def checked_optimizers(
     return optimizers
 
 
-def check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what the group has sent, if it is of other tensors than this member's.
-
-    Args:
-        key: What they are.
-        tensors: As sent.
-        own: This member's.
-
-    Raises:
-        StateError: They differ in names, shapes or types.
-    """
-    if (
-        not isinstance(tensors, Mapping)
-        or tensors.keys() != own.keys()
-        or not all(isinstance(each, torch.Tensor) for each in tensors.values())
-        or any(
-            tensors[name].shape != own[name].shape or tensors[name].dtype != own[name].dtype for name in own
-        )
-    ):
-        raise StateError(
-            f"the group's {key} is of other tensors than this member's model; start the same script as the "
-            "others"
-        )
-
-
-def check_received(state: Mapping[str, Any], keys: Set[str], version: int) -> None:
-    """Refuse what the group has sent to start from, if it is damaged or not of this member's kind.
-
-    Args:
-        state: As it was sent.
-        keys: That it must have.
-        version: Of this member's states.
-
-    Raises:
-        StateError: It is damaged, has other keys or is of another version; or its counts are none.
-    """
-    check_readable(state)
-    if state.keys() != keys or type(state["version"]) is not int or state["version"] != version:
-        got = f"version {state.get('version')!r} with {sorted(map(str, state))}"
-        raise StateError(
-            f"what the group has sent to start from is of {got[:400]}, expected version {version} of "
-            "Thinwire's states; install the same Thinwire on all members"
-        )
-    check_undamaged(state)
-    for key in sorted({"step", "turns"} & keys):
-        whole_number(key, state[key], minimum=0, error=StateError)
-    for key, kind in ("residual_of", str), ("optimizers", Mapping):
-        listed = state[key]
-        if not isinstance(listed, list | tuple) or not all(isinstance(each, kind) for each in listed):
-            raise StateError(
-                f"the group's {key} must be a list of {kind.__name__}, got a {type(listed).__name__}"
-            )
-
-
-def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
-    """Let optimizers go on from what the group has sent: all of them, or none.
-
-    Args:
-        optimizers: This member's.
-        states: A state for each, as sent.
-
-    Raises:
-        StateError: They are not as many, or one is not of its optimizer.
-    """
-    if len(states) != len(optimizers):
-        raise StateError(
-            f"the group has sent the states of {len(states)} optimizers, expected {len(optimizers)}; start "
-            "the same script as the others"
-        )
-    before = [(each.state, each.param_groups) for each in optimizers]
-    for optimizer, its_state in zip(optimizers, states, strict=True):
-        try:
-            # Loading does not look into them, and the next step would.
-            if not all(isinstance(each, Mapping) for each in its_state["state"].values()):
-                raise TypeError("it has a parameter's state that is no mapping")
-            optimizer.load_state_dict(dict(its_state))
-        except Exception as error:  # optimizers raise what they like
-            for each, (state, groups) in zip(optimizers, before, strict=True):
-                each.state, each.param_groups = state, groups
-            raise StateError(
-                f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
-            ) from error
-
-
 @contextmanager
 def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
     """Call `leave` on SIGTERM while this is open."""
@@ -335,7 +287,7 @@ def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
 
 
-def group_of_environment() -> Group:
+def _group_of_environment() -> Group:
     """Return a `TorchftGroup` as the environment says."""
     # Imported here: torchft is an extra, and a group of another kind does without.
     from thinwire.elastic.torchft_group import TorchftGroup  # noqa: PLC0415

@@ -60,7 +60,7 @@ def unpacked(data: torch.Tensor) -> Any:
         StateError: These are not its bytes.
     """
     try:
-        return torch.load(io.BytesIO(data.numpy()), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged, it raises what it likes
         raise StateError(
             f"what the group has sent this member to start from can't be read: {error}; install the same "

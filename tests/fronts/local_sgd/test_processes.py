@@ -331,8 +331,7 @@ def _resume_again(delay_steps: int) -> tuple[Tensor, Tensor, float]:
             model,
             optimizer,
             every_steps=6,
-            fragments=2,
-            delay_steps=delay_steps,
+            streaming=Streaming(fragments=2, delay_steps=delay_steps),
             algorithm=PowerSGD(),
             outer=NESTEROV,
         )

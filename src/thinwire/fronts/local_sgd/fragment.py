@@ -35,7 +35,7 @@ class Buckets:
     def __iter__(self) -> Iterator[Averaged]:
         return chain.from_iterable(self._buckets)
 
-    def empty(self, device: torch.device | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
+    def empty(self, device: torch.device | str | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
         """Return what is flat, by bucket, not written yet.
 
         Args:
@@ -77,7 +77,7 @@ class Fragment(Buckets):
         num_rounds: That its last averaging over the group took.
     """
 
-    def __init__(self, averaged: Iterable[Averaged], device: torch.device | None = None) -> None:
+    def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
         self.sent_after, self.num_rounds = 0, 1
         self.last = self.empty(device, is_kept=True)

@@ -42,8 +42,8 @@ class ShardedReplica(Replica):
                 "without replicate"
             )
         if not isinstance(replicas, Transport):
-            is_mesh = isinstance(replicas, DeviceMesh)
-            replicas = replicas_of(sharded, None if is_mesh else replicas, replicas if is_mesh else None)
+            group, mesh = (None, replicas) if isinstance(replicas, DeviceMesh) else (replicas, None)
+            replicas = replicas_of(sharded, group, mesh)
         pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
         refuse_attached(
             pieces.values(),
