@@ -13,9 +13,9 @@ from torch.amp.grad_scaler import GradScaler
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import Description
 from thinwire.checks import checked_scaler, number, true_or_false
-from thinwire.elastic.front import Front
+from thinwire.elastic.front import Prepared
 from thinwire.elastic.group import Group
-from thinwire.elastic.member import Member
+from thinwire.elastic.member import Member, MemberFront
 from thinwire.errors import ConfigError, LeftError, StepError
 from thinwire.fronts.local_sgd.division import fragments_of
 from thinwire.fronts.local_sgd.flight import Flight, are_finite
@@ -212,28 +212,7 @@ class LocalSGD(Member):
         self._fragments.check_own(call)
 
 
-class _Flying:
-    """A flight whose messages have all come; its fragments move when it commits."""
-
-    def __init__(self, flight: Flight, outer: torch.optim.Optimizer | None, outer_lr: float | None) -> None:
-        self._flight, self._outer, self._outer_lr = flight, outer, outer_lr
-
-    def commit(self) -> None:
-        """As `Prepared.commit`."""
-        # What can raise comes first: where a mean is not finite, nothing has moved.
-        self._flight.land()
-        if self._outer is not None and self._outer_lr is not None:
-            for group in self._outer.param_groups:
-                group["lr"] = self._outer_lr
-        for fragment, means in self._flight.changes.items():
-            fragment.move(means, self._outer)
-
-    def abandon(self) -> None:
-        """As `Prepared.abandon`."""
-        self._flight.abandon()
-
-
-class _Front(Front):
+class _Front(MemberFront):
     """What `Membership` sees of a `LocalSGD`."""
 
     def __init__(self, local: LocalSGD) -> None:
@@ -268,17 +247,17 @@ class _Front(Front):
         }
 
     def held(self) -> dict[str, torch.Tensor]:
-        """As `Front.held`."""
+        """As `MemberFront.held`."""
         return {each.name: last for each, last in self._local._fragments.lasts}
 
     def adopted(self) -> None:
-        """As `Front.adopted`."""
+        """As `MemberFront.adopted`."""
         self._changes = {}
         for each, last in self._local._fragments.lasts:
             each.value.copy_(last)
         self._local._work = [0.0] * len(self._local._fragments)
 
-    def prepare(self, scale: float) -> _Flying:
+    def prepare(self, scale: float) -> Prepared:
         """As `Front.prepare`."""
         local = self._local
         fragment = local._fragments[local._due]
@@ -288,12 +267,19 @@ class _Front(Front):
             flat.mul_(scale)
         flight = Flight({fragment: changes}, local._engine)
         with local._engine.clock.inside(local._engine.traffic):
-            while flight.advance():
-                pass
-        make, outer_lr = local._make_outer, None  # which is left alone
-        if isinstance(make, Nesterov):
-            outer_lr = make.lr_for(local._group.transport.size, local._engine.algorithm)
-        return _Flying(flight, local._outer, outer_lr)
+            flight.send()
+        num_members = local._group.transport.size
+        return Prepared(lambda: self._commit(flight, num_members), flight.abandon)
+
+    def _commit(self, flight: Flight, num_members: int) -> None:
+        local = self._local
+        # What can raise comes first: where a mean is not finite, nothing has moved.
+        flight.land()
+        if local._outer is not None and isinstance(local._make_outer, Nesterov):
+            for group in local._outer.param_groups:
+                group["lr"] = local._make_outer.lr_for(num_members, local._engine.algorithm)
+        for fragment, means in flight.changes.items():
+            fragment.move(means, local._outer)
 
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""

@@ -9,9 +9,9 @@ from torch import nn
 
 from thinwire.algorithms import Algorithm, all_finite
 from thinwire.checks import number
-from thinwire.elastic.front import Front
+from thinwire.elastic.front import Prepared
 from thinwire.elastic.group import Group
-from thinwire.elastic.member import Member
+from thinwire.elastic.member import Member, MemberFront
 from thinwire.errors import LeftError, StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.fragment import Buckets
@@ -123,30 +123,7 @@ class Steps(Member):
             yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
 
 
-class _Prepared:
-    """A step whose messages have all come; with its commit, the means become the gradients."""
-
-    def __init__(self, steps: Steps, step: Step, flats: list[torch.Tensor]) -> None:
-        self._steps, self._step, self._flats = steps, step, flats
-
-    def commit(self) -> None:
-        """As `Prepared.commit`."""
-        committed = self._step.finish()
-        # An algorithm without memory commits whatever has come: nobody has looked at its means.
-        if not committed or not all_finite(*self._flats):
-            raise StepError(
-                "the mean gradient is not finite though that of each member is: it has left the range of the "
-                "type it travels in, on all members alike, and no step was taken. Average in another one"
-            )
-        for each, mean in self._steps._parts(self._flats):
-            each.tensor.grad = mean
-
-    def abandon(self) -> None:
-        """As `Prepared.abandon`."""
-        self._step.abandon()
-
-
-class _Front(Front):
+class _Front(MemberFront):
     """What `Membership` sees of `Steps`."""
 
     def __init__(self, steps: Steps) -> None:
@@ -164,14 +141,14 @@ class _Front(Front):
         return bool(all_finite(*self._flats))
 
     def held(self) -> dict[str, torch.Tensor]:
-        """As `Front.held`."""
+        """As `MemberFront.held`."""
         return {each.name: each.tensor.detach() for each in self._steps._buckets}
 
     def adopted(self) -> None:
-        """As `Front.adopted`."""
+        """As `MemberFront.adopted`."""
         self._flats, self._steps._work = [], 0.0
 
-    def prepare(self, scale: float) -> _Prepared:
+    def prepare(self, scale: float) -> Prepared:
         """As `Front.prepare`."""
         steps = self._steps
         engine, flats = steps._engine, self._flats or steps._gradients()
@@ -184,7 +161,18 @@ class _Front(Front):
         with engine.clock.inside(engine.traffic):
             while step.advance():
                 pass
-        return _Prepared(steps, step, flats)
+        return Prepared(lambda: self._commit(step, flats), step.abandon)
+
+    def _commit(self, step: Step, flats: list[torch.Tensor]) -> None:
+        committed = step.finish()
+        # An algorithm without memory commits whatever has come: nobody has looked at its means.
+        if not committed or not all_finite(*flats):
+            raise StepError(
+                "the mean gradient is not finite though that of each member is: it has left the range of the "
+                "type it travels in, on all members alike, and no step was taken. Average in another one"
+            )
+        for each, mean in self._steps._parts(flats):
+            each.tensor.grad = mean
 
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""

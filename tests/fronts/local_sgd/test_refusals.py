@@ -124,7 +124,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
         "ConfigError: algorithm=AllReduce() averages the gradients of a DDP model",
     ),
     "buffers": (
-        lambda member: member.local(streaming=Streaming(average_buffers=2)),
+        lambda member: member.local(streaming=Streaming(average_buffers=2)),  # type: ignore[arg-type]
         "ConfigError: average_buffers must be True or False",
     ),
     "algorithm": (
