@@ -292,7 +292,7 @@ def _diverged() -> tuple[str, bool]:
 def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
     for found in pool4.run(_refused):
         for case, words in {
-            "no replicas": 'mesh=mesh["replicate"]',
+            "no replicas": 'mesh["replicate"]',
             "native": "a mesh of two dimensions",
             "subgroup": "whose replicas are its fast groups",
             "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
