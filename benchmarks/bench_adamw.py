@@ -23,12 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 
 from pages import RESULTS_FOLDER, markdown_table, page, save
 from progress import TERMINAL_EVERY_SECONDS, Progress
 from stacked import StackedGPT
-from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, PowerSGD, Quantize, TopK
+from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, Nesterov, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
 from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss
@@ -139,7 +139,7 @@ class LocalTraining:
             for rank, (models, group) in enumerate(zip(stacked.models, groups, strict=True)):
                 optimizers = new_optimizers(models[lane : lane + 1], setting.inner, [rate])
                 self.by_member[rank] += optimizers
-                fronts[rank].append(front(models[lane], optimizers[-1], process_group=group))
+                fronts[rank].append(front(models[lane], optimizers[-1], replicas=group))
         self.optimizers = [each for optimizers in self.by_member for each in optimizers]
         self._front = fronts[0][0]
 
@@ -165,7 +165,7 @@ class LocalTraining:
 
 
 class WarmedUp:
-    """Gradients averaged at every step in a warm-up, then local training: `LocalSGD`'s `warmup_algorithm`."""
+    """Gradients averaged at every step in a warm-up, then local training: `LocalSGD`'s `Warmup`."""
 
     def __init__(
         self,
@@ -225,17 +225,10 @@ def averaging(algorithm: Algorithm) -> Method:
 
 
 def local(
-    every_steps: int,
-    algorithm: Algorithm | None = None,
-    outer: tuple[float, float] | None = None,
-    **options: Any,
+    every_steps: int, algorithm: Algorithm | None = None, **options: Any
 ) -> Callable[[StackedGPT, Setting, Sequence[float]], LocalTraining]:
-    """LocalSGD; `outer` is rate and momentum of a Nesterov optimizer."""
-    make_outer = None
-    if outer is not None:
-        make_outer = partial(SGD, lr=outer[0], momentum=outer[1], nesterov=outer[1] > 0)
     front: Callable[..., LocalSGD] = partial(
-        LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce(), outer=make_outer, **options
+        LocalSGD, every_steps=every_steps, algorithm=algorithm or AllReduce(), **options
     )
     return partial(LocalTraining, front=front)
 
@@ -253,14 +246,14 @@ def diloco(every_steps: int, **options: Any) -> Callable[..., LocalTraining]:
 
 # How a front that averages models may stream, by the words that a method's name has for it.
 STREAMING: dict[str, dict[str, Any]] = {
-    "2 fragments": {"fragments": 2},
-    "1 step late": {"delay_steps": 1},
-    "1 step late, mix 0": {"delay_steps": 1, "mix": 0.0},
-    "5 steps late": {"delay_steps": 5},
-    "5 steps late, mix 0": {"delay_steps": 5, "mix": 0.0},
-    "2 fragments, 1 step late": {"fragments": 2, "delay_steps": 1},
-    "2 fragments, 1 step late, mix 0": {"fragments": 2, "delay_steps": 1, "mix": 0.0},
-    "2 fragments, 5 steps late": {"fragments": 2, "delay_steps": 5},
+    "2 fragments": {"streaming": Streaming(fragments=2)},
+    "1 step late": {"streaming": Streaming(delay_steps=1)},
+    "1 step late, mix 0": {"streaming": Streaming(delay_steps=1, local_weight=0.0)},
+    "5 steps late": {"streaming": Streaming(delay_steps=5)},
+    "5 steps late, mix 0": {"streaming": Streaming(delay_steps=5, local_weight=0.0)},
+    "2 fragments, 1 step late": {"streaming": Streaming(fragments=2, delay_steps=1)},
+    "2 fragments, 1 step late, mix 0": {"streaming": Streaming(fragments=2, delay_steps=1, local_weight=0.0)},
+    "2 fragments, 5 steps late": {"streaming": Streaming(fragments=2, delay_steps=5)},
 }
 METHODS: dict[str, Method] = {
     EXACT: averaging(AllReduce()),
@@ -279,7 +272,7 @@ METHODS: dict[str, Method] = {
     **{f"DiLoCo every {steps}": diloco(steps) for steps in (4, 10, 30)},
     **{
         f"DiLoCo every {steps}, outer {rate:g}, momentum {momentum:g}": diloco(
-            steps, outer_lr=rate, outer_momentum=momentum
+            steps, outer=Nesterov(lr=rate, momentum=momentum)
         )
         for steps in (10, 30)
         for rate, momentum in ((1.0, 0.0), (1.0, 0.3), (1.0, 0.5), (0.7, 0.6))
@@ -294,25 +287,25 @@ METHODS: dict[str, Method] = {
     },
     **{
         f"2 bits for {share:.0%} of the steps, then DiLoCo every 30, outer 1, momentum 0.5": warmed_up(
-            share, Quantize(bits=2), diloco(30, outer_lr=1.0, outer_momentum=0.5)
+            share, Quantize(bits=2), diloco(30, outer=Nesterov(lr=1.0, momentum=0.5))
         )
         for share in (0.1, 0.45)
     },
-    "LocalSGD every 5, TopK, outer 0.5": local(5, TopK(), outer=(0.5, 0.0)),
+    "LocalSGD every 5, TopK, outer 0.5": local(5, TopK(), outer=Nesterov(lr=0.5, momentum=0.0)),
     "LocalSGD every 2, 2 bits": local(2, Quantize(bits=2)),
     "LocalSGD every 6, 2 bits": local(6, Quantize(bits=2)),
-    "LocalSGD every 30, 4 bits, 2 fragments": local(30, Quantize(bits=4), fragments=2),
+    "LocalSGD every 30, 4 bits, 2 fragments": local(30, Quantize(bits=4), streaming=Streaming(fragments=2)),
     "LocalSGD every 30, 4 bits, 2 fragments, 5 steps late": local(
-        30, Quantize(bits=4), fragments=2, delay_steps=5
+        30, Quantize(bits=4), streaming=Streaming(fragments=2, delay_steps=5)
     ),
     **{
         f"LocalSGD every 5, TopK, {words}": local(5, TopK(), **options)
         for words, options in STREAMING.items()
-        if options.get("delay_steps", 0) < 5
+        if options["streaming"].delay_steps < 5
     },
     **{
         f"DiLoCo every 30, outer 1, momentum 0.5, {words}": diloco(
-            30, outer_lr=1.0, outer_momentum=0.5, **options
+            30, outer=Nesterov(lr=1.0, momentum=0.5), **options
         )
         for words, options in STREAMING.items()
     },

@@ -328,7 +328,7 @@ def two_counters(side: Side) -> str:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     apart = []
     if side.is_ours:
-        with thinwire.LocalSGD(model, optimizer, every_steps=2, warmup_steps=2):
+        with thinwire.LocalSGD(model, optimizer, every_steps=2, warmup=thinwire.Warmup(2)):
             for step in range(8):
                 _own_steps(model, optimizer, range(step, step + 1))
                 apart += [] if agreed(model) else [str(step + 1)]

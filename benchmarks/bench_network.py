@@ -177,11 +177,10 @@ def diloco(algorithm: Algorithm, num_fragments: int = 1, delay_steps: int = 0) -
             optimizer,
             every_steps=EVERY_STEPS,
             algorithm=algorithm,
-            outer_lr=OUTER_LR,
-            outer_momentum=OUTER_MOMENTUM,
-            fragments=num_fragments,
-            delay_steps=delay_steps,
-            mix=MIX if delay_steps else None,
+            outer=thinwire.Nesterov(lr=OUTER_LR, momentum=OUTER_MOMENTUM),
+            streaming=thinwire.Streaming(
+                fragments=num_fragments, delay_steps=delay_steps, local_weight=MIX if delay_steps else None
+            ),
         )
     )
 

@@ -110,7 +110,7 @@ class FourBitDiLoCo(Trainer):
 
     def attach(self) -> None:
         local = thinwire.DiLoCo(
-            self.model, self.optimizer, every_steps=EVERY_STEPS, mesh=self.mesh["replicate"]
+            self.model, self.optimizer, every_steps=EVERY_STEPS, replicas=self.mesh["replicate"]
         )
         local.__enter__()
 

@@ -154,8 +154,7 @@ def diloco(algorithm: Algorithm) -> Way:
             optimizer,
             every_steps=DILOCO_EVERY_STEPS,
             algorithm=algorithm,
-            outer_lr=OUTER_LR,
-            outer_momentum=OUTER_MOMENTUM,
+            outer=thinwire.Nesterov(lr=OUTER_LR, momentum=OUTER_MOMENTUM),
         ):
             yield model
 

@@ -125,9 +125,6 @@ def code_of_front(front: partial[LocalSGD] | partial[DiLoCo]) -> str:
     settings = {name: value for name, value in front.keywords.items() if value is not None}
     if settings.get("algorithm") == AllReduce():
         del settings["algorithm"]
-    if "outer" in settings:
-        outer = settings.pop("outer").keywords
-        settings |= {"outer_lr": outer["lr"], "outer_momentum": outer["momentum"]}
     func: type = front.func  # type: ignore[assignment]
     return f"{func.__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
 

@@ -53,7 +53,9 @@ def main() -> None:
     adamw = torch.optim.AdamW(others, lr=2e-3)
     draws = torch.Generator().manual_seed(dist.get_rank())
     # Of two optimizers the one that steps last.
-    with thinwire.DiLoCo(model, adamw, every_steps=EVERY_STEPS, fragments=2, delay_steps=2) as local:
+    with thinwire.DiLoCo(
+        model, adamw, every_steps=EVERY_STEPS, streaming=thinwire.Streaming(fragments=2, delay_steps=2)
+    ) as local:
         for step in range(STEPS):
             starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=draws)
             window = text[starts[:, None] + torch.arange(CONTEXT + 1)]

@@ -39,7 +39,7 @@ class Member:
 
     def local(self, **settings: Any) -> LocalSGD:
         """What averages its model over the group."""
-        settings = {"process_group": self.transport, "every_steps": 2, **settings}
+        settings = {"replicas": self.transport, "every_steps": 2, **settings}
         return LocalSGD(self.model, self.optimizer, **settings)
 
     def train(self, *steps: int) -> None:

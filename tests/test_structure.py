@@ -141,7 +141,7 @@ def test_the_public_names() -> None:
         "all_gather_grad",
         "AgreementError", "AllReduce", "AttachError", "BatchedPowerSGD", "Cast", "CheckpointError",
         "CommunicationError",
-        "ConfigError", "DiLoCo",
+        "ConfigError", "DiLoCo", "Nesterov", "Streaming", "Warmup",
         "GradientError", "GradientSync", "LeftError", "LocalSGD", "MissingExtraError", "NonfiniteError",
         "Plan", "PowerSGD", "Quantize", "StateError",
         "Stats", "StepError", "ThinwireError", "TopK", "__version__", "attach", "hooks", "join",

@@ -28,7 +28,7 @@ from thinwire.errors import (
 )
 from thinwire.fronts.attach import attach
 from thinwire.fronts.join import join
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
+from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming, Warmup
 from thinwire.fronts.replicas import check_replicas
 from thinwire.plan import Plan
 from thinwire.sync import GradientSync
@@ -56,6 +56,7 @@ __all__ = [
     "LocalSGD",
     "MetricsWriter",
     "MissingExtraError",
+    "Nesterov",
     "NonfiniteError",
     "Plan",
     "PowerSGD",
@@ -63,9 +64,11 @@ __all__ = [
     "StateError",
     "Stats",
     "StepError",
+    "Streaming",
     "TensorBoardWriter",
     "ThinwireError",
     "TopK",
+    "Warmup",
     "Watch",
     "__version__",
     "advise",

@@ -28,6 +28,7 @@ from advice.ways import (
     row,
     way,
 )
+from thinwire import Streaming
 from thinwire.advice.automatic import Trial
 from thinwire.advice.bench import Bench
 from thinwire.advice.lines import SHARDING, lines_to_paste
@@ -386,7 +387,7 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
     assert "unwrap_model(model), optimizer.optimizer, every_steps=30):" in local["Accelerate"]
     assert "ThinwireStrategy(partial(thinwire.DiLoCo, every_steps=30))" in local["Lightning"]
     assert "attach(trainer, partial(thinwire.DiLoCo, every_steps=30))" in local["Trainer"]
-    around = 'with thinwire.DiLoCo(model, optimizer, every_steps=30, mesh=mesh["replicate"]):'
+    around = 'with thinwire.DiLoCo(model, optimizer, every_steps=30, replicas=mesh["replicate"]):'
     assert local["FSDP2"] == f"import thinwire\n{SHARDING}{around}"
 
 
@@ -421,20 +422,20 @@ def test_what_makes_it_less_certain_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("streaming", "expected"),
     [
-        ({}, (0.5 + 2.0) / 10),
-        ({"fragments": 2}, (0.5 + 2.0) / 10),
-        ({"delay_steps": 1}, (0.5 + 1.0) / 10),  # one step of a second hides half of it
-        ({"fragments": 2, "delay_steps": 1}, 0.5 / 10),
-        ({"delay_steps": 9}, 0.5 / 10),
+        (Streaming(), (0.5 + 2.0) / 10),
+        (Streaming(fragments=2), (0.5 + 2.0) / 10),
+        (Streaming(delay_steps=1), (0.5 + 1.0) / 10),  # one step of a second hides half of it
+        (Streaming(fragments=2, delay_steps=1), 0.5 / 10),
+        (Streaming(delay_steps=9), 0.5 / 10),
     ],
 )
-def test_what_an_averaging_adds_to_a_step(options: dict[str, int], expected: float) -> None:
+def test_what_an_averaging_adds_to_a_step(streaming: Streaming, expected: float) -> None:
     """Half a second of arithmetic, and two of messages: 1 000 bytes at 2 ms each."""
     timeline = Timeline((Sent(0.4, 600, 0.4), Sent(0.4, 400, 0.4)), 0.5)
     averaging = Averaging(None, None, None, [timeline])  # type: ignore[arg-type] # what timed it
-    bench = LocalBench(LocalVariant(thinwire.LocalSGD, 10, options), averaging)
+    bench = LocalBench(LocalVariant(thinwire.LocalSGD, 10, {"streaming": streaming}), averaging)
 
     def network(_: Collective, num_bytes: int) -> float:
         return 0.002 * num_bytes
@@ -449,7 +450,7 @@ def test_between_averagings_the_noise_of_single_steps_evens_out() -> None:
     ways = []
     for every_steps, fragments in ((36, 4), (9, 1)):
         averaging = Averaging(None, None, None, [Timeline((), 0.0125 * 36)])  # type: ignore[arg-type] # likewise
-        way = LocalVariant(thinwire.LocalSGD, every_steps, {"fragments": fragments})
+        way = LocalVariant(thinwire.LocalSGD, every_steps, {"streaming": Streaming(fragments=fragments)})
         bench = LocalBench(way, averaging)
         steps = SimpleNamespace(subject=SimpleNamespace(shards=None), without_averaging=alone)
         ways.append(Bench._predicted_local(steps, bench, lambda kind, handed_bytes: 0.0, 1))  # type: ignore[arg-type] # what it reads
@@ -481,6 +482,6 @@ def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing(dtype: to
     # In fp32 whatever the parameters are in.
     assert plain.averaging.memory_bytes == 4 * numel
     assert few.averaging.memory_bytes == 2 * 4 * numel
-    others = found["DiLoCo(every_steps=30, outer_lr=1.0, outer_momentum=0.5)"]
+    others = found["DiLoCo(every_steps=30, outer=Nesterov(lr=1.0, momentum=0.5))"]
     assert others.averaging is few.averaging
     assert all(map(torch.equal, before, model.parameters()))

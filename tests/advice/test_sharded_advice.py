@@ -68,7 +68,7 @@ def test_the_shards_of_a_replica_share_its_link(pool4: Pool) -> None:
     assert first.best.is_lossy
     assert lines_to_paste(first) == {"FSDP2": f"import thinwire\n{first.best.code}"}
     assert first.best.code.startswith(SHARDING)
-    assert 'mesh=mesh["replicate"]' in first.best.code
+    assert 'replicas=mesh["replicate"]' in first.best.code
     compile(first.best.code + (" pass" if first.best.code.endswith(":") else ""), "to paste", "exec")
     assert "2 replicas of 2 shards, 4 processes" in first.notes[-1]
 

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from elastic.learner import EVERY, USUAL, WAIT_SECONDS, Learner, die, heldout_loss
 from elastic.worker import checksum
-from thinwire.fronts.local_sgd.diloco import FOUR_BITS, Nesterov
+from thinwire import Nesterov, Quantize
 
 
 class Deadly:
@@ -135,8 +135,7 @@ def torchft_member(
             told.after_averaging()
         return True
 
-    ours = Nesterov()
-    outer = ours.optimizer(list(model.parameters()), ours.lr_for(USUAL, FOUR_BITS), EVERY, FOUR_BITS)
+    outer = Nesterov().optimizer(list(model.parameters()), USUAL, EVERY, Quantize(bits=4))
     try:
         with local_sgd.DiLoCo(manager, [model], optimizer, outer, sync_every=EVERY, use_bucketization=True):
             yield step

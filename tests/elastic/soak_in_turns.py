@@ -109,9 +109,7 @@ class Soak:
         group = self.groups[number]
         group.transport = Faulty(group.transport, "", -1)  # strikes nothing until it is told to
         algorithm = Quantize(bits=4, block=16, error_feedback=True)
-        local = DiLoCo(
-            model, optimizer, every_steps=EVERY, algorithm=algorithm, group=group, leave_on_sigterm=False
-        )
+        local = DiLoCo(model, optimizer, every_steps=EVERY, algorithm=algorithm, group=group)
         self.fronts[number] = local
         with local:
             while local.steps < self.num_steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic.in_turns import InTurns, Killed, Reached, Turn, clean_lives
-from thinwire import Watch, read_run
+from thinwire import Nesterov, Streaming, Watch, read_run
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Work
@@ -68,7 +70,7 @@ class Run(InTurns[LocalSGD]):
         **shared: Any,
     ) -> None:
         self.steps, self.kind, self.options = steps, kind, options or {}
-        self.shared = {"algorithm": FEW_BITS, "every_steps": EVERY, "leave_on_sigterm": False, **shared}
+        self.shared = {"algorithm": FEW_BITS, "every_steps": EVERY, **shared}
         self.models: dict[tuple[int, int], torch.Tensor] = {}  # by step and member, after averagings
         # By turn and member, its steps and its change.
         self.put_in: dict[int, dict[int, tuple[int, torch.Tensor]]] = {}
@@ -90,7 +92,7 @@ class Run(InTurns[LocalSGD]):
                     self.end(end, local, group, model)
                 for parameter in model.parameters():
                     parameter.grad = torch.randn(parameter.shape, generator=generator)
-                if (local._pending_steps + 1) * shared.get("fragments", 1) >= EVERY:
+                if (local._pending_steps + 1) * shared.get("streaming", Streaming()).fragments >= EVERY:
                     self.note_before(member, local, model, optimizer)
                 optimizer.step()
                 wait_for(Turn())
@@ -199,14 +201,14 @@ def test_who_is_told_to_leave_in_an_averaging_hands_over_at_the_next_one() -> No
     clean_lives(EVERY, steps=8),
     st.sampled_from([FEW_BITS, TopK(density=1 / 8, error_decay=1.0, merge="members")]),
     # With an outer step along the mean change itself, the model moves by what has been averaged.
-    st.sampled_from([(LocalSGD, {}), (DiLoCo, {"outer_lr": 1.0, "outer_momentum": 0.0})]),
+    st.sampled_from([(LocalSGD, {}), (DiLoCo, {"outer": Nesterov(lr=1.0, momentum=0.0)})]),
     st.sampled_from([1, 2]),
 )
 def test_movement_and_mean_residual_are_all_changes_whoever_joins_and_leaves(
     lives: dict[str, Any], algorithm: Any, front: tuple[Any, dict[str, Any]], fragments: int
 ) -> None:
     kind, outer = front
-    run = Run(**lives, kind=kind, algorithm=algorithm, fragments=fragments, **outer)
+    run = Run(**lives, kind=kind, algorithm=algorithm, streaming=Streaming(fragments=fragments), **outer)
     assert run.results[0] == "done"
     assert not run.errors
     run.check_equal()
@@ -257,7 +259,7 @@ def test_who_learns_late_of_one_fragments_averaging_puts_the_next_fragment_in(
 
     monkeypatch.setattr(local_sgd._Front, "prepare", noted)
     monkeypatch.setattr(InProcessGroup, "conclude", uncounted)
-    run = Run([0, 0, 0], fragments=2, algorithm=AllReduce(), faults={1: (VOTE, 2)})
+    run = Run([0, 0, 0], streaming=Streaming(fragments=2), algorithm=AllReduce(), faults={1: (VOTE, 2)})
     assert run.results == ["done"] * 3
     # Of the second fragment the others have made two steps, and it one.
     assert [scales[1, rank] for rank in range(3)] == pytest.approx([6 / 5, 3 / 5, 6 / 5])
@@ -376,7 +378,6 @@ def test_a_warning_of_the_outer_optimizer_points_at_the_users_line() -> None:
         group=InProcessGroup(InProcessLighthouse()),
         algorithm=TopK(density=1 / 8),
         outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9),
-        leave_on_sigterm=False,
     )
     with pytest.warns(UserWarning, match="has momentum") as warned, local:
         pass
@@ -395,7 +396,7 @@ def test_of_a_compiled_block_newcomers_are_sent_besides_only_what_is_not_average
     model = nn.Sequential(Wrapper(block), nn.Linear(4, 4))
     optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
-    with LocalSGD(model, optimizer, every_steps=2, group=group, leave_on_sigterm=False):
+    with LocalSGD(model, optimizer, every_steps=2, group=group):
         assert set(group.provide()["not_averaged"]) == {"0.bias"}
 
 
@@ -410,7 +411,7 @@ def test_waiting_for_enough_others_is_no_retry(caplog: pytest.LogCaptureFixture)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse(wait_seconds=0.0))
     group.min_members = 2
-    local = LocalSGD(model, optimizer, every_steps=1, group=group, leave_on_sigterm=False)
+    local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with (
         patch("thinwire.elastic.membership.PAUSE_SECONDS", 0.0),
         pytest.raises(CommunicationError, match="min_members=2 are needed"),
@@ -522,7 +523,7 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
         # Two, as Muon and AdamW are used together.
         optimizers.append([torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])])
         groups.append(InProcessGroup(InProcessLighthouse()))
-        settings: Any = {"every_steps": 2, "leave_on_sigterm": False, "send_optimizer": is_sent}
+        settings: Any = {"every_steps": 2, "send_optimizer": is_sent}
         fronts.append(LocalSGD(model, optimizers[-1], group=groups[-1], **settings))
     with fronts[0], fronts[1]:
         for _ in range(3):
@@ -530,7 +531,7 @@ def test_newcomers_are_sent_the_optimizer_inside_unless_each_has_its_own(is_sent
             for optimizer in optimizers[0]:
                 optimizer.step()
         assert fronts[0].steps == 3
-        fronts[1]._front.adopt(unpacked(*packed(groups[0].provide())))
+        fronts[1]._front.adopt(unpacked(packed(groups[0].provide())))
         for one, other in zip(*optimizers, strict=True):
             sent, held = (each.state_dict()["state"] for each in (one, other))
             assert sent[0]
@@ -544,7 +545,7 @@ def entered(front: Callable[..., Any], opened: ExitStack) -> Any:
     model = nn.Linear(32, 16)
     optimizers = [torch.optim.SGD([model.weight], momentum=0.9), torch.optim.AdamW([model.bias])]
     group = InProcessGroup(InProcessLighthouse())
-    member = opened.enter_context(front(model, optimizers, group=group, leave_on_sigterm=False))
+    member = opened.enter_context(front(model, optimizers, group=group))
     for _ in range(2):
         model(torch.randn(1, 32)).sum().backward()
         for stepping in [member] if front is STEPS else optimizers:
@@ -603,14 +604,31 @@ def test_what_a_newcomer_can_not_start_from_is_refused_and_nothing_changed(
     change, told = UNFIT[case]
     with ExitStack() as opened:
         first, second = entered(front, opened), entered(front, opened)
-        sent = unpacked(*packed(first._front.state()))
-        held = unpacked(*packed(second._front.state()))
+        sent = unpacked(packed(first._front.state()))
+        held = unpacked(packed(second._front.state()))
         assert held["checksum"] != sent["checksum"]
         with pytest.raises(StateError, match=told):
             second._front.adopt(sent | change(sent) | {"checksum": None})
         assert second._front.state()["checksum"] == held["checksum"]
         second._front.adopt(sent)  # nothing stands in its way
         assert second._front.state()["optimizers"][1]["state"]
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return print, ("run",)
+
+
+def test_bytes_that_are_damaged_or_would_run_something_are_not_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    whole, harmful = packed({"step": 3, "weight": torch.ones(9)}), io.BytesIO()
+    torch.save({"step": Harmful()}, harmful)
+    for data in (whole[:-30], whole[30:], torch.zeros(5, dtype=torch.uint8), harmful.getvalue()):
+        with pytest.raises(StateError, match="can't be read"):
+            unpacked(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    assert capsys.readouterr().out == ""
+    assert unpacked(packed({"rate": np.float64(0.5)})) == {"rate": 0.5}
 
 
 def test_a_member_that_diverges_leaves_and_the_others_go_on() -> None:
@@ -637,7 +655,7 @@ def test_who_is_asked_to_leave_when_too_few_are_left_goes_at_once() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = Told(InProcessLighthouse())
     group.min_members = 2
-    local = LocalSGD(model, optimizer, every_steps=1, group=group, leave_on_sigterm=False)
+    local = LocalSGD(model, optimizer, every_steps=1, group=group)
     with local:
         assert local.has_left
         model(torch.ones(1, 4)).sum().backward()
@@ -658,7 +676,7 @@ def test_work_weighs_changes() -> None:
 
 
 def test_fragments_take_turns_and_newcomers_take_all_of_them() -> None:
-    run = Run([0, 0, 3], steps=8, fragments=2, algorithm=PowerSGD(matrix_rank=2))
+    run = Run([0, 0, 3], steps=8, streaming=Streaming(fragments=2), algorithm=PowerSGD(matrix_rank=2))
     assert run.results == ["done"] * 3
     lasts = [
         torch.cat([last.flatten() for each in run.fronts[member]._fragments for _, last in each.lasts])
@@ -679,8 +697,8 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             model.weight.grad = torch.full_like(model.weight, -1.0)
             optimizer = torch.optim.SGD(model.parameters(), lr=2**-5)
             group = InProcessGroup(InProcessLighthouse())
-            options: Any = {"every_steps": 2, "algorithm": AllReduce(), "leave_on_sigterm": False}
-            options |= {"outer_lr": outer["lr"], "outer_momentum": outer["momentum"]}
+            options: Any = {"every_steps": 2, "algorithm": AllReduce()}
+            options |= {"outer": Nesterov(lr=outer["lr"], momentum=outer["momentum"])}
             members.append(opened.enter_context(DiLoCo(model, optimizer, group=group, **options)))
         weight, others = (cast(nn.Linear, front.module).weight for front in members)
         for _ in range(16):
@@ -691,7 +709,7 @@ def test_outer_steps_that_16_bits_would_round_away_add_up_and_newcomers_take_the
             reference.step()
             assert torch.equal(weight, last.bfloat16().expand(4, 4))
         assert last.bfloat16() != 1
-        members[1]._front.adopt(unpacked(*packed(members[0]._front.state())))
+        members[1]._front.adopt(unpacked(packed(members[0]._front.state())))
         assert torch.equal(others, weight)
         for front in members:
             assert all((flat == last).all() for fragment in front._fragments for flat in fragment.last)
@@ -708,7 +726,7 @@ def test_changes_are_computed_once_an_averaging(fragments: int, monkeypatch: pyt
         return changes(self)
 
     monkeypatch.setattr(Fragment, "changes", noted)
-    run = Run([0, 0], fragments=fragments)
+    run = Run([0, 0], streaming=Streaming(fragments=fragments))
     run.check_equal()
     # On entry they are looked at, too, and nobody has any.
     assert len(computed) == sum(front.membership().averagings + 1 for front in run.fronts.values())
@@ -725,9 +743,8 @@ def test_what_does_not_go_is_refused_before_anything_changes() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
-    for setting in ("delay_steps", "warmup_steps"):
-        with pytest.raises(ConfigError, match=f"{setting} must be 0 where members come and go, got 2"):
-            DiLoCo(model, optimizer, group=group, **{setting: 2})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="delay_steps must be 0 where members come and go, got 2"):
+        DiLoCo(model, optimizer, group=group, streaming=Streaming(delay_steps=2))
     with pytest.raises(ConfigError, match='"steps" or "work"'):
         LocalSGD(model, optimizer, every_steps=2, group=group, weigh_by="tokens")  # type: ignore[arg-type]
     one = torch.optim.SGD([model.weight], lr=0.1)
@@ -748,7 +765,7 @@ def test_a_watch_logs_who_has_come_and_gone(tmp_path: Path) -> None:
     model = nn.Linear(32, 16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
-    local = LocalSGD(model, optimizer, every_steps=EVERY, group=group, leave_on_sigterm=False)
+    local = LocalSGD(model, optimizer, every_steps=EVERY, group=group)
     with local, Watch(local, tmp_path / "run.jsonl"):
         for _ in range(2 * EVERY):
             model(torch.ones(1, 32)).sum().backward()

@@ -58,7 +58,7 @@ class Run(InTurns[Steps]):
             optimizers = [torch.optim.AdamW([each], lr=self.lr) for each in parameters]
         draws = torch.Generator().manual_seed(100 + member)
         group, algorithm = self.groups[member], self.algorithms.get(member, self.algorithm)
-        steps = self.fronts[member] = Steps(model, optimizers, algorithm, group=group, leave_on_sigterm=False)
+        steps = self.fronts[member] = Steps(model, optimizers, algorithm, group=group)
         end_step, end = self.ends.get(member, (-1, ""))
         with steps:
             self.note(member, optimizers)
@@ -169,7 +169,7 @@ def test_what_does_not_go_is_told() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     group = InProcessGroup(InProcessLighthouse())
-    options: dict[str, Any] = {"group": group, "leave_on_sigterm": False}
+    options: dict[str, Any] = {"group": group}
     with pytest.raises(ConfigError, match="holds none of the model's"):
         Steps(nn.Linear(4, 4), optimizer, AllReduce(), **options)
     with pytest.raises(ConfigError, match=r"1 of the model's 2 .* such as 'bias', are in none of the optim"):

@@ -41,7 +41,7 @@ def test_in_local_sgd(make: type[LocalSGD] | type[DiLoCo]) -> None:
     model = nn.Linear(30, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (transport,) = InProcessTransport.group(1)
-    with make(model, optimizer, every_steps=1, process_group=transport) as local:
+    with make(model, optimizer, every_steps=1, replicas=transport) as local:
         assert refused(optimizer.step) == "StepError"
         assert local.sync.stats().steps == 0
 

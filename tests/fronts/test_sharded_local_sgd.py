@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +28,7 @@ from fronts.test_sharded import (
     tokens_of,
 )
 from pool import Pool
-from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, attach
+from thinwire import DiLoCo, LocalSGD, PowerSGD, Quantize, Streaming, Warmup, attach
 from thinwire.channel import InProcessTransport, Metered, ProcessGroupTransport, run_members
 from thinwire.fronts.local_sgd import sharded_replica
 from training import error_of
@@ -61,7 +62,7 @@ def unsharded(steps: range, **settings: Any) -> list[dict[str, Any]]:
     def body(replica: int) -> dict[str, Any]:
         model = language()
         optimizer = adamw(model)
-        with LocalSGD(model, optimizer, process_group=ends[replica], **settings) as local:
+        with LocalSGD(model, optimizer, replicas=ends[replica], **settings) as local:
             for step in steps:
                 for micro in range(2):
                     for rank in (2 * replica, 2 * replica + 1):
@@ -93,11 +94,16 @@ def distance(one: Any, other: Any) -> float:
     return 0.0
 
 
+NO_BUFFERS = Streaming(average_buffers=False)
 KINDS: dict[str, dict[str, Any]] = {
     "local SGD": {},
     "DiLoCo": {"outer": nesterov},
-    "streaming": {"outer": nesterov, "fragments": 2, "delay_steps": 1, "every_steps": 3},
-    "warm-up": {"warmup_steps": 3},
+    "streaming": {
+        "outer": nesterov,
+        "streaming": replace(NO_BUFFERS, fragments=2, delay_steps=1),
+        "every_steps": 3,
+    },
+    "warm-up": {"warmup": Warmup(3)},
 }
 
 
@@ -116,9 +122,9 @@ def _as_whole() -> dict[str, Any]:
     replica, shard = divmod(dist.get_rank(), 2)
     for kind, given in KINDS.items():
         # Of buffers each shard sends its own, which would count as more than those of one process.
-        settings: dict[str, Any] = {"every_steps": EVERY, "average_buffers": False, **given}
+        settings: dict[str, Any] = {"every_steps": EVERY, "streaming": NO_BUFFERS, **given}
         model, optimizer = shards()
-        with LocalSGD(model, optimizer, mesh=mesh_of(), **settings) as local:
+        with LocalSGD(model, optimizer, replicas=mesh_of(), **settings) as local:
             for step in range(5):
                 step_of(model, optimizer, step)
             now, state = flat(model), local.state_dict()
@@ -162,7 +168,7 @@ def _compressed() -> list[tuple[bool, float, float, int]]:
             return seen[-1]
 
         with patch.object(sharded_replica, "ProcessGroupTransport", metered):
-            local = DiLoCo(model, optimizer, every_steps=4, process_group=group, algorithm=algorithm)
+            local = DiLoCo(model, optimizer, every_steps=4, replicas=group, algorithm=algorithm)
         with local:
             before = inside[0].traffic.message_bytes
             for step in range(8):
@@ -185,9 +191,13 @@ def test_a_state_is_of_the_whole_model(pool4: Pool, tmp_path: Path) -> None:
 def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
     mesh = mesh_of()
     few_bits = Quantize(bits=4, error_feedback=True)
-    settings: dict[str, Any] = {"every_steps": 3, "fragments": 2, "delay_steps": 1, "algorithm": few_bits}
+    settings: dict[str, Any] = {
+        "every_steps": 3,
+        "streaming": Streaming(fragments=2, delay_steps=1),
+        "algorithm": few_bits,
+    }
     model, optimizer = shards()
-    with DiLoCo(model, optimizer, mesh=mesh, **settings) as local:
+    with DiLoCo(model, optimizer, replicas=mesh, **settings) as local:
         for step in range(5):  # the first fragment's change, sent after step 5, is in flight
             step_of(model, optimizer, step)
         file = io.BytesIO()
@@ -200,7 +210,7 @@ def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
         again, its = shards(seed=6)
         again.load_state_dict(weights)
         its.load_state_dict(momenta)
-        other = DiLoCo(again, its, mesh=mesh, **settings)
+        other = DiLoCo(again, its, replicas=mesh, **settings)
         dcp_load({"local": other.distributed_state()}, checkpoint_id=folder)
         with other:
             loaded = other.state_dict()
@@ -213,7 +223,7 @@ def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
     moved = distance(same, {key: loaded[key] for key in same})
     wide_mesh = mesh_of(1, 4)
     elsewhere: Any = sharded(language(), wide_mesh["shard"])
-    on_four = DiLoCo(elsewhere, adamw(elsewhere), mesh=wide_mesh, **settings)
+    on_four = DiLoCo(elsewhere, adamw(elsewhere), replicas=wide_mesh, **settings)
     on_four.load_state_dict(saved)
     with on_four:
         for key, there in on_four.state_dict().items():
@@ -222,9 +232,9 @@ def _resumed(folder: Path) -> tuple[float, float, float, float, str]:
         error = dict(on_four.sync.state_dict()["error"])
         moved = max(moved, distance(dict(saved["sync"]["error"]), error))
     plain = language()
-    alone = DiLoCo(plain, adamw(plain), process_group=InProcessTransport.group(1)[0], **settings)
+    alone = DiLoCo(plain, adamw(plain), replicas=InProcessTransport.group(1)[0], **settings)
     alone.load_state_dict(saved)
-    fewer = DiLoCo(again, its, mesh=mesh, every_steps=3)
+    fewer = DiLoCo(again, its, replicas=mesh, every_steps=3)
     owed = max(each.norm().item() for each in error.values())
     return difference, states, moved, owed, error_of(lambda: fewer.load_state_dict(saved))
 
@@ -240,7 +250,7 @@ def test_an_evaluation_between_averagings(pool4: Pool) -> None:
 def _evaluated() -> tuple[bool, bool, str]:
     model, optimizer = shards()
     tokens = tokens_of(0, 0)
-    with LocalSGD(model, optimizer, every_steps=4, mesh=mesh_of()) as local, torch.no_grad():
+    with LocalSGD(model, optimizer, every_steps=4, replicas=mesh_of()) as local, torch.no_grad():
         start = model(tokens)
         with torch.enable_grad():
             for step in range(3):
@@ -264,7 +274,7 @@ def _diverged() -> tuple[str, bool]:
     model, optimizer = shards()
     said, unchanged = "", False
     try:
-        with LocalSGD(model, optimizer, every_steps=2, mesh=mesh_of()) as local:
+        with LocalSGD(model, optimizer, every_steps=2, replicas=mesh_of()) as local:
             before = dict(local.state_dict()["last_average"])
             step_of(model, optimizer, 0)
             if dist.get_rank() == 2:
@@ -282,11 +292,11 @@ def _diverged() -> tuple[str, bool]:
 def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
     for found in pool4.run(_refused):
         for case, words in {
-            "no replicas": 'mesh=mesh["replicate"]',
+            "no replicas": 'mesh["replicate"]',
             "native": "a mesh of two dimensions",
             "subgroup": "whose replicas are its fast groups",
             "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
-            "mesh": "process_group=mesh.get_group()",
+            "mesh": "replicas=mesh.get_group()",
             "join": "a sharded model can't be joined",
             "attached": "the model is attached already; its gradients are averaged",
             "attached inside": "averages the model itself over the same processes",
@@ -301,7 +311,7 @@ def _refused() -> dict[str, str]:
     def error(of: nn.Module, **settings: Any) -> str:
         return error_of(lambda: LocalSGD(of, adamw(of), every_steps=2, **settings))
 
-    with LocalSGD(model, optimizer, every_steps=2, mesh=mesh) as local:
+    with LocalSGD(model, optimizer, every_steps=2, replicas=mesh) as local:
         joined = error_of(local.join_hook)
         inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), mesh=mesh["replicate"]))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
@@ -309,12 +319,12 @@ def _refused() -> dict[str, str]:
     attach(attached, PowerSGD(matrix_rank=2), mesh=mesh)
     return {
         "attached inside": inside,
-        "attached": error(attached, mesh=mesh["replicate"]),
+        "attached": error(attached, replicas=mesh["replicate"]),
         "no replicas": error(model),
-        "native": error(sharded(language(), mesh), mesh=mesh),
-        "subgroup": error(model, mesh=mesh, subgroup=mesh["shard"].get_group()),
+        "native": error(sharded(language(), mesh), replicas=mesh),
+        "subgroup": error(model, replicas=mesh, subgroup=mesh["shard"].get_group()),
         "FSDP1": error(old),
-        "mesh": error(language(), mesh=mesh["replicate"]),
+        "mesh": error(language(), replicas=mesh["replicate"]),
         "join": joined,
     }
 

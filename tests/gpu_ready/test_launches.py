@@ -386,7 +386,7 @@ def test_the_front_of_local_sgd() -> None:
         on_meta(),
         patch.object(local_sgd_model, "_check_values"),  # which refuses such a model
         Counting(),  # its entry asks tensors for values
-        LocalSGD(model, optimizer, every_steps=1, algorithm=algorithm, process_group=Alike()) as local,
+        LocalSGD(model, optimizer, every_steps=1, algorithm=algorithm, replicas=Alike()) as local,
     ):
         found, _ = counted(optimizer.step)
         assert engine_of(local.sync).counts().compression_ratio > 5

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as st
 from torch.nn.parallel import DistributedDataParallel
 
 from pool import Pool
-from thinwire import LocalSGD, ThinwireError, hooks
+from thinwire import LocalSGD, ThinwireError, Warmup, hooks
 from thinwire.channel import ProcessGroupTransport
 from training import (
     agreed,
@@ -226,14 +226,14 @@ def test_facts_15_one_counter(pool2: Pool) -> None:
         assert apart == [False, False, True, False, True, False, True, False]
     names = inspect.signature(LocalSGD).parameters
     of_warmup = [name for name in names if "warm" in name or "start" in name]
-    assert of_warmup == ["warmup_steps", "warmup_algorithm"]  # a number, and how gradients travel
+    assert of_warmup == ["warmup"]  # a number, and how gradients travel
 
 
 def _one_counter() -> list[bool]:
     model = new_ddp_model()
     optimizer = new_optimizer(model)
     apart = []
-    with LocalSGD(model, optimizer, every_steps=2, warmup_steps=2):
+    with LocalSGD(model, optimizer, every_steps=2, warmup=Warmup(2)):
         for step in range(8):
             train(model, optimizer, range(step, step + 1))
             apart.append(not agreed(model))

@@ -150,7 +150,7 @@ def _trainer(folder: Path) -> dict[str, Any]:
 
         def averaging(*trained: Any, mesh: Any, **options: Any) -> thinwire.LocalSGD:
             made.append(mesh is own)
-            return thinwire.DiLoCo(*trained, mesh=mesh, every_steps=2, **options)
+            return thinwire.DiLoCo(*trained, replicas=mesh, every_steps=2, **options)
 
         callback = attach_trainer(trainer, partial(averaging, mesh=own))
         trainer.train()

@@ -161,7 +161,7 @@ def by_post_local_hook(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]
 def by_local_sgd(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None], LocalSGD]:
     model = new_ddp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    local = LocalSGD(model, optimizer, every_steps=50, warmup_steps=100, on_nonfinite=on_nonfinite)
+    local = LocalSGD(model, optimizer, every_steps=50, warmup=thinwire.Warmup(100), on_nonfinite=on_nonfinite)
     return model, optimizer.step, local
 
 

@@ -702,7 +702,7 @@ def _local() -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with (
         thinwire.LocalSGD(
-            model, optimizer, every_steps=3, warmup_steps=2, algorithm=PowerSGD(matrix_rank=2)
+            model, optimizer, every_steps=3, warmup=thinwire.Warmup(2), algorithm=PowerSGD(matrix_rank=2)
         ) as local,
         Watch(local, kept),
     ):

@@ -117,7 +117,7 @@ class Bench:
         # Between two averagings nobody waits for anybody: the mean of so many steps varies so much less than
         # one of them does. With the quartiles of single steps, all ways would tie on a machine with other
         # work.
-        narrower = math.sqrt(way.every_steps / way.options.get("fragments", 1))
+        narrower = math.sqrt(way.every_steps / way.streaming.fragments)
         low_seconds, high_seconds = (step_seconds + (each - step_seconds) / narrower for each in quartiles)
         return Prediction(
             way.name,

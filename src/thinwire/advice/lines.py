@@ -67,4 +67,4 @@ def _of_fronts(best: Prediction) -> dict[str, str]:
 def _of_fsdp2(code: str) -> str:
     """Return a line behind the call of `fully_shard`, told where the replicas are."""
     end = "):" if code.endswith(":") else ")"
-    return f'{SHARDING}{code.removesuffix(end)}, mesh=mesh["replicate"]{end}'
+    return f'{SHARDING}{code.removesuffix(end)}, replicas=mesh["replicate"]{end}'

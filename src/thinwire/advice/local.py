@@ -70,7 +70,7 @@ class LocalBench:
 
     def extra_seconds(self, network: Network, own_seconds: float) -> float:
         """Return what averaging adds to a step, mean: arithmetic, and what of its messages is waited for."""
-        timelines, fragments = self.averaging.timelines, self.way.options.get("fragments", 1)
+        timelines, fragments = self.averaging.timelines, self.way.streaming.fragments
         arithmetic_seconds = median(each.seconds for each in timelines)
         # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
         waited_seconds = fragments * median(
@@ -80,7 +80,7 @@ class LocalBench:
         )
         # A fragment's messages travel while its delay is computed. The link carries one after the other, so
         # what all fragments hide is no more than the steps between two averagings.
-        hidden_steps = min(self.way.every_steps, fragments * self.way.options.get("delay_steps", 0))
+        hidden_steps = min(self.way.every_steps, fragments * self.way.streaming.delay_steps)
         exposed_seconds = max(0.0, waited_seconds - hidden_steps * own_seconds)
         return float(arithmetic_seconds + exposed_seconds) / self.way.every_steps
 
@@ -98,7 +98,7 @@ def local_benches(module: nn.Module, stopwatch: Stopwatch) -> list[LocalBench]:
     averagings: dict[object, Averaging] = {}
     benches = []
     for way in LOCAL_VARIANTS:
-        make = partial(way.front, module, process_group=stopwatch.transport)
+        make = partial(way.front, module, replicas=stopwatch.transport)
         try:
             # With all its settings: what a model does not allow (more fragments than layers) is not offered.
             make(torch.optim.SGD(trained, lr=0.0), every_steps=way.every_steps, **way.options)

@@ -9,7 +9,8 @@ from typing import Any
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_loss
 from thinwire.algorithms import Algorithm, Quantize, TopK, registry
 from thinwire.algorithms.registry import Variant
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
+from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming
+from thinwire.fronts.local_sgd.schedule import WHOLE
 
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
@@ -33,6 +34,12 @@ class LocalVariant:
     loses_more_than: str = ""
 
     @property
+    def streaming(self) -> Streaming:
+        """As of `LocalSGD`."""
+        streaming: Streaming = self.options.get("streaming", WHOLE)
+        return streaming
+
+    @property
     def name(self) -> str:
         """As it is written in code, without what is trained."""
         return f"{self.front.__name__}({self._settings()})"
@@ -45,18 +52,20 @@ class LocalVariant:
     def _settings(self, prefix: str = "") -> str:
         given = {"every_steps": self.every_steps, **self.options}
         return ", ".join(
-            f"{name}={prefix if isinstance(value, Algorithm) else ''}{value}" for name, value in given.items()
+            f"{name}={prefix if isinstance(value, Algorithm | Nesterov | Streaming) else ''}{value}"
+            for name, value in given.items()
         )
 
 
+STREAMED = {"streaming": Streaming(fragments=2, delay_steps=5)}
 LOCAL_VARIANTS = (
     LocalVariant(LocalSGD, 4, {"algorithm": Quantize(bits=4)}),
     LocalVariant(LocalSGD, 5, {"algorithm": TopK()}),
     LocalVariant(LocalSGD, 10),
     LocalVariant(LocalSGD, 10, {"algorithm": Quantize(bits=4)}),
     LocalVariant(DiLoCo, 30),
-    LocalVariant(DiLoCo, 30, {"outer_lr": 1.0, "outer_momentum": 0.5}),
-    LocalVariant(DiLoCo, 30, {"fragments": 2, "delay_steps": 5}, loses_more_than="DiLoCo(every_steps=30)"),
+    LocalVariant(DiLoCo, 30, {"outer": Nesterov(lr=1.0, momentum=0.5)}),
+    LocalVariant(DiLoCo, 30, STREAMED, loses_more_than="DiLoCo(every_steps=30)"),
 )
 
 

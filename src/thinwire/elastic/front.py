@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from thinwire.channel import Description
 
 __all__ = ["Front", "Prepared"]
 
 
-class Prepared(Protocol):
-    """An averaging whose messages have all come, and that has changed nothing yet."""
+class Prepared(NamedTuple):
+    """An averaging whose messages have all come, and that has changed nothing yet.
 
-    def commit(self) -> None:
-        """Let it change model and memory. Sends nothing."""
+    Attributes:
+        commit: Lets it change model and memory. Sends nothing.
+        abandon: Forgets it; nothing has changed.
+    """
 
-    def abandon(self) -> None:
-        """Forget it; nothing has changed."""
+    commit: Callable[[], None]
+    abandon: Callable[[], None]
 
 
 class Front(Protocol):

@@ -32,6 +32,7 @@ class Group(ABC):
         received: What the others have sent this member to start from, until it is taken; None if it is
             where they are.
         kind: What finds the members, the same on all of them.
+        leaves_on_sigterm: Whether SIGTERM on the main thread lets this member leave after its next averaging.
         is_leaving: Returns whether this member has been asked to leave: nobody is waited for any more.
         provide: Returns what a newcomer starts from. It is called inside `meet`, on any thread.
 
@@ -40,6 +41,7 @@ class Group(ABC):
     """
 
     kind: str
+    leaves_on_sigterm = True
 
     def __init__(self, min_members: int, wait_seconds: float) -> None:
         self.min_members = whole_count("min_members", min_members, minimum=1)

@@ -11,7 +11,7 @@ import torch
 from thinwire.channel import Transport
 from thinwire.channel.collectives import in_messages
 from thinwire.channel.reconfigurable import ReconfigurableTransport
-from thinwire.elastic.plain import MAX_HEADER_BYTES, packed, sizes, unpacked
+from thinwire.elastic.plain import packed, unpacked
 from thinwire.errors import StateError
 
 __all__ = ["broadcast_residual", "receive_state", "send_state"]
@@ -19,6 +19,7 @@ __all__ = ["broadcast_residual", "receive_state", "send_state"]
 # So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
 # not taken for that. (While a newcomer is served, the other members wait in one message.)
 PART_BYTES = 1 << 22
+MAX_BYTES = 1 << 44
 PURPOSE = "handing a newcomer what it starts from"
 
 
@@ -36,12 +37,11 @@ def send_state(
         StateError: There is something else in it.
         CommunicationError: A message failed.
     """
-    header, tensors = packed(state)
-    described = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    data = packed(state)
     for newcomer in newcomers:
-        transport.send(torch.tensor([len(header)]), newcomer, PURPOSE).wait()
-        for part in chain(_parts([described]), _parts(tensors)):
-            transport.send(torch.cat(part), newcomer, PURPOSE).wait()
+        transport.send(torch.tensor([len(data)]), newcomer, PURPOSE).wait()
+        for part in torch.split(data, PART_BYTES):
+            transport.send(part, newcomer, PURPOSE).wait()
 
 
 def broadcast_residual(
@@ -61,7 +61,8 @@ def broadcast_residual(
     for part in _parts(each.view(torch.uint8) for each in arrived):
         flat = torch.cat(part)
         transport.broadcast(flat, source, "what a member that leaves has not transmitted").wait()
-        _divide(flat, part)
+        for piece, its_bytes in zip(part, flat.split_with_sizes(list(map(len, part))), strict=True):
+            piece.copy_(its_bytes)
     return arrived
 
 
@@ -78,29 +79,15 @@ def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
     """
     length = torch.zeros(1, dtype=torch.int64)
     transport.receive(length, source, PURPOSE).wait()
-    if not 0 < int(length) <= MAX_HEADER_BYTES:
+    if not 0 < int(length) < MAX_BYTES:
         raise StateError(
-            f"what the group sends to start from begins with a header of {int(length)} bytes, expected 1 to "
-            f"{MAX_HEADER_BYTES}; install the same Thinwire on all members"
+            f"what the group sends to start from begins with a length of {int(length)} bytes; install the "
+            "same Thinwire on all members"
         )
-    described = torch.empty(int(length), dtype=torch.uint8)
-    _fill([described], transport, source)
-    header = bytes(described.tolist())
-    tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes(header)]
-    _fill(tensors, transport, source)
-    return unpacked(header, tensors)
-
-
-def _fill(tensors: Sequence[torch.Tensor], transport: ReconfigurableTransport, source: int) -> None:
-    for part in _parts(tensors):
-        arrived = torch.empty(sum(map(len, part)), dtype=torch.uint8)
-        transport.receive(arrived, source, PURPOSE).wait()
-        _divide(arrived, part)
-
-
-def _divide(arrived: torch.Tensor, part: Sequence[torch.Tensor]) -> None:
-    for piece, its_bytes in zip(part, arrived.split_with_sizes(list(map(len, part))), strict=True):
-        piece.copy_(its_bytes)
+    data = torch.empty(int(length), dtype=torch.uint8)
+    for part in torch.split(data, PART_BYTES):
+        transport.receive(part, source, PURPOSE).wait()
+    return unpacked(data)
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

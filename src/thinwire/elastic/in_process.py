@@ -55,7 +55,7 @@ class InProcessLighthouse:
             member.num_changes += 1
         for member in behind:
             assert state is not None
-            member.received, member.commits = unpacked(*state), furthest
+            member.received, member.commits = unpacked(state), furthest
         self.there, self.asking = list(self.asking), []
 
 
@@ -86,6 +86,7 @@ class InProcessGroup(Group):
     def __init__(self, lighthouse: InProcessLighthouse) -> None:
         super().__init__(lighthouse.min_members, lighthouse.wait_seconds)
         self.kind = "in one process"
+        self.leaves_on_sigterm = False  # it would be for the process, and nobody knows for which member
         self.commits = 0
         self._lighthouse = lighthouse
         lighthouse.members.append(self)

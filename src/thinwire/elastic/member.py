@@ -4,55 +4,62 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.channel import Description
 from thinwire.checks import whole_number
 from thinwire.elastic.front import Front
 from thinwire.elastic.group import Group
 from thinwire.elastic.membership import Membership
-from thinwire.elastic.plain import packed
+from thinwire.elastic.plain import plain
 from thinwire.elastic.presence import MembershipStats
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
 from thinwire.fronts.local_sgd.averaged import Averaged
+from thinwire.fronts.local_sgd.division import fragments_of
+from thinwire.fronts.local_sgd.fragment import Buckets
 from thinwire.fronts.local_sgd.model import AveragedModel, unwrapped
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.validation import checked_optimizer
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import check_readable, check_undamaged
+from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
 from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
 from thinwire.sync.stats import Stats
 
-__all__ = [
-    "Member",
-    "check_like",
-    "check_received",
-    "checked_optimizers",
-    "group_of_environment",
-    "load_optimizers",
-    "plain_module",
-]
+__all__ = ["Member", "MemberFront"]
+
+Entered = TypeVar("Entered", bound="Member")
+STATE_VERSION = 4
+KEYS = {
+    "version", "lineage", "step", "turns", "averaged", "not_averaged", "sync", "residual_of", "outer",
+    "optimizers", "checksum",
+}  # fmt: skip
 
 
 class Member:
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`.
 
     Args:
-        averaged: The model.
-        engine: Averages, over the group's transport.
-        group: Who is there.
+        model: As of `elastic.LocalSGD`.
+        optimizer: As of `elastic.LocalSGD`.
+        algorithm: As of `elastic.LocalSGD`.
+        group: As of `elastic.LocalSGD`.
         front: What `Membership` lets average.
-        leave_on_sigterm: As of `elastic.LocalSGD`.
+        average_buffers: As of `thinwire.Streaming`.
+        send_optimizer: As of `elastic.LocalSGD`.
+        fragments: As of `thinwire.Streaming`.
 
     Attributes:
         module: The model, without what is around it.
@@ -61,23 +68,35 @@ class Member:
 
     def __init__(
         self,
-        averaged: AveragedModel,
-        engine: Engine,
-        group: Group,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        algorithm: Algorithm,
+        group: Group | None,
         front: Front,
         *,
-        leave_on_sigterm: bool,
+        average_buffers: bool,
+        send_optimizer: bool,
+        fragments: int = 1,
     ) -> None:
-        self.module = averaged.module
+        module = _plain_module(model)
+        self._averaged, self._front = AveragedModel(module, buffers=average_buffers), front
+        averaged = self._averaged.tensors()
+        # Of several whose state each keeps, the one that steps last is enough to count steps.
+        self._optimizers = _checked_optimizers(optimizer, averaged, module, must_hold_all=send_optimizer)
+        self._sent_optimizers = self._optimizers if send_optimizer else ()
+        parts = [Buckets(part).layout for part in fragments_of(averaged, fragments)]
+        self._group = _group_of_environment() if group is None else group
+        specs = [each.spec for each in averaged]
+        self._engine = Engine(algorithm, self._group.transport, specs, parts=parts if fragments > 1 else ())
+        self.module = module
         self.observers: list[Callable[[bool], None]] = []
-        self._averaged, self._engine, self._group = averaged, engine, group
-        self._leave_on_sigterm = leave_on_sigterm
-        self._sync = GradientSync(engine)
-        self._device = averaged.tensors()[0].tensor.device
-        self._membership, self._front = Membership(group, engine, front, self._device), front
+        self._sync = GradientSync(self._engine)
+        self._device = averaged[0].tensor.device
+        self._membership = Membership(self._group, self._engine, front, self._device)
         self._attached = ExitStack()
+        self._outer: torch.optim.Optimizer | None = None
         self._is_inside = False
-        self._steps = self._steps_here = 0
+        self._steps = self._steps_here = self._turns = self._pending_steps = 0
 
     @property
     def sync(self) -> GradientSync:
@@ -123,25 +142,47 @@ class Member:
         """Leave after the next averaging, handing over what this member has not transmitted."""
         self._membership.is_leaving = True
 
-    @contextmanager
-    def _joined(self) -> Iterator[None]:
-        """Join, and leave at the end of the context. Collective.
+    def __enter__(self: Entered) -> Entered:
+        """Join: wait until the others, and enough of them, are there, and start from what they hold.
+
+        With `elastic.Steps` it takes part in a step of the others, to which it adds nothing.
 
         Raises:
+            StepError: It was entered before.
+            ConfigError: `outer` does not make an optimizer of the tensors it is given.
             AgreementError: This member is configured otherwise than the others; they go on.
             StateError: What the others have sent is damaged, or does not fit; or what this member would send
-                to others can't be sent.
+                to others can't be sent, such as the settings or state of an optimizer.
             CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
+        if self._averaged.entered:
+            raise StepError("this context has been entered before; make a new one")
+        self._begin()
+        with ExitStack() as attached:
+            attached.enter_context(self._joined())
+            attached.enter_context(self._in_loop())
+            self._attached = attached.pop_all()
+        return self
+
+    def _begin(self) -> None:
+        """Make what a member needs only inside the context."""
+
+    def _in_loop(self) -> AbstractContextManager[None]:
+        """Count the steps of the user's loop while this is open."""
+        return nullcontext()
+
+    @contextmanager
+    def _joined(self) -> Iterator[None]:
+        """Join, and leave at the end of the context. Collective."""
         self._averaged.enter(self._averaged.tensors())
         with ExitStack() as attached:
             attached.callback(self._membership.leave)
             # Now, where the user sees it; else the first newcomer would stop all others.
-            packed(self._front.state())
+            plain(self._front.state())
             attached.callback(setattr, self, "_is_inside", False)
             # Undone from the last: SIGTERM gets its old handler first, so one that comes while the group is
             # left ends the process.
-            if self._leave_on_sigterm and threading.current_thread() is threading.main_thread():
+            if self._group.leaves_on_sigterm and threading.current_thread() is threading.main_thread():
                 attached.enter_context(_on_sigterm(self.leave))
             # Asked to leave while it waited for others: its first step says so, and the loop ends as ever.
             with suppress(LeftError):
@@ -151,7 +192,7 @@ class Member:
 
     def _average(self) -> None:
         if self._membership.stats.averagings == 1:
-            packed(self._front.state())  # again: optimizers have their state only since the first step
+            plain(self._front.state())  # again: optimizers have their state only since the first step
         with full_precision(self._device):  # the step may stand under autocast
             self._membership.average()
 
@@ -182,7 +223,81 @@ class Member:
                 self._engine.put_error(spec.name, zeros)
 
 
-def plain_module(model: object) -> nn.Module:
+class MemberFront(Front):
+    """What is averaged of a member, and what a newcomer starts from.
+
+    Args:
+        member: Whose.
+        purpose: What its averagings are, for errors.
+    """
+
+    def __init__(self, member: Member, purpose: str) -> None:
+        self._member, self._purpose = member, purpose
+
+    @property
+    def step(self) -> int:
+        """As `Front.step`."""
+        return self._member._steps
+
+    def described(self) -> Description:
+        """As `Front.described`."""
+        member = self._member
+        sent = ", ".join(type(each).__name__ for each in member._sent_optimizers)
+        return {
+            **member._engine.described(self._purpose, member._device),
+            "torch": torch.__version__.partition("+")[0],
+            "group": member._group.kind,
+            "kind": type(member).__name__,
+            "optimizer": sent or "each its own",
+        }
+
+    def state(self) -> Mapping[str, Any]:
+        """As `Front.state`."""
+        member = self._member
+        return with_checksum(
+            {
+                "version": STATE_VERSION,
+                "lineage": member._membership.lineage,
+                # As of the last averaging, which is what a newcomer gets: later steps are in no model but
+                # this one's.
+                "step": member._steps - member._pending_steps,
+                "turns": member._turns,
+                "averaged": self.held(),
+                "not_averaged": member._not_averaged(),
+                "sync": member._engine.common_state(),
+                "residual_of": member._residual_of(),
+                "outer": None if member._outer is None else member._outer.state_dict(),
+                "optimizers": [each.state_dict() for each in member._sent_optimizers],
+            }
+        )
+
+    def adopt(self, state: Mapping[str, Any]) -> None:
+        """As `Front.adopt`."""
+        member = self._member
+        _check_received(state)
+        averaged, others = self.held(), member._not_averaged()
+        _check_like("averaged", state["averaged"], averaged)
+        _check_like("not_averaged", state["not_averaged"], others)
+        loaded = member._engine.check_state_dict(state["sync"])
+        outers = [] if member._outer is None else [member._outer]
+        sent = [*[state["outer"]] * len(outers), *state["optimizers"]]
+        _load_optimizers([*outers, *member._sent_optimizers], sent)
+        member._load(loaded, state["residual_of"])
+        for name, tensor in (averaged | others).items():
+            tensor.copy_((state["averaged"] | state["not_averaged"])[name])
+        member._steps, member._turns, member._pending_steps = int(state["step"]), int(state["turns"]), 0
+        self.adopted()
+
+    @abstractmethod
+    def held(self) -> dict[str, torch.Tensor]:
+        """Return by name what is the same on all members after an averaging, the tensors themselves."""
+
+    @abstractmethod
+    def adopted(self) -> None:
+        """Go on from a state whose tensors and counts are there; what was made until then counts no more."""
+
+
+def _plain_module(model: object) -> nn.Module:
     """Return the module that a member trains.
 
     Raises:
@@ -203,7 +318,7 @@ def plain_module(model: object) -> nn.Module:
     return module
 
 
-def checked_optimizers(
+def _checked_optimizers(
     given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     averaged: Sequence[Averaged],
     module: nn.Module,
@@ -240,7 +355,30 @@ def checked_optimizers(
     return optimizers
 
 
-def check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> None:
+@contextmanager
+def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
+    """Call `leave` on SIGTERM while this is open."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        leave()
+
+    previous = signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        # None is a handler that was not installed from Python; it can't be put back from here.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+
+
+def _group_of_environment() -> Group:
+    """Return a `TorchftGroup` as the environment says."""
+    # Imported here: torchft is an extra, and a group of another kind does without.
+    from thinwire.elastic.torchft_group import TorchftGroup  # noqa: PLC0415
+
+    return TorchftGroup()
+
+
+def _check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> None:
     """Refuse what the group has sent, if it is of other tensors than this member's.
 
     Args:
@@ -265,26 +403,21 @@ def check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> No
         )
 
 
-def check_received(state: Mapping[str, Any], keys: Set[str], version: int) -> None:
+def _check_received(state: Mapping[str, Any]) -> None:
     """Refuse what the group has sent to start from, if it is damaged or not of this member's kind.
-
-    Args:
-        state: As it was sent.
-        keys: That it must have.
-        version: Of this member's states.
 
     Raises:
         StateError: It is damaged, has other keys or is of another version; or its counts are none.
     """
     check_readable(state)
-    if state.keys() != keys or type(state["version"]) is not int or state["version"] != version:
+    if state.keys() != KEYS or type(state["version"]) is not int or state["version"] != STATE_VERSION:
         got = f"version {state.get('version')!r} with {sorted(map(str, state))}"
         raise StateError(
-            f"what the group has sent to start from is of {got[:400]}, expected version {version} of "
+            f"what the group has sent to start from is of {got[:400]}, expected version {STATE_VERSION} of "
             "Thinwire's states; install the same Thinwire on all members"
         )
     check_undamaged(state)
-    for key in sorted({"step", "turns"} & keys):
+    for key in ("step", "turns"):
         whole_number(key, state[key], minimum=0, error=StateError)
     for key, kind in ("residual_of", str), ("optimizers", Mapping):
         listed = state[key]
@@ -294,7 +427,7 @@ def check_received(state: Mapping[str, Any], keys: Set[str], version: int) -> No
             )
 
 
-def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
+def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
     """Let optimizers go on from what the group has sent: all of them, or none.
 
     Args:
@@ -322,26 +455,3 @@ def load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequenc
             raise StateError(
                 f"the group's state is of another {type(optimizer).__name__} than this member's: {error}"
             ) from error
-
-
-@contextmanager
-def _on_sigterm(leave: Callable[[], None]) -> Iterator[None]:
-    """Call `leave` on SIGTERM while this is open."""
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        leave()
-
-    previous = signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        # None is a handler that was not installed from Python; it can't be put back from here.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
-
-
-def group_of_environment() -> Group:
-    """Return a `TorchftGroup` as the environment says."""
-    # Imported here: torchft is an extra, and a group of another kind does without.
-    from thinwire.elastic.torchft_group import TorchftGroup  # noqa: PLC0415
-
-    return TorchftGroup()

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from thinwire.algorithms import Algorithm, all_finite
-from thinwire.channel import Description
-from thinwire.checks import number, true_or_false
+from thinwire.checks import number
+from thinwire.elastic.front import Prepared
 from thinwire.elastic.group import Group
-from thinwire.elastic.member import (
-    Member,
-    check_like,
-    check_received,
-    checked_optimizers,
-    group_of_environment,
-    load_optimizers,
-    plain_module,
-)
+from thinwire.elastic.member import Member, MemberFront
 from thinwire.errors import LeftError, StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.fragment import Buckets
-from thinwire.fronts.local_sgd.model import AveragedModel
-from thinwire.sync import Engine
-from thinwire.sync.checksum import with_checksum
 from thinwire.sync.step import Step
 
 __all__ = ["Steps"]
-
-STATE_VERSION = 2
-KEYS = {
-    "version", "lineage", "step", "averaged", "not_averaged", "optimizers", "sync", "residual_of",
-    "checksum",
-}  # fmt: skip
 
 
 class Steps(Member):
@@ -60,8 +41,6 @@ class Steps(Member):
             and not the scheduler's count. Without a `GradScaler`, which would let some members skip a step.
         algorithm: How the gradients become their mean over the group.
         group: Who is there; None for `TorchftGroup()`.
-        leave_on_sigterm: Whether SIGTERM lets this member leave, after its next step. Only on the main
-            thread.
 
     Cost: a copy of the gradients; what the algorithm sends; a quorum, 88 bytes from each member before it and
     8 bytes behind it. When members change, as of `elastic.LocalSGD`.
@@ -92,46 +71,16 @@ class Steps(Member):
         algorithm: Algorithm,
         *,
         group: Group | None = None,
-        leave_on_sigterm: bool = True,
     ) -> None:
-        module = plain_module(model)
-        true_or_false("leave_on_sigterm", leave_on_sigterm)
-        averaged_model = AveragedModel(module, buffers=False)
-        averaged = averaged_model.tensors()
-        # All of them step here, for a member that joins does so on entry, before its loop.
-        self._optimizers = checked_optimizers(optimizer, averaged, module, must_hold_all=True)
-        self._buckets = Buckets(averaged)
-        group = group_of_environment() if group is None else group
+        # All of the optimizers step here, for a member that joins does so on entry, before its loop.
         super().__init__(
-            averaged_model,
-            Engine(algorithm, group.transport, [each.spec for each in averaged]),
-            group,
-            _Front(self),
-            leave_on_sigterm=leave_on_sigterm,
+            model, optimizer, algorithm, group, _Front(self), average_buffers=False, send_optimizer=True
         )
+        self._buckets = Buckets(self._averaged.tensors())
         self._work = 0.0  # that this member's gradients are of; 0 once they are applied
 
     def __str__(self) -> str:
         return f"elastic.Steps, {self.sync.algorithm}"
-
-    def __enter__(self) -> Steps:
-        """Join: wait until the others, and enough of them, are there, and start from what they hold.
-
-        A member that joins takes part in a step of the others, to which it adds nothing.
-
-        Raises:
-            StepError: It was entered before.
-            AgreementError: This member is configured otherwise than the others; they go on.
-            StateError: What the others have sent is damaged, or does not fit; or the optimizer that members
-                have in common has settings or state that can't be sent.
-            CommunicationError: Nobody, or too few, came in `wait_seconds`.
-        """
-        if self._averaged.entered:
-            raise StepError("this context has been entered before; make a new one")
-        with ExitStack() as attached:
-            attached.enter_context(self._joined())
-            self._attached = attached.pop_all()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
         """Leave. Swallows `LeftError`."""
@@ -160,9 +109,6 @@ class Steps(Member):
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(True)
 
-    def _held(self) -> dict[str, torch.Tensor]:
-        return {each.name: each.tensor.detach() for each in self._buckets}
-
     def _gradients(self) -> list[torch.Tensor]:
         """Return the gradients by bucket, flat; zeros where there is none."""
         # Copies: an averaging that fails is repeated with the same gradients.
@@ -177,40 +123,13 @@ class Steps(Member):
             yield each, torch.view_as_complex(part) if each.tensor.is_complex() else part
 
 
-class _Prepared:
-    """A step whose messages have all come; with its commit, the means become the gradients."""
-
-    def __init__(self, steps: Steps, step: Step, flats: list[torch.Tensor]) -> None:
-        self._steps, self._step, self._flats = steps, step, flats
-
-    def commit(self) -> None:
-        """As `Prepared.commit`."""
-        committed = self._step.finish()
-        # An algorithm without memory commits whatever has come: nobody has looked at its means.
-        if not committed or not all_finite(*self._flats):
-            raise StepError(
-                "the mean gradient is not finite though that of each member is: it has left the range of the "
-                "type it travels in, on all members alike, and no step was taken. Average in another one"
-            )
-        for each, mean in self._steps._parts(self._flats):
-            each.tensor.grad = mean
-
-    def abandon(self) -> None:
-        """As `Prepared.abandon`."""
-        self._step.abandon()
-
-
-class _Front:
+class _Front(MemberFront):
     """What `Membership` sees of `Steps`."""
 
     def __init__(self, steps: Steps) -> None:
+        super().__init__(steps, "a step")
         self._steps = steps
         self._flats: list[torch.Tensor] = []  # the gradients as last looked at, until they are sent
-
-    @property
-    def step(self) -> int:
-        """As `Front.step`."""
-        return self._steps._steps
 
     def weight(self, turns_ahead: int = 0) -> float:
         """As `Front.weight`."""
@@ -221,51 +140,15 @@ class _Front:
         self._flats = self._steps._gradients()
         return bool(all_finite(*self._flats))
 
-    def described(self) -> Description:
-        """As `Front.described`."""
-        steps = self._steps
-        return {
-            **steps._engine.described("a step", steps._device),
-            "torch": torch.__version__.partition("+")[0],
-            "group": steps._group.kind,
-            "kind": type(steps).__name__,
-            "optimizer": ", ".join(type(each).__name__ for each in steps._optimizers),
-        }
+    def held(self) -> dict[str, torch.Tensor]:
+        """As `MemberFront.held`."""
+        return {each.name: each.tensor.detach() for each in self._steps._buckets}
 
-    def state(self) -> Mapping[str, Any]:
-        """As `Front.state`."""
-        steps = self._steps
-        return with_checksum(
-            {
-                "version": STATE_VERSION,
-                "lineage": steps._membership.lineage,
-                "step": steps._steps,
-                "averaged": steps._held(),
-                "not_averaged": steps._not_averaged(),
-                "optimizers": [each.state_dict() for each in steps._optimizers],
-                "sync": steps._engine.common_state(),
-                "residual_of": steps._residual_of(),
-            }
-        )
+    def adopted(self) -> None:
+        """As `MemberFront.adopted`."""
+        self._flats, self._steps._work = [], 0.0
 
-    def adopt(self, state: Mapping[str, Any]) -> None:
-        """As `Front.adopt`."""
-        steps = self._steps
-        self._flats = []
-        check_received(state, KEYS, STATE_VERSION)
-        held = steps._held()
-        others = steps._not_averaged()
-        check_like("averaged", state["averaged"], held)
-        check_like("not_averaged", state["not_averaged"], others)
-        loaded = steps._engine.check_state_dict(state["sync"])
-        load_optimizers(steps._optimizers, state["optimizers"])
-        steps._load(loaded, state["residual_of"])
-        for name, tensor in (held | others).items():
-            tensor.copy_((state["averaged"] | state["not_averaged"])[name])
-        steps._steps = int(state["step"])
-        steps._work = 0.0
-
-    def prepare(self, scale: float) -> _Prepared:
+    def prepare(self, scale: float) -> Prepared:
         """As `Front.prepare`."""
         steps = self._steps
         engine, flats = steps._engine, self._flats or steps._gradients()
@@ -278,7 +161,18 @@ class _Front:
         with engine.clock.inside(engine.traffic):
             while step.advance():
                 pass
-        return _Prepared(steps, step, flats)
+        return Prepared(lambda: self._commit(step, flats), step.abandon)
+
+    def _commit(self, step: Step, flats: list[torch.Tensor]) -> None:
+        committed = step.finish()
+        # An algorithm without memory commits whatever has come: nobody has looked at its means.
+        if not committed or not all_finite(*flats):
+            raise StepError(
+                "the mean gradient is not finite though that of each member is: it has left the range of the "
+                "type it travels in, on all members alike, and no step was taken. Average in another one"
+            )
+        for each, mean in self._steps._parts(flats):
+            each.tensor.grad = mean
 
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
         """As `Front.committed`."""

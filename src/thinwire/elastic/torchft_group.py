@@ -373,7 +373,7 @@ class _NothingSentError(Exception):
 
 
 class _StateTransport:
-    """What a newcomer starts from, over the members' own process group: no further port, nothing pickled.
+    """What a newcomer starts from, over the members' own process group: no further port.
 
     It is what torchft calls a checkpoint transport. Where there are too few members for an averaging, only
     that is sent: the same newcomer would be sent the same state again at the next attempt.

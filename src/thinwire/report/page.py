@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
 from statistics import fmean, median
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 
@@ -132,5 +132,5 @@ def _routes(run: Run, plan: PlanRecord) -> list[dict[str, Any]]:
         for each in plan["routes"]
     ]
     # The last line is the sum, as where a plan is printed.
-    total = {name: sum(each[name] for each in routes) for name in shown[2:]}
+    total = {name: sum(cast("int", each[name]) for each in routes) for name in shown[2:]}
     return [*routes, {"label": "total", "detail": "", **total, "error": None}]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from members import Member, data_parallel, run
+from thinwire import Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
 from thinwire.channel import Metered
 from thinwire.channel.transport import Work
@@ -131,7 +132,7 @@ def test_bytes_are_those_of_data_parallel_training_over_the_number_of_steps(warm
 
 
 def _bytes(member: Member, warmup_steps: int) -> Any:
-    with member.local(every_steps=4, warmup_steps=warmup_steps) as local:
+    with member.local(every_steps=4, warmup=Warmup(warmup_steps)) as local:
         member.train(warmup_steps + 12)
     assert local.counts().message_bytes == local.stats().message_bytes
     assert str(local) == "LocalSGD(every_steps=4), AllReduce()"
@@ -151,7 +152,7 @@ def test_warm_up_is_data_parallel_training_without_compression_or_outer_optimize
 def _warm_up(member: Member) -> tuple[Tensor, list[int], list[int], bool]:
     member.take(new_model(dtype=torch.float64))
     parameters, errors, outer_state = [], [], []
-    with member.local(every_steps=2, warmup_steps=5, algorithm=POWER, outer=NESTEROV) as local:
+    with member.local(every_steps=2, warmup=Warmup(5), algorithm=POWER, outer=NESTEROV) as local:
         for first, last in ((0, 5), (5, 7)):
             member.train(first, last)
             parameters.append(flat(member.model))
@@ -461,7 +462,7 @@ def test_hierarchical_averaging() -> None:
 
 def _hierarchical(member: Member) -> tuple[list[tuple[bool, bool]], int]:
     seen = []
-    with member.local(every_steps=3, warmup_steps=2, subgroup=member.pair) as local:
+    with member.local(every_steps=3, warmup=Warmup(2), subgroup=member.pair) as local:
         for step in range(8):
             member.train(step, step + 1)
             seen.append(member.halves())
@@ -523,7 +524,7 @@ def _buffers(
     model = Normalised()
     alone = copy.deepcopy(model)
     member.take(model)
-    with member.local(average_buffers=average_buffers, outer=outer):
+    with member.local(streaming=Streaming(average_buffers=average_buffers), outer=outer):
         model.mask += member.rank
         if member.rank == 1:
             model(batch_of(9, 1)), alone(batch_of(9, 1))
@@ -723,7 +724,7 @@ def test_what_another_optimizer_has_changed_is_averaged_at_the_end_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def body(member: Member) -> tuple[bool, bool]:
-        with member.local(every_steps=2, fragments=2) as local:
+        with member.local(every_steps=2, streaming=Streaming(fragments=2)) as local:
             member.train(2)
             assert (member.agreed(), local.stats().messages) == (
                 False,

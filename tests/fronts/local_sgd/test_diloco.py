@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from members import Member, run
+from thinwire import Nesterov, Streaming
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.errors import StateError
 from thinwire.fronts.local_sgd import DiLoCo
@@ -21,7 +22,7 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def diloco(member: Member, **settings: Any) -> DiLoCo:
-    return DiLoCo(member.model, member.optimizer, process_group=member.transport, **settings)
+    return DiLoCo(member.model, member.optimizer, replicas=member.transport, **settings)
 
 
 # Defaults
@@ -35,7 +36,7 @@ def diloco(member: Member, **settings: Any) -> DiLoCo:
         (4, {"every_steps": 10}, 0.6, 0.5),
         (4, {"pair": True}, 0.5, 0.9),
         (9, {"every_steps": 500}, 0.8, 0.9),
-        (2, {"outer_lr": 0.7, "outer_momentum": 0}, 0.7, 0.0),
+        (2, {"outer": Nesterov(lr=0.7, momentum=0)}, 0.7, 0.0),
         (2, {"algorithm": TopK()}, 1.0, 0.0),
         (8, {"algorithm": TopK()}, 0.5, 0.0),
     ],
@@ -65,7 +66,7 @@ def test_changes_travel_in_four_bits_and_the_outer_state_lies_where_asked() -> N
 
 
 def _few_bits(member: Member) -> tuple[float, set[str], int, bool]:
-    with diloco(member, every_steps=10, outer_device="cpu") as local:
+    with diloco(member, every_steps=10, outer=Nesterov(device="cpu")) as local:
         member.train(20)
     assert local.sync.algorithm == Quantize(bits=4)
     assert local.outer is not None
@@ -97,8 +98,8 @@ def _loop(member: Member) -> tuple[Tensor, int, bool]:
     model, member.optimizer = member.model, torch.optim.AdamW(member.model.parameters(), lr=1e-2)
     scaler = GradScaler("cpu", init_scale=2.0**10)
     schedule = CosineAnnealingLR(member.optimizer, T_max=12)
-    settings: dict[str, Any] = {"algorithm": AllReduce(), "grad_scaler": scaler, "outer_momentum": 0.9}
-    with diloco(member, every_steps=4, outer_lr=0.8, **settings) as local:
+    settings: dict[str, Any] = {"algorithm": AllReduce(), "outer": Nesterov(lr=0.8, momentum=0.9)}
+    with diloco(member, every_steps=4, grad_scaler=scaler, **settings) as local:
         assert local.outer is not None
         outer_schedule = LinearLR(local.outer, start_factor=1.0, end_factor=0.5, total_iters=3)
         for step in range(12):
@@ -155,7 +156,7 @@ def _muon(member: Member) -> tuple[bool, float, float]:
     biases = [parameter for parameter in model.parameters() if parameter.dim() != 2]
     muon: torch.optim.Optimizer = torch.optim.Muon(matrices, lr=0.02)
     member.optimizer = torch.optim.AdamW(biases, lr=1e-2)
-    with diloco(member, every_steps=5, fragments=2, delay_steps=2) as local:
+    with diloco(member, every_steps=5, streaming=Streaming(fragments=2, delay_steps=2)) as local:
         for step in range(20):
             model.zero_grad()
             torch.autograd.backward(model(batch_of(step, member.rank)).square().mean())
@@ -168,21 +169,29 @@ def _muon(member: Member) -> tuple[bool, float, float]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"outer_lr": -1}, "ConfigError: outer_lr must be a number of at least 0"),
-        ({"outer_lr": float("inf")}, "ConfigError: outer_lr must be finite, got inf"),
-        ({"outer_momentum": 1}, "ConfigError: outer_momentum must be from 0 to below 1, got 1"),
-        ({"outer_momentum": "0.9"}, "ConfigError: outer_momentum must be a number"),
+        ({"outer": {"lr": -1}}, "ConfigError: lr must be a number of at least 0"),
+        ({"outer": {"lr": float("inf")}}, "ConfigError: lr must be finite, got inf"),
+        ({"outer": {"momentum": 1}}, "ConfigError: momentum must be from 0 to below 1, got 1"),
+        ({"outer": {"momentum": "0.9"}}, "ConfigError: momentum must be a number"),
         ({"algorithm": PowerSGD}, "ConfigError: expected an algorithm such as"),
+        ({"outer": 0.7}, "ConfigError: outer must be a thinwire.Nesterov or a function"),
+        ({"streaming": 2}, "ConfigError: streaming must be a thinwire.Streaming, got 2"),
+        ({"warmup": 100}, "ConfigError: warmup must be a thinwire.Warmup, got 100"),
     ],
     ids=str,
 )
 def test_mistakes_raise_at_once_and_name_the_remedy(settings: dict[str, Any], message: str) -> None:
-    assert run(1, lambda member: error_of(lambda: diloco(member, **settings)))[0].startswith(message)
+    def body(member: Member) -> str:
+        if isinstance(settings.get("outer"), dict):
+            return error_of(lambda: Nesterov(**settings["outer"]))
+        return error_of(lambda: diloco(member, **settings))
+
+    assert run(1, body)[0].startswith(message)
 
 
 def test_members_with_other_outer_rates_are_refused() -> None:
     def body(member: Member) -> str:
-        return error_of(diloco(member, outer_lr=0.5 + 0.1 * member.rank).__enter__)
+        return error_of(diloco(member, outer=Nesterov(lr=0.5 + 0.1 * member.rank)).__enter__)
 
     for message in run(2, body):
         assert "process 0 has outer optimizer SGD(lr=0.5, momentum=0.9" in message
@@ -191,7 +200,7 @@ def test_members_with_other_outer_rates_are_refused() -> None:
 def test_momentum_with_few_entries_is_warned_of() -> None:
     def body(member: Member) -> None:
         with pytest.warns(UserWarning, match="sends an entry only now and then"):
-            diloco(member, algorithm=TopK(), outer_momentum=0.9).__enter__()
+            diloco(member, algorithm=TopK(), outer=Nesterov(momentum=0.9)).__enter__()
         with diloco(member, every_steps=2) as local:
             member.train(2)
             local.sync.use(TopK())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from members import Member, run
+from thinwire import Streaming
 from thinwire.fronts.local_sgd.outer import saved_outer
 from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.local_sgd.schedule import Schedule
@@ -76,8 +77,8 @@ def test_an_outer_rate_that_one_process_has_changed_is_refused() -> None:
 SMALL = partial(torch.optim.SGD, lr=2**-6, momentum=0.5, nesterov=True)
 STREAMING: dict[str, dict[str, Any]] = {
     "whole": {"every_steps": 2},
-    "fragments": {"every_steps": 4, "fragments": 2},
-    "delay": {"every_steps": 4, "fragments": 2, "delay_steps": 1, "mix": 0},
+    "fragments": {"every_steps": 4, "streaming": Streaming(fragments=2)},
+    "delay": {"every_steps": 4, "streaming": Streaming(fragments=2, delay_steps=1, local_weight=0)},
 }
 
 
@@ -89,7 +90,7 @@ def test_outer_steps_that_16_bits_would_round_away_add_up(settings: dict[str, An
         assert held == expected
         lasts, values = held
         assert 1.0 not in torch.tensor(lasts).bfloat16()
-        if "fragments" not in settings:
+        if "streaming" not in settings:
             assert values == torch.tensor(lasts).bfloat16().tolist()
 
 
@@ -165,7 +166,9 @@ def test_what_an_outer_step_that_raises_was_given_is_not_applied_by_the_next_one
 
 def _interrupted(member: Member) -> tuple[bool, bool]:
     """Return whether the next step left each of the fragments alone, that of the interrupted one first."""
-    with member.local(every_steps=2, fragments=2, outer=partial(Interrupted, lr=1.0)) as local:
+    with member.local(
+        every_steps=2, streaming=Streaming(fragments=2), outer=partial(Interrupted, lr=1.0)
+    ) as local:
         lasts = [torch.cat(fragment.last) for fragment in local._averagings.fragments]
         member.train(1)
         assert not torch.equal(lasts[0], torch.cat(local._averagings.fragments[0].last))

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from members import Member, run
 from pool import Pool, Pools
+from thinwire import Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, PowerSGD, Quantize, TopK
 from thinwire.errors import StateError
 from thinwire.fronts.local_sgd import LocalSGD
@@ -58,7 +59,7 @@ def _hierarchical(in_ddp: bool) -> tuple[int, list[tuple[bool, bool]], int, int]
     model = DistributedDataParallel(new_model(), bucket_cap_mb=0.005) if in_ddp else new_model()
     optimizer = new_optimizer(model)
     seen = []
-    with LocalSGD(model, optimizer, every_steps=3, warmup_steps=2, subgroup=subgroup) as local:
+    with LocalSGD(model, optimizer, every_steps=3, warmup=Warmup(2), subgroup=subgroup) as local:
         for step in range(8):
             train(model, optimizer, range(step, step + 1))
             seen.append(halves(model))
@@ -97,7 +98,7 @@ def _one_counter() -> tuple[bool, list[int], bool, int, bool]:
     model, reference = (DistributedDataParallel(new_model(), bucket_cap_mb=0.005) for _ in range(2))
     optimizer, plain = new_optimizer(model), new_optimizer(reference)
     sent = []
-    with LocalSGD(model, optimizer, every_steps=3, warmup_steps=4) as local:
+    with LocalSGD(model, optimizer, every_steps=3, warmup=Warmup(4)) as local:
         train(reference, plain, range(3))
         train(model, optimizer, range(3))
         warm = torch.equal(flat(model), flat(reference))
@@ -146,7 +147,7 @@ def _compressed_warmup(algorithm: Algorithm) -> tuple[int, float, float, float, 
     optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (ours, exact))
     start, sent, gaps = flat(exact), [], []
     with LocalSGD(
-        ours, optimizer, every_steps=10, warmup_steps=5, warmup_algorithm=algorithm, algorithm=TopK()
+        ours, optimizer, every_steps=10, warmup=Warmup(5, algorithm=algorithm), algorithm=TopK()
     ) as local:
         for number in range(6):
             before = local.stats().message_bytes
@@ -174,7 +175,7 @@ def _resumed_warmup() -> tuple[bool, bool, str, int]:
     def ends(first: int) -> tuple[Tensor, dict[str, Any]]:
         model = DistributedDataParallel(new_model())
         optimizer = new_optimizer(model)
-        local = LocalSGD(model, optimizer, warmup_steps=6, warmup_algorithm=warmup, **settings)
+        local = LocalSGD(model, optimizer, warmup=Warmup(6, algorithm=warmup), **settings)
         with local:
             train(model, optimizer, range(first))
             saved = {
@@ -190,17 +191,17 @@ def _resumed_warmup() -> tuple[bool, bool, str, int]:
     optimizer = new_optimizer(model)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
-    local = LocalSGD(model, optimizer, warmup_steps=6, warmup_algorithm=warmup, **settings)
+    local = LocalSGD(model, optimizer, warmup=Warmup(6, algorithm=warmup), **settings)
     local.load_state_dict(saved["local"])
     with local:
         train(model, optimizer, range(3, 9))
-    without = LocalSGD(model, optimizer, warmup_steps=6, **settings)
+    without = LocalSGD(model, optimizer, warmup=Warmup(6), **settings)
     with pytest.raises(StateError) as refused:
         without.load_state_dict(saved["local"])
     # Where the warm-up's part is refused, the other part is not loaded either.
     torn = saved["local"] | {"warmup": {}, "checksum": None}
     torn["sync"] = torn["sync"] | {"step": 5, "checksum": None}
-    refusing = LocalSGD(model, optimizer, warmup_steps=6, warmup_algorithm=warmup, **settings)
+    refusing = LocalSGD(model, optimizer, warmup=Warmup(6, algorithm=warmup), **settings)
     with pytest.raises(StateError, match="expected a state made by state_dict"):
         refusing.load_state_dict(torn)
     return (
@@ -252,7 +253,7 @@ def _tied() -> tuple[int, list[str], float, list[bool]]:
     model = DistributedDataParallel(module)
     optimizer, start = new_optimizer(model), flat(model)
     equal = []
-    with LocalSGD(model, optimizer, every_steps=3, warmup_steps=1) as local:
+    with LocalSGD(model, optimizer, every_steps=3, warmup=Warmup(1)) as local:
         for step in range(4):
             train(model, optimizer, range(step, step + 1))
             equal.append(agreed(model))
@@ -271,7 +272,7 @@ def _of_some() -> tuple[int, tuple[bool, bool], float]:
     group = pairs()
     model = new_model(seed=dist.get_rank() // 2)
     optimizer = new_optimizer(model)
-    with LocalSGD(model, optimizer, every_steps=2, process_group=group) as local:
+    with LocalSGD(model, optimizer, every_steps=2, replicas=group) as local:
         train(model, optimizer, range(4))
     return group.size(), halves(model), local.stats().compression_ratio
 
@@ -330,8 +331,7 @@ def _resume_again(delay_steps: int) -> tuple[Tensor, Tensor, float]:
             model,
             optimizer,
             every_steps=6,
-            fragments=2,
-            delay_steps=delay_steps,
+            streaming=Streaming(fragments=2, delay_steps=delay_steps),
             algorithm=PowerSGD(),
             outer=NESTEROV,
         )
@@ -364,8 +364,11 @@ def test_fragments_in_flight_over_a_process_group(pool2: Pool) -> None:
 
 
 STREAMING: dict[str, Any] = {
-    "every_steps": 6, "fragments": 2, "delay_steps": 4, "algorithm": Quantize(bits=4), "outer": NESTEROV,
-}  # fmt: skip
+    "every_steps": 6,
+    "streaming": Streaming(fragments=2, delay_steps=4),
+    "algorithm": Quantize(bits=4),
+    "outer": NESTEROV,
+}
 
 
 def _stream_alone(member: Member) -> nn.Module:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from members import Member, run
 from pool import Pool
+from thinwire import Streaming, Warmup
 from thinwire.algorithms import AllReduce, PowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.errors import AttachError, StateError, StepError
@@ -111,19 +112,19 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
     "every_steps=2.5": (lambda member: member.local(every_steps=2.5), "ConfigError: every_steps"),
     "every_steps=True": (lambda member: member.local(every_steps=True), "ConfigError: every_steps"),
     "warm-up": (
-        lambda member: member.local(warmup_steps=-1),
-        "ConfigError: warmup_steps must be a whole number of at least 0",
+        lambda member: member.local(warmup=Warmup(-1)),
+        "ConfigError: steps must be a whole number of at least 0",
     ),
     "no warm-up": (
-        lambda member: member.local(warmup_algorithm=AllReduce()),
-        "ConfigError: warmup_algorithm=AllReduce() is for the warm-up, and warmup_steps is 0",
+        lambda member: member.local(warmup=Warmup(0, AllReduce())),
+        "ConfigError: algorithm=AllReduce() is for the warm-up, which has 0 steps",
     ),
     "no gradients in the warm-up": (
-        lambda member: member.local(warmup_steps=2, warmup_algorithm=AllReduce()),
-        "ConfigError: warmup_algorithm=AllReduce() averages the gradients of a DDP model",
+        lambda member: member.local(warmup=Warmup(2, algorithm=AllReduce())),
+        "ConfigError: algorithm=AllReduce() averages the gradients of a DDP model",
     ),
     "buffers": (
-        lambda member: member.local(average_buffers=2),
+        lambda member: member.local(streaming=Streaming(average_buffers=2)),  # type: ignore[arg-type]
         "ConfigError: average_buffers must be True or False",
     ),
     "algorithm": (
@@ -165,7 +166,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
     ),
     "outer is an optimizer": (
         lambda member: member.local(outer=member.optimizer),
-        "ConfigError: outer must be a function that makes",
+        "ConfigError: outer must be a thinwire.Nesterov or a function that makes",
     ),
     "outer makes nothing": (
         lambda member: member.local(outer=lambda parameters: None).__enter__(),
@@ -220,7 +221,7 @@ def _in_a_foreign_subgroup() -> None:
 
 def _outside_the_group() -> None:
     groups = [dist.new_group([process_rank]) for process_rank in range(2)]
-    make(process_group=groups[dist.get_rank()], subgroup=dist.group.WORLD)
+    make(replicas=groups[dist.get_rank()], subgroup=dist.group.WORLD)
 
 
 def _joined_ddp() -> None:
@@ -263,18 +264,18 @@ def _aggregated_inside() -> None:
 
 PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "group": (
-        lambda: make(process_group=3),
+        lambda: make(replicas=3),
         "AttachError: process_group must be a torch.distributed process group or None, got 3",
     ),
     "subgroup without this process": (_in_a_foreign_subgroup, "AttachError: this process is not a member"),
     "subgroup outside the group": (_outside_the_group, "of the subgroup are not in the process group"),
     "another group than DDP's": (
-        lambda: make(DistributedDataParallel(new_model()), process_group=dist.new_group([0, 1])),
-        "ConfigError: process_group is not that of the DDP model",
+        lambda: make(DistributedDataParallel(new_model()), replicas=dist.new_group([0, 1])),
+        "ConfigError: replicas is not the group of the DDP model",
     ),
     "no group with DDP": (
-        lambda: make(DistributedDataParallel(new_model()), process_group=InProcessTransport.group(1)[0]),
-        "ConfigError: process_group is not that of the DDP model",
+        lambda: make(DistributedDataParallel(new_model()), replicas=InProcessTransport.group(1)[0]),
+        "ConfigError: replicas is not the group of the DDP model",
     ),
     "DDP with a hook": (_attached_ddp, "AttachError: the DDP model has a communication hook already"),
     "DDP with buffers": (_with_buffers, f"build it with {BUFFERS_OPTION}=False (LocalSGD averages them)"),

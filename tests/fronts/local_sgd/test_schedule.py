@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from members import Member, run
-from thinwire.algorithms import Algorithm, Quantize, TopK
+from thinwire import Streaming
+from thinwire.algorithms import Quantize, TopK
 from thinwire.fronts.local_sgd.schedule import Schedule
 
 ROWS = [
@@ -47,7 +47,7 @@ def test_without_a_warm_up(every_steps: int, has_ddp: bool) -> None:
     ],
 )
 def test_fragments_take_turns_after_the_warm_up(every_steps: int, fragments: int, turns: str) -> None:
-    schedule = Schedule(every_steps, 2, has_ddp=False, has_subgroup=False, num_fragments=fragments)
+    schedule = Schedule(every_steps, 2, streaming=Streaming(fragments=fragments))
     assert [list(schedule.fragments_after(step)) for step in (1, 2)] == [list(range(fragments))] * 2
     sent = [schedule.fragments_after(step) for step in range(3, len(turns) + 3)]
     assert "".join("-" if not each else str(*each) for each in sent) == turns
@@ -67,20 +67,14 @@ def test_fragments_take_turns_after_the_warm_up(every_steps: int, fragments: int
     ],
 )
 def test_rounds_are_spread_over_the_delay(delay_steps: int, num_rounds: int, sent: list[int]) -> None:
-    schedule = Schedule(9, 0, has_ddp=False, has_subgroup=False, delay_steps=delay_steps)
+    schedule = Schedule(9, streaming=Streaming(delay_steps=delay_steps))
     assert [schedule.rounds_sent(age, num_rounds) for age in range(delay_steps + 1)] == sent
 
 
 def test_what_a_model_keeps_of_its_own_if_nothing_is_said() -> None:
     """Nothing where a residual would send it a second time."""
-    with_few = [Schedule(9, delay_steps=steps, sends_few_entries=True).mix_share for steps in (0, 5)]
-    with_all = [Schedule(9, delay_steps=steps).mix_share for steps in (0, 5)]
-    assert (with_few, with_all) == ([0.0, 0.0], [0.0, 0.5])
-    assert Schedule(9, delay_steps=5, mix=0.5, sends_few_entries=True).mix_share == 0.5
-    for algorithm, mix in ((TopK(), "0"), (Quantize(), "0.5")):
-        shown = run(2, _shown, algorithm)
-        assert shown == [f"LocalSGD(every_steps=3, delay_steps=1, mix={mix}), {algorithm}"] * 2
-
-
-def _shown(member: Member, algorithm: Algorithm) -> str:
-    return str(member.local(every_steps=3, delay_steps=1, algorithm=algorithm))
+    schedules = [Schedule(9, streaming=Streaming(delay_steps=steps)) for steps in (0, 5)]
+    assert [each.local_weight(TopK()) for each in schedules] == [0.0, 0.0]
+    assert [each.local_weight(Quantize()) for each in schedules] == [0.0, 0.5]
+    given = Schedule(9, streaming=Streaming(delay_steps=5, local_weight=0.25))
+    assert given.local_weight(TopK()) == given.local_weight(Quantize()) == 0.25

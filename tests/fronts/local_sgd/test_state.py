@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from members import Member, run
+from thinwire import Streaming
 from thinwire.algorithms import PowerSGD
 from training import error_of, flat, new_model
 
@@ -226,7 +227,7 @@ def test_an_outer_optimizers_state_that_would_end_the_next_averaging_is_refused_
 
 
 def _bad_outer(member: Member, case: str, fragments: int) -> tuple[str, bool]:
-    settings = {"every_steps": 2, "outer": NESTEROV, "fragments": fragments}
+    settings = {"every_steps": 2, "outer": NESTEROV, "streaming": Streaming(fragments=fragments)}
     with member.local(**settings) as local:
         member.train(3)
         state = local.state_dict()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from members import Member, run
+from thinwire import Nesterov, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.channel.transport import Collective, Work
 from thinwire.channel.wrapped import Wrapped
@@ -94,8 +95,9 @@ def test_against_a_plain_reference(size: int, fragments: int, delay_steps: int, 
 def _streaming(member: Member, fragments: int, delay_steps: int, mix: float) -> Tensor:
     member.take(new_model(dtype=torch.float64))
     member.optimizer = torch.optim.AdamW(member.model.parameters(), lr=1e-2)
-    delayed = {"delay_steps": delay_steps, "mix": mix} if delay_steps else {}
-    with member.local(every_steps=6, outer=NESTEROV, fragments=fragments, **delayed) as local:
+    weight = mix if delay_steps else None
+    streaming = Streaming(fragments=fragments, delay_steps=delay_steps, local_weight=weight)
+    with member.local(every_steps=6, outer=NESTEROV, streaming=streaming) as local:
         member.train(24)
         parameters = flat(member.model)
         assert local.sync.steps == 4 * fragments - len(local._averagings.flights)
@@ -155,7 +157,7 @@ def test_the_most_that_is_sent_after_a_step_falls_with_the_number_of_fragments(f
 def _sent_by_step(member: Member, fragments: int) -> list[int]:
     member.take(nn.Sequential(*(nn.Linear(24, 24) for _ in range(12))))
     sent, before = [], 0
-    with member.local(every_steps=8, fragments=fragments) as local:
+    with member.local(every_steps=8, streaming=Streaming(fragments=fragments)) as local:
         for step in range(16):
             member.train(step, step + 1)
             sent.append(local.counts().message_bytes - before)
@@ -218,8 +220,8 @@ def test_a_delayed_averaging_is_waited_for_when_it_is_due_and_no_sooner(
 
 def _waits(member: Member, algorithm: Algorithm, delay_steps: int) -> Look:
     look = Look()
-    watched: dict[str, Any] = {"process_group": Watched(member.transport, look), "algorithm": algorithm}
-    with member.local(every_steps=6, fragments=2, delay_steps=delay_steps, **watched):
+    watched: dict[str, Any] = {"replicas": Watched(member.transport, look), "algorithm": algorithm}
+    with member.local(every_steps=6, streaming=Streaming(fragments=2, delay_steps=delay_steps), **watched):
         for look.step in range(1, 17):
             member.train(look.step - 1, look.step)
         look.step = 17
@@ -240,7 +242,9 @@ def _side_by_side(member: Member, delay_steps: int) -> tuple[float, float, float
     algorithm = PowerSGD(matrix_rank=2, alternating=True, min_compression_ratio=1)
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.0)
     with member.local(
-        every_steps=6, fragments=3, delay_steps=delay_steps, mix=0.0, algorithm=algorithm
+        every_steps=6,
+        streaming=Streaming(fragments=3, delay_steps=delay_steps, local_weight=0.0),
+        algorithm=algorithm,
     ) as local:
         start = flat(member.model)
         with torch.no_grad():
@@ -273,7 +277,11 @@ def test_with_subgroups_a_warm_up_and_buffers(delay_steps: int) -> None:
 def _with_subgroups(member: Member, delay_steps: int) -> tuple[list[tuple[bool, bool]], bool, list[float]]:
     member.model.register_buffer("bounds", torch.tensor([-torch.inf, 3.0]))
     seen = []
-    settings = {"fragments": 2, "delay_steps": delay_steps, "warmup_steps": 2, "outer": NESTEROV}
+    settings = {
+        "streaming": Streaming(fragments=2, delay_steps=delay_steps),
+        "warmup": Warmup(2),
+        "outer": NESTEROV,
+    }
     with member.local(every_steps=4, subgroup=member.pair, **settings):
         for step in range(10):
             member.train(step, step + 1)
@@ -290,7 +298,9 @@ def test_uneven_inputs(num_batches: tuple[int, int]) -> None:
 
 
 def _uneven(member: Member, num_batches: tuple[int, int]) -> tuple[bool, int]:
-    with member.local(every_steps=4, fragments=2, delay_steps=3, algorithm=POWER) as local:
+    with member.local(
+        every_steps=4, streaming=Streaming(fragments=2, delay_steps=3), algorithm=POWER
+    ) as local:
         hook = local.join_hook()
         own, most = num_batches[member.rank], max(num_batches)
         member.train(own)
@@ -310,7 +320,7 @@ def test_the_last_averages_can_be_looked_at() -> None:
 
 
 def _averaged(member: Member) -> tuple[list[bool], bool, bool, str]:
-    with member.local(every_steps=4, fragments=2, delay_steps=1) as local:
+    with member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)) as local:
         start = flat(member.model)
         member.train(1)
         with local.averaged():
@@ -342,7 +352,12 @@ def test_resuming_with_fragments_in_flight_is_equal_to_the_bit(
 
 
 def _resume(member: Member, algorithm: Algorithm, saved_after: int) -> tuple[Tensor, Tensor, int, bool]:
-    settings = {"every_steps": 6, "fragments": 3, "delay_steps": 3, "algorithm": algorithm, "outer": NESTEROV}
+    settings = {
+        "every_steps": 6,
+        "streaming": Streaming(fragments=3, delay_steps=3),
+        "algorithm": algorithm,
+        "outer": NESTEROV,
+    }
     saved = io.BytesIO()
     with member.local(**settings) as local:
         member.train(saved_after)
@@ -379,12 +394,14 @@ def test_another_number_of_fragments_goes_on_unless_some_are_in_flight() -> None
 
 def _other_number(member: Member) -> tuple[str, bool, int]:
     states = []
-    with member.local(every_steps=4, fragments=2, delay_steps=1, algorithm=POWER, outer=NESTEROV) as local:
+    with member.local(
+        every_steps=4, streaming=Streaming(fragments=2, delay_steps=1), algorithm=POWER, outer=NESTEROV
+    ) as local:
         member.train(4)
         states.append(local.state_dict())
         local.average()
         states.append(local.state_dict())
-    other = member.local(every_steps=4, fragments=3, algorithm=POWER, outer=NESTEROV)
+    other = member.local(every_steps=4, streaming=Streaming(fragments=3), algorithm=POWER, outer=NESTEROV)
     message = error_of(lambda: other.load_state_dict(states[0]))
     other.load_state_dict(states[1])
     with other:
@@ -411,7 +428,9 @@ def test_a_fragment_that_fails_leaves_all_as_it_was() -> None:
 
 def _failing(member: Member) -> tuple[str, list[bool], bool]:
     """A fragment is in flight while the next one can't be sent: both are sent again, whole."""
-    with member.local(every_steps=4, fragments=2, delay_steps=3, outer=NESTEROV, algorithm=POWER) as local:
+    with member.local(
+        every_steps=4, streaming=Streaming(fragments=2, delay_steps=3), outer=NESTEROV, algorithm=POWER
+    ) as local:
         member.train(7)
         before, engine = local.state_dict(), engine_of(local.sync)
         engine.wire = Failing(member.transport)
@@ -433,11 +452,15 @@ def test_members_that_differ_learn_it_when_they_next_ask_each_other() -> None:
     """One has fewer batches, or parameters that are not finite: while a fragment is in flight."""
 
     def fewer(member: Member) -> None:
-        with member.local(every_steps=6, fragments=2, delay_steps=4, algorithm=Quantize(bits=4)):
+        with member.local(
+            every_steps=6, streaming=Streaming(fragments=2, delay_steps=4), algorithm=Quantize(bits=4)
+        ):
             member.train(20 if member.rank else 14)
 
     def infinite(member: Member) -> None:
-        with member.local(every_steps=6, fragments=2, delay_steps=4, algorithm=Quantize(bits=4)):
+        with member.local(
+            every_steps=6, streaming=Streaming(fragments=2, delay_steps=4), algorithm=Quantize(bits=4)
+        ):
             member.train(5)
             if member.rank:
                 next(member.model.parameters()).data.fill_(torch.inf)
@@ -452,7 +475,7 @@ def test_members_that_differ_learn_it_when_they_next_ask_each_other() -> None:
 def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_when_it_is_due() -> None:
     def body(member: Member) -> tuple[str, bool]:
         def loop() -> None:
-            with member.local(every_steps=4, delay_steps=2, algorithm=Cast("fp16")):
+            with member.local(every_steps=4, streaming=Streaming(delay_steps=2), algorithm=Cast("fp16")):
                 member.train(3)
                 next(member.model.parameters()).data[0, 0] = 1e6
                 member.train(3, 5)
@@ -469,7 +492,7 @@ def test_a_mean_that_leaves_the_range_of_its_type_is_an_error_when_it_is_due() -
 
 def change_in_mid_round(member: Member, change: Callable[[nn.Module], object]) -> None:
     member.optimizer = torch.optim.SGD(member.model.parameters(), lr=0.1)
-    with member.local(every_steps=4, fragments=2, delay_steps=1):
+    with member.local(every_steps=4, streaming=Streaming(fragments=2, delay_steps=1)):
         member.train(2)
         change(member.model)
         member.train(2, 3)
@@ -505,47 +528,65 @@ def test_a_model_that_changes_in_mid_round_is_refused(case: str) -> None:
 
 def other_settings(member: Member, **settings: Any) -> None:
     own = {name: values[member.rank] for name, values in settings.items()}
-    with member.local(**{"every_steps": 4, "delay_steps": 1, **own}):
+    with member.local(**{"every_steps": 4, "streaming": Streaming(delay_steps=1), **own}):
         pass
 
 
 def use_in_flight(member: Member) -> None:
-    with member.local(every_steps=4, delay_steps=3) as local:
+    with member.local(every_steps=4, streaming=Streaming(delay_steps=3)) as local:
         member.train(5)
         local.sync.use(POWER)
 
 
 def joined_by_contributors(member: Member) -> None:
-    with member.local(every_steps=4, fragments=2) as local:
+    with member.local(every_steps=4, streaming=Streaming(fragments=2)) as local:
         local.join_hook(divide_by_initial_world_size=False)
 
 
+LATE = Streaming(delay_steps=1)
 MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
     "layers": (
-        lambda member: member.local(every_steps=9, fragments=4),
+        lambda member: member.local(every_steps=9, streaming=Streaming(fragments=4)),
         "ConfigError: fragments=4 is more than the layers that the model trains, 3 (0, 2, 4 …)",
     ),
     "steps": (
-        lambda member: member.local(fragments=3),
+        lambda member: member.local(streaming=Streaming(fragments=3)),
         "ConfigError: fragments=3 is more than every_steps=2",
     ),
-    "no fragment": (lambda member: member.local(fragments=0), "ConfigError: fragments must be"),
+    "no fragment": (
+        lambda member: member.local(streaming=Streaming(fragments=0)),
+        "ConfigError: fragments must be",
+    ),
     "delay": (
-        lambda member: member.local(delay_steps=2),
+        lambda member: member.local(streaming=Streaming(delay_steps=2)),
         "ConfigError: delay_steps must be less than every_steps=2, got 2",
     ),
-    "mix of 1": (lambda member: member.local(delay_steps=1, mix=1), "ConfigError: mix is the share"),
-    "mix without delay": (
-        lambda member: member.local(mix=0.5),
+    "weight of 1": (
+        lambda member: member.local(streaming=Streaming(delay_steps=1, local_weight=1)),
+        "ConfigError: local_weight is the share",
+    ),
+    "weight without delay": (
+        lambda member: member.local(streaming=Streaming(local_weight=0.5)),
         "delay_steps=0: leave it out, or give delay_steps",
     ),
     "device": (
-        lambda member: member.local(outer_device="moon"),
-        "ConfigError: outer_device must be a device",
+        lambda member: member.local(outer=Nesterov(device="moon")),
+        "ConfigError: device must be a device",
     ),
-    "other fragments": (lambda member: other_settings(member, fragments=(1, 2)), "process 1 has fragments 2"),
-    "other delay": (lambda member: other_settings(member, delay_steps=(2, 3)), "process 1 has delay_steps 3"),
-    "other mix": (lambda member: other_settings(member, mix=(0.5, 0.25)), "process 1 has mix 0.25"),
+    "other fragments": (
+        lambda member: other_settings(member, streaming=(Streaming(), Streaming(fragments=2))),
+        "process 1 has streaming Streaming(fragments=2)",
+    ),
+    "other delay": (
+        lambda member: other_settings(member, streaming=(Streaming(delay_steps=2), Streaming(delay_steps=3))),
+        "process 1 has streaming Streaming(delay_steps=3)",
+    ),
+    "other weight": (
+        lambda member: other_settings(
+            member, streaming=(Streaming(delay_steps=1), Streaming(delay_steps=1, local_weight=0.25))
+        ),
+        "process 1 has streaming Streaming(delay_steps=1, local_weight=0.25)",
+    ),
     "other outer": (
         lambda member: other_settings(member, outer=(NESTEROV, partial(torch.optim.SGD, lr=0.5))),
         "process 0 has outer optimizer SGD(lr=0.7, momentum=0.9",

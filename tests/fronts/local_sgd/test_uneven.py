@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 
 from members import Member, run
 from pool import Pool
+from thinwire import Warmup
 from thinwire.algorithms import PowerSGD
 from thinwire.fronts.local_sgd import LocalSGD
 from training import agreed, batch_of, flat, new_model, new_optimizer, train, train_step
@@ -79,7 +80,7 @@ def test_with_all_that_there_is(subgroups: bool) -> None:
 
 def _with_all(member: Member, subgroups: bool) -> tuple[bool, int, float]:
     subgroup = member.pair if subgroups else None
-    with member.local(warmup_steps=1, algorithm=PowerSGD(), outer=NESTEROV, subgroup=subgroup) as local:
+    with member.local(warmup=Warmup(1), algorithm=PowerSGD(), outer=NESTEROV, subgroup=subgroup) as local:
         train_unevenly(member, local, [6, 1, 4, 3])
     return member.agreed(), local.stats().steps, local.stats().compression_ratio
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
@@ -123,7 +122,7 @@ class Averagings:
         asked = self._ask({})
         self._read(asked)
         for flight in self.flights:
-            self._finish(flight, asked)
+            flight.finish(self._read, asked)
 
     def abandon(self) -> None:
         """Forget what is in flight: it is sent again when its turn comes."""
@@ -170,36 +169,17 @@ class Averagings:
             return
         num_rounds = self._schedule.rounds_sent(age, fragment.num_rounds)
         if flight.num_rounds < num_rounds and not flight.has_landed:
-            self._send_rounds(flight, num_rounds, self._ask({}))
-
-    def _send_rounds(self, flight: Flight, num_rounds: float, asked: Consensus | None) -> None:
-        """Wait for rounds and send the next ones, until so many were sent or all have come."""
-        while flight.num_rounds < num_rounds:
-            # After answers that differ, later messages would never be matched.
-            self._read(flight.consensus)
-            if not flight.advance():
-                return
-            flight.consensus = asked
+            flight.send(num_rounds, self._read, self._ask({}))
 
     def _land(self, flight: Flight, asked: Consensus | None) -> None:
         """Wait until a flight's changes are their means, and move its fragment by them."""
-        self._finish(flight, asked)
+        flight.finish(self._read, asked)
         # Only then: what has raised above is still to be abandoned.
         self.flights.remove(flight)
+        local_weight = self._schedule.local_weight(self._engine.algorithm)
         for fragment, means in flight.changes.items():
             # Without a step since it was sent there is nothing of one's own to keep.
-            fragment.move(
-                means, self.outer, self._schedule.mix_share if self.step > fragment.sent_after else 0.0
-            )
-
-    def _finish(self, flight: Flight, asked: Consensus | None) -> None:
-        if flight.has_landed:
-            return
-        self._send_rounds(flight, math.inf, asked)
-        flight.land()
-        # Only now is it known; the next averaging of this fragment spreads them over the delay.
-        for fragment in flight.changes:
-            fragment.num_rounds = flight.num_rounds
+            fragment.move(means, self.outer, local_weight if self.step > fragment.sent_after else 0.0)
 
     # What members ask each other.
 

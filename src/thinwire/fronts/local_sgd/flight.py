@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import TypeAlias
 
@@ -62,16 +63,41 @@ class Flight:
         """Whether the changes are their means."""
         return self._step is None
 
-    def advance(self) -> bool:
-        """Wait for the round under way and send the next one; return whether there was one to send.
+    def send(
+        self,
+        num_rounds: float = math.inf,
+        read: Callable[[Consensus | None], object] = bool,
+        asked: Consensus | None = None,
+    ) -> None:
+        """Wait for rounds and send the next ones, until so many were sent or all have come.
+
+        Args:
+            num_rounds: So many.
+            read: Reads what was asked before a round is waited for.
+            asked: What was asked before this call.
 
         Raises:
+            StepError: What `read` raises.
             CommunicationError: A collective failed. Memory is as it was.
         """
-        assert self._step is not None, "advanced after it has landed"
-        is_under_way = self._step.advance()
-        self.num_rounds += is_under_way
-        return is_under_way
+        assert self._step is not None, "sent after it has landed"
+        while self.num_rounds < num_rounds:
+            # After answers that differ, later messages would never be matched.
+            read(self.consensus)
+            if not self._step.advance():
+                return
+            self.num_rounds += 1
+            self.consensus = asked
+
+    def finish(self, read: Callable[[Consensus | None], object], asked: Consensus | None) -> None:
+        """Send what is left, as `send`, and land; nothing if it has landed."""
+        if self.has_landed:
+            return
+        self.send(math.inf, read, asked)
+        self.land()
+        # Only now is it known; the next averaging of this fragment spreads them over the delay.
+        for fragment in self.changes:
+            fragment.num_rounds = self.num_rounds
 
     def land(self) -> None:
         """Wait until all changes are their means, and let memory be written.

@@ -35,7 +35,7 @@ class Buckets:
     def __iter__(self) -> Iterator[Averaged]:
         return chain.from_iterable(self._buckets)
 
-    def empty(self, device: torch.device | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
+    def empty(self, device: torch.device | str | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
         """Return what is flat, by bucket, not written yet.
 
         Args:
@@ -77,7 +77,7 @@ class Fragment(Buckets):
         num_rounds: That its last averaging over the group took.
     """
 
-    def __init__(self, averaged: Iterable[Averaged], device: torch.device | None = None) -> None:
+    def __init__(self, averaged: Iterable[Averaged], device: torch.device | str | None = None) -> None:
         super().__init__(averaged)
         self.sent_after, self.num_rounds = 0, 1
         self.last = self.empty(device, is_kept=True)
@@ -146,19 +146,19 @@ class Fragment(Buckets):
                 outer.zero_grad(set_to_none=True)
 
     def move(
-        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, mix: float = 0.0
+        self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, local_weight: float = 0.0
     ) -> None:
         """As `step`, and let the model follow.
 
         Args:
             means: As of `step`.
             outer: As of `step`.
-            mix: The share that the model keeps of what it holds; the rest is of the new average.
+            local_weight: The share that the model keeps of what it holds; the rest is of the new average.
         """
         self.step(means, outer)
         for each, last in self.lasts:
-            if mix:
-                each.value.mul_(mix).add_(last.to(each.value.device), alpha=1 - mix)
+            if local_weight:
+                each.value.mul_(local_weight).add_(last.to(each.value.device), alpha=1 - local_weight)
             else:
                 each.value.copy_(last)
 

@@ -19,7 +19,7 @@ from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.uneven import notify_of_step
-from thinwire.checks import checked_scaler, true_or_false
+from thinwire.checks import checked_scaler, shown
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.averaged_twice import averaging_model
 from thinwire.fronts.contributors import Shadow
@@ -34,10 +34,12 @@ from thinwire.fronts.local_sgd.outer import (
     Outer,
     check_outer,
     described_outer,
+    device_of,
     new_outer,
     warn_of_momentum,
 )
-from thinwire.fronts.local_sgd.schedule import Members, Schedule
+from thinwire.fronts.local_sgd.schedule import WHOLE, Members, Schedule
+from thinwire.fronts.local_sgd.settings import Streaming, Warmup
 from thinwire.fronts.local_sgd.state import (
     DistributedState,
     LoadedState,
@@ -45,7 +47,7 @@ from thinwire.fronts.local_sgd.state import (
     go_on_from,
     packed_state,
 )
-from thinwire.fronts.local_sgd.validation import check_gradient_settings, checked_device, checked_optimizer
+from thinwire.fronts.local_sgd.validation import check_gradient_settings, checked_optimizer
 from thinwire.sync import Engine, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.nonfinite import OnNonfinite
@@ -79,7 +81,7 @@ class LocalSGD(Joinable):
     | DDP model | given | gradients, group | gradients, subgroup | parameters, group |
 
     The warm-up, and what happens in subgroups, is plain data-parallel training: without `outer`, and exact
-    but for `warmup_algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
+    but for `warmup.algorithm`. At the end of a DDP model's warm-up the parameters are averaged once, exactly.
     `algorithm` and `outer` are for the averagings over the group every `every_steps` steps after it.
 
     On entry all processes take the model of the group's first process, buffers included, as DDP does; not
@@ -97,37 +99,22 @@ class LocalSGD(Joinable):
             the result of `torch.compile` on either).
         optimizer: Trains the model; of several, the one that steps last. Its state is never averaged.
         every_steps: Steps from one averaging over the group to the next.
-        warmup_steps: Steps at the start that are plain data-parallel training.
-        warmup_algorithm: How a DDP model's gradients become their mean in the warm-up; None for exactly. What
-            it has not transmitted goes, uncompressed, with the warm-up's last step.
-        subgroup: This process's fast subgroup, such as the processes of its machine.
-        average_buffers: Whether to average floating buffers that the model saves (BatchNorm's statistics),
-            sent as they are, whatever the algorithm.
-            Integer ones, such as `num_batches_tracked`, are left alone.
         algorithm: How the changes become their mean over the group.
-        outer: Makes an optimizer of the last averaged parameters. It steps them with minus the mean change
-            as their gradient. DiLoCo: `lambda p: torch.optim.SGD(p, lr=0.7, momentum=0.9, nesterov=True)`.
-        process_group: The group, None for that of the DDP model or the default one. In tests it may be a
-            transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as well.
+        outer: The outer step, which moves the last averaged parameters along the mean change: a
+            `thinwire.Nesterov`; or a function that makes an optimizer of them, which steps with minus the
+            mean change as their gradient. None for the mean itself.
+        streaming: In how many parts the model travels, and while training goes on or not.
+        warmup: Steps at the start that are plain data-parallel training; None for none.
+        replicas: The processes that average: a group, None for that of the DDP model or the default one. In
+            tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
+            well. Of an FSDP2 model a group across its replicas, or their dimension of the mesh:
+            `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
+        subgroup: This process's fast subgroup, such as the processes of its machine.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
         on_nonfinite: What becomes of gradients that a DDP model averages (in the warm-up and within the
             subgroup) and that are not finite: see `thinwire.attach`. What no group averages is left alone;
             parameters that are not finite raise `StepError` at the next averaging.
-        fragments: Into how many parts the model is divided: by layers, of about equal bytes, each with layers
-            from all depths. Each is averaged every `every_steps` steps, but after a step of its own, so that
-            a message is that much shorter.
-        delay_steps: Steps from sending a fragment's change to applying what became of it. Training goes on
-            meanwhile, and waits for the link only if that takes longer. Less than `every_steps`. An algorithm
-            with several rounds waits for each after its share of the delay.
-        mix: With a delay, α of Streaming DiLoCo: the share that each process's model keeps, when an average
-            arrives, of what it holds by then; the rest is of the average. 0 drops what it has learnt on its
-            way; None is 0.5, and 0 with an algorithm that sends few entries (`TopK`), whose residual holds
-            most of that already. (torchft calls it `fragment_update_alpha`.)
-        outer_device: Where the last averages, and with them the outer optimizer's state, are kept; "cpu" to
-            spare an accelerator's memory. None for where the model is.
-        mesh: Of an FSDP2 model, instead of `process_group`: the dimension of its replicas,
-            `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
 
     An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with
     those that hold the same shards of other replicas, whose changes, last average and outer state are of
@@ -165,39 +152,31 @@ class LocalSGD(Joinable):
         optimizer: torch.optim.Optimizer,
         *,
         every_steps: int,
-        warmup_steps: int = 0,
-        warmup_algorithm: Algorithm | None = None,
-        subgroup: dist.ProcessGroup | Transport | None = None,
-        average_buffers: bool = True,
         algorithm: Algorithm = EXACT,
         outer: Outer | None = None,
-        process_group: dist.ProcessGroup | Transport | None = None,
+        streaming: Streaming = WHOLE,
+        warmup: Warmup | None = None,
+        replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
+        subgroup: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
         on_nonfinite: OnNonfinite = "nan",
-        fragments: int = 1,
-        delay_steps: int = 0,
-        mix: float | None = None,
-        outer_device: torch.device | str | None = None,
-        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         check_outer(outer)
         module, ddp = unwrapped(model)
         has_ddp, has_subgroup = ddp is not None, subgroup is not None
-        # Not checked yet: what is no algorithm the engine refuses.
-        is_sparse = getattr(algorithm, "sends_few_entries", False)
-        self._schedule = Schedule(
-            every_steps, warmup_steps, has_ddp, has_subgroup, fragments, delay_steps, mix, is_sparse
-        )
-        replica = replica_of(module, process_group, mesh, has_subgroup=has_subgroup)
-        buffers = true_or_false("average_buffers", average_buffers)
-        self._model = AveragedModel(module, replica, ddp, buffers=buffers)
-        self._make_outer, self._outer_device = outer, checked_device(outer_device)
+        warmup = Warmup(0) if warmup is None else warmup
+        if not isinstance(warmup, Warmup):
+            raise ConfigError(f"warmup must be a thinwire.Warmup, got {shown(warmup)}; such as Warmup(100)")
+        self._schedule = Schedule(every_steps, warmup.steps, has_ddp, has_subgroup, streaming)
+        replica = replica_of(module, replicas, has_subgroup=has_subgroup)
+        self._model = AveragedModel(module, replica, ddp, buffers=streaming.average_buffers)
+        self._make_outer = outer
         averaged = self._model.tensors()
         parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._grad_scaler = checked_scaler(grad_scaler)
-        check_gradient_settings(self._schedule, on_nonfinite, grad_scaler, warmup_algorithm)
+        check_gradient_settings(self._schedule, on_nonfinite, grad_scaler, warmup)
         group, part = self._model.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
@@ -213,8 +192,8 @@ class LocalSGD(Joinable):
         # An engine of its own: what it remembers is of gradients, and not of the parameters that the group
         # averages when the warm-up ends.
         self._warmup = self._exact["group"]
-        if warmup_algorithm is not None:
-            self._warmup = Engine(warmup_algorithm, group, specs, settings, **counts)
+        if warmup.algorithm is not None:
+            self._warmup = Engine(warmup.algorithm, group, specs, settings, **counts)
         self.sync = replica.sync_of(self._engine)
         self._averagings = Averagings(self._schedule, self._engine, self._exact)
         self._loaded: LoadedState | None = None  # until entry
@@ -255,18 +234,18 @@ class LocalSGD(Joinable):
         return replace(stats, steps=self.steps, gradient_bytes=self._steps_here * step_bytes)
 
     @property
+    def _num_members(self) -> int:
+        """Members that train on their own: processes of the group, or its subgroups."""
+        subgroup = self._exact.get("subgroup")
+        return self._engine.transport.size // (1 if subgroup is None else subgroup.transport.size)
+
+    @property
     def steps(self) -> int:
         """Attempted steps."""
         return self._averagings.step
 
     def __str__(self) -> str:
-        schedule = self._schedule
-        settings = [f"every_steps={schedule.every_steps}"]
-        if schedule.num_fragments > 1:
-            settings += [f"fragments={schedule.num_fragments}"]
-        if schedule.delay_steps:
-            settings += [f"delay_steps={schedule.delay_steps}", f"mix={schedule.mix_share:g}"]
-        return f"{type(self).__name__}({', '.join(settings)}), {self.sync.algorithm}"
+        return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
 
     def __enter__(self) -> LocalSGD:
         """Start: all processes take the first one's model, unless a state was loaded. Collective.
@@ -294,8 +273,14 @@ class LocalSGD(Joinable):
         )
         self._check_as_made(averaged)
         parts = fragments_of(averaged, schedule.num_fragments)
-        fragments = Fragments(Fragment(part, self._outer_device) for part in parts)
-        outer = new_outer(self._make_outer, fragments.outer_parameters(averaged))
+        fragments = Fragments(Fragment(part, device_of(self._make_outer)) for part in parts)
+        outer = new_outer(
+            self._make_outer,
+            fragments.outer_parameters(averaged),
+            self._num_members,
+            schedule.every_steps,
+            self.sync.algorithm,
+        )
         # All know before the first message whether the others start anew, which is collective, or go on.
         self._agree_on(self._described(outer))
         flights: list[Flight] = []
@@ -356,11 +341,8 @@ class LocalSGD(Joinable):
         described = {
             "every_steps": schedule.every_steps,
             "warmup_steps": schedule.warmup_steps,
-            "warmup_algorithm": self._warmup.algorithm,
-            "fragments": schedule.num_fragments,
-            "delay_steps": schedule.delay_steps,
-            "mix": schedule.mix_share,
-            "average_buffers": self._model.buffers,
+            "algorithm of the warm-up": self._warmup.algorithm,
+            "streaming": schedule.streaming,
             "subgroup": schedule.has_subgroup,
             "outer optimizer": described_outer(outer),
             "loaded state": self._loaded is not None and self._loaded.checksum,

@@ -103,7 +103,7 @@ class AveragedModel:
         group = transport_of(self.ddp.process_group if self.ddp is not None and given is None else given)
         if self.ddp is not None and getattr(group, "group", None) is not self.ddp.process_group:
             raise ConfigError(
-                "process_group is not that of the DDP model; leave it out, or build both with the same one"
+                "replicas is not the group of the DDP model; leave it out, or build both with the same one"
             )
         inner = None if subgroup is None else transport_of(subgroup)
         # Of other transports nobody knows who is at their ends.
@@ -168,18 +168,13 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
 
 
 def replica_of(
-    module: nn.Module,
-    process_group: dist.ProcessGroup | Transport | None,
-    mesh: DeviceMesh | None,
-    *,
-    has_subgroup: bool,
+    module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None, *, has_subgroup: bool
 ) -> Replica:
     """Return what is known of this process's replica of a model.
 
     Args:
         module: The model, not wrapped.
-        process_group: As the user gave it.
-        mesh: As the user gave it.
+        replicas: As the user gave it.
         has_subgroup: Whether the user gave one.
 
     Raises:
@@ -187,17 +182,17 @@ def replica_of(
         AttachError: A sharded model can't be averaged, or the group is not of equal shards.
     """
     if not is_fsdp2(module):
-        if mesh is not None:
+        if hasattr(replicas, "get_group"):  # by its type: that takes seconds to import
             raise ConfigError(
-                "mesh is for models of fully_shard; pass process_group=mesh.get_group() with this one"
+                "a mesh is for models of fully_shard; pass replicas=mesh.get_group() with this one"
             )
-        return Replica(process_group)
+        return Replica(replicas)
     if has_subgroup:
         raise ConfigError(
             "subgroup does not go with a sharded model, whose replicas are its fast groups; leave it out"
         )
     # DTensors take seconds to import; with a sharded model that is done.
     made: Replica = import_module("thinwire.fronts.local_sgd.sharded_replica").ShardedReplica(
-        module, process_group, mesh
+        module, replicas
     )
     return made

@@ -15,12 +15,14 @@ from thinwire.algorithms import Algorithm
 from thinwire.checks import shown
 from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.local_sgd.replica import Replica
+from thinwire.fronts.local_sgd.settings import Nesterov
 
 __all__ = [
     "OUTER_EXAMPLE",
     "Outer",
     "check_outer",
     "described_outer",
+    "device_of",
     "held_by",
     "load_outer",
     "new_outer",
@@ -29,23 +31,29 @@ __all__ = [
     "warn_of_momentum",
 ]
 
-Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-"""Makes an optimizer of the last averaged parameters."""
+Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
+"""The outer step; or what makes an optimizer of the last averaged parameters."""
 
 PLAIN = bool | int | float
-OUTER_EXAMPLE = "outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)"
+OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
 
 
 def check_outer(outer: object) -> None:
     """Refuse what does not make an outer optimizer.
 
     Raises:
-        ConfigError: It is no function.
+        ConfigError: It is no `Nesterov` and no function.
     """
-    if outer is not None and not callable(outer):
+    if outer is not None and not isinstance(outer, Nesterov) and not callable(outer):
         raise ConfigError(
-            f"outer must be a function that makes an optimizer, got {shown(outer)}; {OUTER_EXAMPLE}"
+            "outer must be a thinwire.Nesterov or a function that makes an optimizer, got "
+            f"{shown(outer)}; {OUTER_EXAMPLE}"
         )
+
+
+def device_of(outer: Outer | None) -> torch.device | str | None:
+    """Return where last averages are kept; None for where the model is."""
+    return outer.device if isinstance(outer, Nesterov) else None
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -53,18 +61,29 @@ def held_by(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def new_outer(make: Outer | None, parameters: list[torch.Tensor]) -> torch.optim.Optimizer | None:
+def new_outer(
+    make: Outer | None,
+    parameters: list[torch.Tensor],
+    num_members: int,
+    every_steps: int,
+    algorithm: Algorithm,
+) -> torch.optim.Optimizer | None:
     """Return the outer optimizer of `parameters`, if there is to be one.
 
     Args:
         make: What the user gave.
         parameters: All that it must hold.
+        num_members: That train on their own.
+        every_steps: From one averaging to the next.
+        algorithm: How changes are averaged.
 
     Raises:
         ConfigError: `make` does not make an optimizer of exactly these.
     """
     if make is None:
         return None
+    if isinstance(make, Nesterov):
+        return make.optimizer(parameters, num_members, every_steps, algorithm)
     outer: object = make(parameters)
     if not isinstance(outer, torch.optim.Optimizer):
         raise ConfigError(f"outer must make a torch.optim.Optimizer, got {shown(outer)}; {OUTER_EXAMPLE}")
@@ -90,7 +109,7 @@ def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, 
         warnings.warn(
             f"the outer optimizer has momentum, and {algorithm} sends an entry only now and then: momentum "
             "moves it on in all the steps in which nothing was sent of it; "
-            "leave momentum out: outer=lambda parameters: torch.optim.SGD(parameters, lr=1)",
+            "leave momentum out: outer=thinwire.Nesterov(lr=1, momentum=0)",
             stacklevel=stacklevel + 1,
         )
 

@@ -3,75 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from thinwire.checks import number, whole_count
+from thinwire.algorithms import Algorithm
+from thinwire.checks import shown, whole_count
 from thinwire.errors import ConfigError
+from thinwire.fronts.local_sgd.settings import Streaming
 
-__all__ = ["Members", "Schedule"]
+__all__ = ["WHOLE", "Members", "Schedule"]
 
 Members: TypeAlias = Literal["group", "subgroup"]
 
-# Of Streaming DiLoCo (arXiv 2501.18512).
-DEFAULT_MIX = 0.5
+WHOLE = Streaming()
+USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model.
 
-    Args:
-        sends_few_entries: Whether the changes' algorithm leaves most of a change in its residual.
-
-    Attributes:
-        mix_share: What a model keeps of its own when a delayed average arrives: `mix`, or what is usual.
-
     Raises:
-        ConfigError: Numbers are of the wrong type or out of range, or do not fit each other.
+        ConfigError: A number is of the wrong type or out of range, or some do not fit each other.
     """
 
     every_steps: int
     warmup_steps: int = 0
     has_ddp: bool = False
     has_subgroup: bool = False
-    num_fragments: int = 1
-    delay_steps: int = 0
-    mix: InitVar[object] = None
-    sends_few_entries: InitVar[bool] = False
-    mix_share: float = field(init=False)
+    streaming: Streaming = WHOLE
 
-    def __post_init__(self, mix: object, sends_few_entries: bool) -> None:
-        checked = {
-            "every_steps": whole_count("every_steps", self.every_steps, minimum=1),
-            "warmup_steps": whole_count("warmup_steps", self.warmup_steps, minimum=0),
-            "num_fragments": whole_count("fragments", self.num_fragments, minimum=1),
-            "delay_steps": whole_count("delay_steps", self.delay_steps, minimum=0),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.num_fragments > self.every_steps:
+    def __post_init__(self) -> None:
+        every_steps = whole_count("every_steps", self.every_steps, minimum=1)
+        object.__setattr__(self, "every_steps", every_steps)
+        if not isinstance(self.streaming, Streaming):
             raise ConfigError(
-                f"fragments={self.num_fragments} is more than every_steps={self.every_steps}; each is "
-                "averaged after a step of its own, so take at most as many"
+                f"streaming must be a thinwire.Streaming, got {shown(self.streaming)}; such as "
+                "streaming=thinwire.Streaming(fragments=2)"
             )
-        if self.delay_steps >= self.every_steps:
+        fragments, delay_steps = self.streaming.fragments, self.streaming.delay_steps
+        if fragments > every_steps:
             raise ConfigError(
-                f"delay_steps must be less than every_steps={self.every_steps}, got {self.delay_steps}: a "
-                "change is to be there before the next one is sent"
+                f"fragments={fragments} is more than every_steps={every_steps}; each is averaged after a "
+                "step of its own, so take at most as many"
             )
+        if delay_steps >= every_steps:
+            raise ConfigError(
+                f"delay_steps must be less than every_steps={every_steps}, got {delay_steps}: a change is to "
+                "be there before the next one is sent"
+            )
+
+    def __str__(self) -> str:
+        settings = [f"every_steps={self.every_steps}"]
+        settings += [f"streaming={self.streaming}"] * (self.streaming != WHOLE)
+        return ", ".join(settings)
+
+    @property
+    def num_fragments(self) -> int:
+        """Parts of the model, which take turns."""
+        return self.streaming.fragments
+
+    @property
+    def delay_steps(self) -> int:
+        """Steps from sending a change to applying what became of it."""
+        return self.streaming.delay_steps
+
+    def local_weight(self, algorithm: Algorithm) -> float:
+        """Return what a model keeps of its own when a delayed average arrives."""
+        if self.streaming.local_weight is not None:
+            return self.streaming.local_weight
         # What a model keeps of a change is part of its next one. Where the residual holds most of that change
         # already, it would be sent twice.
-        share = DEFAULT_MIX if self.delay_steps and not sends_few_entries else 0.0
-        if mix is not None:
-            share = float(number("mix", mix, minimum=0))
-            if not self.delay_steps or share >= 1:
-                raise ConfigError(
-                    "mix is the share, from 0 to below 1, that the model keeps of what it has become while "
-                    f"an average was on its way; got {mix!r} with delay_steps={self.delay_steps}: "
-                    + ("take less" if self.delay_steps else "leave it out, or give delay_steps")
-                )
-        object.__setattr__(self, "mix_share", share)
+        return USUAL_LOCAL_WEIGHT if self.delay_steps and not algorithm.sends_few_entries else 0.0
 
     @property
     def meets_in_subgroups(self) -> bool:

@@ -23,21 +23,16 @@ class ShardedReplica(Replica):
 
     Args:
         module: One on which `fully_shard` was called; it has all trained parameters.
-        process_group: As of `LocalSGD`.
-        mesh: As of `LocalSGD`.
+        replicas: As of `LocalSGD`.
 
     Raises:
         AttachError: It is not sharded as it must be, or attached, or the group is not of equal shards.
-        ConfigError: Both a group and a mesh are given.
     """
 
     is_sharded = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        process_group: dist.ProcessGroup | Transport | None,
-        mesh: DeviceMesh | None,
+        self, module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None
     ) -> None:
         sharded = ShardedModel(module)
         own = sharded.mesh()
@@ -46,8 +41,9 @@ class ShardedReplica(Replica):
                 "replicate averages this model's gradients in every step; pass the plain module instead, "
                 "without replicate"
             )
-        if not isinstance(process_group, Transport):
-            process_group = replicas_of(sharded, process_group, mesh)
+        if not isinstance(replicas, Transport):
+            group, mesh = (None, replicas) if isinstance(replicas, DeviceMesh) else (replicas, None)
+            replicas = replicas_of(sharded, group, mesh)
         pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
         refuse_attached(
             pieces.values(),
@@ -55,7 +51,7 @@ class ShardedReplica(Replica):
             "change nothing; leave out one of the two",
         )
         inside = ProcessGroupTransport(own.get_group(), torch.device(own.device_type))
-        super().__init__(process_group, inside, pieces)
+        super().__init__(replicas, inside, pieces)
         self._module = module
 
     def show_shards(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,27 +13,14 @@ from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.schedule import Schedule
+from thinwire.fronts.local_sgd.settings import Warmup
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
-__all__ = ["check_gradient_settings", "checked_device", "checked_optimizer"]
-
-
-def checked_device(outer_device: Any) -> torch.device | None:
-    """Return where last averages are kept; None for where the model is.
-
-    Raises:
-        ConfigError: It is no device.
-    """
-    try:
-        return None if outer_device is None else torch.device(outer_device)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f'outer_device must be a device such as "cpu", or None, got {outer_device!r}'
-        ) from error
+__all__ = ["check_gradient_settings", "checked_optimizer"]
 
 
 def check_gradient_settings(
-    schedule: Schedule, on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, warmup_algorithm: object
+    schedule: Schedule, on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, warmup: Warmup
 ) -> None:
     """Refuse settings of gradients where none are averaged, or not by all.
 
@@ -42,7 +28,7 @@ def check_gradient_settings(
         schedule: What is averaged over whom.
         on_nonfinite: As the user gave it.
         grad_scaler: The scaler, if there is one.
-        warmup_algorithm: As the user gave it.
+        warmup: As the user gave it.
 
     Raises:
         ConfigError: One is no choice, or not one with this model, scaler or subgroup, or without a warm-up.
@@ -57,15 +43,11 @@ def check_gradient_settings(
             'on_nonfinite="raise" does not go with a subgroup: processes of other subgroups would not '
             'raise; use "zero"'
         )
-    given = f"warmup_algorithm={warmup_algorithm}"
-    if warmup_algorithm is not None and not schedule.warmup_steps:
+    if warmup.algorithm is not None and not schedule.has_ddp:
         raise ConfigError(
-            f"{given} is for the warm-up, and warmup_steps is 0; say how many steps it has, or leave it out"
-        )
-    if warmup_algorithm is not None and not schedule.has_ddp:
-        raise ConfigError(
-            f"{given} averages the gradients of a DDP model in the warm-up; of this model, a plain module, "
-            "the parameters are averaged; wrap it in DistributedDataParallel, or leave it out"
+            f"algorithm={warmup.algorithm} averages the gradients of a DDP model in the warm-up; of this "
+            "model, a plain module, the parameters are averaged; wrap it in DistributedDataParallel, or "
+            "leave it out"
         )
 
 
