@@ -17,7 +17,7 @@ from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
 from thinwire.sync.lane import Lane
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order, without_shards
+from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order
 from thinwire.version import __version__
 
 __all__ = ["Lanes", "Parts", "Specs"]
@@ -364,9 +364,7 @@ class Lanes:
 
         Where the parameters are not known yet, whether it is of this model shows at the first step.
         """
-        loaded = without_shards(loaded)
-        if self.all_known:
-            loaded = fitting(loaded, self.known_specs)
+        loaded = fitting(loaded, self.known_specs if self.all_known else None)
         memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})
         self.memory = memory
         # Into memory when lanes are opened: its order there, and the device, are not known before.

@@ -28,7 +28,6 @@ __all__ = [
     "names_in",
     "packed_state",
     "slot_names",
-    "without_shards",
 ]
 
 STATE_VERSION = 4
@@ -353,24 +352,14 @@ def _check_range(key: str, tensors: Mapping[str, torch.Tensor], specs: Mapping[s
             )
 
 
-def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec]) -> LoadedState:
-    """Return the part of a state that is about parameters of this model.
-
-    Args:
-        loaded: The state.
-        specs: The parameters of this model.
-    """
+def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec] | None) -> LoadedState:
+    """Return the part of a state that is of these parameters (None: any), and of no single shard of one."""
     slots = {
-        slot: {label: each for label, each in tensors.items() if specs.keys() >= names_in(label)}
-        for slot, tensors in loaded.slots.items()
-    }
-    return loaded._replace(slots=slots)
-
-
-def without_shards(loaded: LoadedState) -> LoadedState:
-    """Return a state without what is of some shard of a parameter only."""
-    slots = {
-        slot: {label: each for label, each in tensors.items() if SHARD_MARK not in label}
+        slot: {
+            label: each
+            for label, each in tensors.items()
+            if SHARD_MARK not in label and (specs is None or specs.keys() >= names_in(label))
+        }
         for slot, tensors in loaded.slots.items()
     }
     return loaded._replace(slots=slots)
