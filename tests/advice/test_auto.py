@@ -486,6 +486,6 @@ def _sharded() -> dict[str, Any]:
     model = layers()
     fully_shard(model, mesh=mesh["shard"])
     told: list[str] = []
-    chooser = _trained(model, told, mesh=mesh)
+    chooser = _trained(model, told, replicas=mesh)
     assert engine_of(chooser.sync).settings.together is not None
     return _found(chooser, told)

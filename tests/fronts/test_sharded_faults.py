@@ -46,7 +46,7 @@ def _until_lost(setting: crash.Setting) -> tuple[int, str, str, int, bool, bool]
     setting.join_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(language(), mesh["shard"])
-    sync = attach(model, POWER, mesh=mesh["replicate"])
+    sync = attach(model, POWER, replicas=mesh["replicate"])
     schedule = [fail_at(1, AT, "kill", after_messages=2)] if setting.process_rank == LOST else []
     error: BaseException | None = None
     with faults(sync, schedule):
@@ -76,7 +76,7 @@ def test_a_message_that_is_not_finite_is_one_step_lost_everywhere(pool4: Pool, o
 
 def _nonfinite(on_nonfinite: Any) -> tuple[int, int, bool, bool, bool]:
     model = sharded(language(), mesh_of()["shard"])
-    sync = attach(model, POWER, mesh=mesh_of(), on_nonfinite=on_nonfinite)
+    sync = attach(model, POWER, replicas=mesh_of(), on_nonfinite=on_nonfinite)
     schedule = [fail_at(1, AT, "non-finite")] if dist.get_rank() == LOST else []
     with faults(sync, schedule) as struck:
         for step in range(4):
@@ -107,7 +107,7 @@ def test_a_watch_sees_what_its_process_sends(pool4: Pool, tmp_path: Path) -> Non
 
 def _watched(folder: Path) -> tuple[Any, ...]:
     model = sharded(language(), mesh_of()["shard"])
-    sync = attach(model, POWER, mesh=mesh_of())
+    sync = attach(model, POWER, replicas=mesh_of())
     path = folder / f"{dist.get_rank()}.jsonl"
     with Watch(sync, path, norms_every_steps=1) as watch:
         for step in range(3):

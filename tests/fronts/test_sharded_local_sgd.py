@@ -282,7 +282,7 @@ def _diverged() -> tuple[str, bool]:
 def test_what_cant_be_averaged_is_told_what_to_do(pool4: Pool) -> None:
     for found in pool4.run(_refused):
         for case, words in {
-            "no replicas": 'mesh=mesh["replicate"]',
+            "no replicas": 'mesh["replicate"]',
             "native": "a mesh of two dimensions",
             "subgroup": "whose replicas are its fast groups",
             "FSDP1": "shard it with torch.distributed.fsdp.fully_shard",
@@ -303,10 +303,10 @@ def _refused() -> dict[str, str]:
 
     with LocalSGD(model, optimizer, every_steps=2, mesh=mesh) as local:
         joined = error_of(local.join_hook)
-        inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), mesh=mesh["replicate"]))
+        inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), replicas=mesh["replicate"]))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     attached = sharded(language(), mesh["shard"])
-    attach(attached, PowerSGD(matrix_rank=2), mesh=mesh)
+    attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
     return {
         "attached inside": inside,
         "attached": error(attached, mesh=mesh["replicate"]),

@@ -414,7 +414,7 @@ def test_the_front_of_sharded_models(host_check: bool) -> None:
         [piece.spec for piece in pieces],
         Settings(host_check=host_check),
     )
-    front = ShardedFront(engine, OnDevice(), Mock(), pieces, overlap=False)
+    front = ShardedFront(engine, OnDevice(), Mock(), pieces)
     front._has_order = True  # which is agreed upon in the first step, with waits
 
     def step() -> None:

@@ -36,7 +36,7 @@ def _of_gradients(prediction: Prediction) -> dict[str, str]:
     algorithm = f"thinwire.{prediction.name}"
     return {
         "DDP": prediction.code,
-        "FSDP2": (f'{SHARDING}thinwire.attach(model, {algorithm}, mesh=mesh["replicate"])'),
+        "FSDP2": (f'{SHARDING}thinwire.attach(model, {algorithm}, replicas=mesh["replicate"])'),
         "Accelerate": (
             f"model, optimizer = accelerator.prepare(model, optimizer)\nthinwire.attach(model, {algorithm})"
         ),

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,7 +66,7 @@ def advise(
     one_step: OneStep,
     probe: Probe | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
     budget_seconds: float = 30.0,
     least_gain: float = 0.05,
     budget_loss: float = 0.01,
@@ -90,7 +91,7 @@ def advise(
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
         probe: Of the network; None to probe the default process group now, which is collective. Of a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
-        mesh: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
+        replicas: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
             case, of which four are not timed: of a large model, and of a sharded one, they take longer.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
@@ -126,11 +127,11 @@ def advise(
     module, device = _trainable(model)
     # DTensors take seconds to import; with a sharded model that is done.
     sharded = import_module("thinwire.advice.sharded") if is_fsdp2(module) else None
-    if sharded is None and mesh is not None:
-        raise ConfigError("mesh is for models of fully_shard; leave it out")
+    if sharded is None and replicas is not None:
+        raise ConfigError("replicas is for models of fully_shard; leave it out")
     transport = ProcessGroupTransport()
     if probe is None:
-        probe = measure_network() if sharded is None else sharded.probed_between_replicas(module, mesh)
+        probe = measure_network() if sharded is None else sharded.probed_between_replicas(module, replicas)
     # Without it every large message would seem to take as long as the largest that was probed.
     probe.known_rate()
     shards = 1 if sharded is None else sharded.shards_of(module).size

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -59,7 +60,7 @@ class Sharded:
         def front_for(code: str) -> ShardedFront:
             algorithm = variants[code].algorithm
             engine = Engine(algorithm, transport, specs_of(pieces), Settings(together=together))
-            return ShardedFront(engine, shards, sharded, pieces, overlap=True)
+            return ShardedFront(engine, shards, sharded, pieces)
 
         for code, variant in priced().items():
             named = replace(variant, code=NATIVE) if code == BASELINE else variant
@@ -93,10 +94,9 @@ class Sharded:
                 "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
                 "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
             )
-        replicas = 'mesh=mesh["replicate"]'
         if prediction.averages_less_often:
-            return f"{SHARDING}{prediction.code.removesuffix('):')}, {replicas}):"
-        return f"{SHARDING}thinwire.attach(model, {prediction.code}, {replicas})"
+            return f'{SHARDING}{prediction.code.removesuffix("):")}, mesh=mesh["replicate"]):'
+        return f'{SHARDING}thinwire.attach(model, {prediction.code}, replicas=mesh["replicate"])'
 
 
 def shards_of(model: nn.Module) -> Transport:
@@ -121,25 +121,25 @@ def shards_of(model: nn.Module) -> Transport:
     return ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
 
 
-def probed_between_replicas(model: nn.Module, mesh: DeviceMesh | None) -> Probe:
+def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
     """Probe the links between replicas, by the first process of each; the same on all of a replica.
 
     Args:
         model: Of `fully_shard`.
-        mesh: As of `attach`.
+        replicas: As of `attach`.
 
     Raises:
         ConfigError: It is not known where the other replicas are.
         AttachError: The mesh is not of equal shards.
     """
-    if mesh is None:
+    if replicas is None:
         raise ConfigError(
             "a sharded model does not tell where its other replicas are: pass a probe of one process per "
-            'replica (thinwire probe --save), or mesh=mesh["replicate"] to probe now'
+            'replica (thinwire probe --save), or replicas=mesh["replicate"] to probe now'
         )
-    shards, replicas = shards_of(model), replicas_of(ShardedModel(model), None, mesh)
+    shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
     # One shard alone: all at once they would share the link, each at moments of its own.
-    own = measure_network(replicas).to_json() if shards.rank == 0 else ""
+    own = measure_network(group).to_json() if shards.rank == 0 else ""
     first, *_ = gather_bytes(own.encode(), shards, "advise: the probe")
     return Probe.from_json(first.decode())
 

@@ -173,7 +173,7 @@ class _StillWhole:
                 f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so neither "
                 "DDP nor Thinwire sees their gradients, and nobody averages them; call fully_shard on the "
                 "plain module, without DDP, then thinwire.attach(module, algorithm, "
-                'mesh=mesh["replicate"]), and make the optimizer last'
+                'replicas=mesh["replicate"]), and make the optimizer last'
             )
 
 
@@ -295,7 +295,7 @@ def wrong_model(given: object) -> str:
         return (
             f"{expected}, which FSDP has sharded; thinwire.attach takes models of fully_shard (FSDP2), not "
             "of FullyShardedDataParallel (FSDP1): shard it with fully_shard over a mesh of one replica, and "
-            'attach(model, algorithm, mesh=mesh["replicate"])'
+            'attach(model, algorithm, replicas=mesh["replicate"])'
         )
     if isinstance(given, torch.nn.DataParallel):
         return (
@@ -307,7 +307,7 @@ def wrong_model(given: object) -> str:
         return (
             f"{expected}, whose parameters lie on several processes (tensor parallelism), which does not go "
             "with Thinwire yet; shard the plain module with fully_shard, and attach(model, algorithm, "
-            'mesh=mesh["replicate"])'
+            'replicas=mesh["replicate"])'
         )
     first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
     return f"{expected}; {first}wrap it first: torch.nn.parallel.DistributedDataParallel(model)"

@@ -67,7 +67,7 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
         )
         model, optimizer = accelerator.prepare(model, optimizer)
         mesh = accelerator.torch_device_mesh["dp_replicate"]
-        sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), mesh=mesh)
+        sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), replicas=mesh)
         accelerator.register_for_checkpointing(sync)
 
     Without `attach` nobody averages between replicas. Takes what Accelerate's own takes.

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -74,7 +75,7 @@ def attach(
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
             train on their own, and their models are averaged every so many steps, before each evaluation and
             checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
-            with the replicas' `mesh=…` too, unless a partial has that or a `process_group`. DDP is built
+            with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
             without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
@@ -200,19 +201,9 @@ class ThinwireCallback(TrainerCallback):
                 "hyperparameter_search is not supported: its checkpoints have folders of their own"
             )
         accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
-        scaler, is_sharded = accelerator.scaler, self._trainer.is_fsdp_enabled
-        # What a partial was given stays.
-        given = getattr(self._algorithm, "keywords", {}).keys() & {"mesh", "process_group"}
-        is_mesh_ours = is_sharded and not given
-        options = {"mesh": accelerator.torch_device_mesh["dp_replicate"]} if is_mesh_ours else {}
-        if not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm):
-            # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
-            if self.local is not None:
-                self.local.__exit__(AttachError, None, None)
-            local = new_local(partial(self._algorithm, **options), model, self._trainer.optimizer, scaler)
-            if state.global_step > 0:
-                local.load_state_dict(self._saved_state(args, state))
-            self.local, self._sync = local.__enter__(), local.sync
+        scaler, options = accelerator.scaler, self._replicas()
+        if self._averages_models:
+            self._enter(args, state, scaler, options)
             return
         # A second train() goes on with the same one.
         if model is not self._model:
@@ -227,6 +218,19 @@ class ThinwireCallback(TrainerCallback):
         # The step is the checkpoint's here: the Trainer has resumed.
         if state.global_step > 0:
             self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
+
+    def _enter(
+        self, args: TrainingArguments, state: TrainerState, scaler: Any, options: Mapping[str, Any]
+    ) -> None:
+        # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+        if self.local is not None:
+            self.local.__exit__(AttachError, None, None)
+        trainer = self._trainer
+        make = partial(cast(Makes, self._algorithm), **options)
+        local = new_local(make, trainer.model_wrapped, trainer.optimizer, scaler)
+        if state.global_step > 0:
+            local.load_state_dict(self._saved_state(args, state))
+        self.local, self._sync = local.__enter__(), local.sync
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -320,6 +324,18 @@ class ThinwireCallback(TrainerCallback):
         state.log_history[-1].update(metrics)
 
     @property
+    def _averages_models(self) -> bool:
+        return not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm)
+
+    def _replicas(self) -> dict[str, Any]:
+        """Return where an FSDP2 model's replicas are, as an argument; nothing if a partial has it."""
+        given = getattr(self._algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
+        if given or not self._trainer.is_fsdp_enabled:
+            return {}
+        mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
+        return {"mesh" if self._averages_models else "replicas": mesh}
+
+    @property
     def _handle(self) -> GradientSync | LocalSGD:
         return self.sync if self.local is None else self.local
 
@@ -337,7 +353,7 @@ class ThinwireCallback(TrainerCallback):
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
                 "from another, or start anew from its weights: Model.from_pretrained(folder)"
             )
-        if isinstance(self._algorithm, Algorithm) or makes_auto(self._algorithm):
+        if not self._averages_models:
             return load(folder / STATE_NAME)
         try:
             remembered: dict[str, Any] = torch.load(folder / STATE_NAME, weights_only=True)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.channel import ProcessGroupTransport, Transport
-from thinwire.errors import AttachError
+from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.sharded.front import refuse_attached
 from thinwire.fronts.sharded.model import Piece, ShardedModel, pieces_of, replicas_of, reshard
@@ -47,7 +47,9 @@ class ShardedReplica(Replica):
                 "without replicate"
             )
         if not isinstance(process_group, Transport):
-            process_group = replicas_of(sharded, process_group, mesh)
+            if process_group is not None and mesh is not None:
+                raise ConfigError("got process_group and mesh, which say the same; pass one of them")
+            process_group = replicas_of(sharded, process_group if mesh is None else mesh)
         pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
         refuse_attached(
             pieces.values(),

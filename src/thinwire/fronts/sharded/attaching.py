@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
-from thinwire.checks import true_or_false
 from thinwire.errors import AttachError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
@@ -28,24 +27,20 @@ def attach_sharded(
     model: torch.nn.Module,
     algorithm: Algorithm,
     *,
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
     loss_scale: LossScale | None = None,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
-    overlap: bool = True,
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
     Args:
         model: One on which `fully_shard` or `replicate` was called; they have all trained parameters.
         algorithm: As of `attach`.
-        process_group: As of `attach`.
-        mesh: As of `attach`.
+        replicas: As of `attach`.
         loss_scale: As of `Settings`.
         host_check: As of `attach`.
         on_nonfinite: As of `attach`.
-        overlap: As of `attach`.
 
     Raises:
         AttachError: The model, or the group, can't be attached.
@@ -54,18 +49,17 @@ def attach_sharded(
         GradientError: A parameter's gradient can't be averaged by the algorithm.
         CommunicationError: A collective failed.
     """
-    overlap = true_or_false("overlap", overlap)
     sharded = ShardedModel(model)
-    replicas = replicas_of(sharded, process_group, mesh)
+    group = replicas_of(sharded, replicas)
     pieces = pieces_of(model, sharded)
     refuse_attached(pieces, "switch its algorithm with sync.use(…), where sync is what attach returned")
     trained = [piece for piece in pieces if piece.parameter.requires_grad]
     if not trained:
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
     device = local_of(trained[0].parameter).device
-    transport = ProcessGroupTransport(replicas, device)
+    transport = ProcessGroupTransport(group, device)
     refuse_averaged_twice((piece.parameter for piece in trained), transport, AttachError)
-    if device.type == "cpu" and ProcessGroupTransport(replicas).control_device.type != "cpu":
+    if device.type == "cpu" and ProcessGroupTransport(group).control_device.type != "cpu":
         raise AttachError(
             "gradients are on the CPU (CPUOffloadPolicy), which the replicas' group can't send from; "
             'call init_process_group("cpu:gloo,cuda:nccl")'
@@ -92,7 +86,7 @@ def attach_sharded(
         sharded.stop_averaging()
     # Behind all that is compared: replicas of unlike shapes would wait for each other in here.
     copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
-    front = ShardedFront(engine, shards, sharded, pieces, overlap=overlap)
+    front = ShardedFront(engine, shards, sharded, pieces)
     # Last: hooks of an attach that was refused would stay on the model.
     front.register(model)
     warn_of_shared_cards(engine, transport)
