@@ -16,9 +16,8 @@ from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import attach_ddp
 from thinwire.fronts.ddp_model import is_fsdp2
-from thinwire.sync import GradientSync
-from thinwire.sync.loss_scale import loss_scale_of
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync import GradientSync, Settings
+from thinwire.sync.nonfinite import OnNonfinite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -100,8 +99,7 @@ def attach(
             f"got {type(model).__name__} for the model and {type(algorithm).__name__} for the algorithm; "
             "write attach(model, algorithm)"
         )
-    loss_scale = loss_scale_of(grad_scaler)
-    checked_on_nonfinite(on_nonfinite, grad_scaler)
+    settings = Settings.of(grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite)
     if getattr(algorithm, "sends_few_entries", False):
         logger.warning(
             "%s is meant for models that are averaged every few steps: pass it to LocalSGD or DiLoCo. For "
@@ -113,14 +111,7 @@ def attach(
     if is_fsdp2(plain):
         # DTensors take seconds to import; with a sharded model that is done.
         attach_sharded = import_module("thinwire.fronts.sharded").attach_sharded
-        sync: GradientSync = attach_sharded(
-            plain,
-            algorithm,
-            replicas=replicas,
-            loss_scale=loss_scale,
-            host_check=host_check,
-            on_nonfinite=on_nonfinite,
-        )
+        sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
         return sync
     is_ddp = isinstance(plain, DistributedDataParallel)
     if is_ddp and replicas is not None:
@@ -129,6 +120,4 @@ def attach(
             "DistributedDataParallel(model, process_group=…)"
         )
     # What is neither is refused there, with what was expected.
-    return attach_ddp(
-        model, algorithm, loss_scale=loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
-    )
+    return attach_ddp(model, algorithm, settings)

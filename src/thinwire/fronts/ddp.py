@@ -3,7 +3,8 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -34,8 +35,6 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Specs
-from thinwire.sync.loss_scale import LossScale
-from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.step import Step
 
 __all__ = ["BucketFront", "attach_ddp", "front_of", "thinwire_hook"]
@@ -43,22 +42,13 @@ __all__ = ["BucketFront", "attach_ddp", "front_of", "thinwire_hook"]
 PATIENCE_SECONDS = 10.0
 
 
-def attach_ddp(
-    ddp_model: torch.nn.Module,
-    algorithm: Algorithm,
-    *,
-    loss_scale: LossScale | None = None,
-    host_check: bool = True,
-    on_nonfinite: OnNonfinite = "nan",
-) -> GradientSync:
+def attach_ddp(ddp_model: torch.nn.Module, algorithm: Algorithm, settings: Settings) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model.
 
     Args:
         ddp_model: A `DistributedDataParallel` model, or the result of `torch.compile` on one.
         algorithm: As of `attach`.
-        loss_scale: As of `Settings`.
-        host_check: As of `attach`.
-        on_nonfinite: As of `attach`.
+        settings: Of its steps.
 
     Raises:
         AttachError: The model can't be attached.
@@ -69,9 +59,7 @@ def attach_ddp(
     # Gradients are on the parameters' device, which is known on CPUs too, where DDP has no device_ids.
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
-    front = front_of(
-        model, algorithm, transport, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
-    )
+    front = front_of(model, algorithm, transport, settings)
     register(model, front, thinwire_hook)
     warn_of_shared_cards(front.engine, transport)
     return front.sync
@@ -81,11 +69,7 @@ def front_of(
     model: DistributedDataParallel,
     algorithm: Algorithm,
     transport: Transport,
-    loss_scale: LossScale | None = None,
-    *,
-    host_check: bool = True,
-    on_nonfinite: OnNonfinite = "nan",
-    typed: Mapping[str, str] | None = None,
+    settings: Settings = Settings(),  # noqa: B008 - frozen
 ) -> "BucketFront":
     """Return a front that knows the model's parameters by name; not registered yet.
 
@@ -93,10 +77,7 @@ def front_of(
         model: The DDP model.
         algorithm: How gradients become their mean.
         transport: Over the model's group.
-        loss_scale: As of `Settings`.
-        host_check: As of `attach`.
-        on_nonfinite: As of `attach`.
-        typed: As of `Settings`.
+        settings: Of its steps.
 
     Raises:
         AttachError: The model has an option under which DDP does not hand over all gradients.
@@ -106,13 +87,7 @@ def front_of(
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
-    settings = Settings(
-        loss_scale,
-        may_be_unused=model.find_unused_parameters,
-        host_check=host_check,
-        on_nonfinite=on_nonfinite,
-        typed=typed or {},
-    )
+    settings = replace(settings, may_be_unused=model.find_unused_parameters)
     engine = Engine(algorithm, transport, specs, settings)
     return BucketFront(engine, names, model)
 

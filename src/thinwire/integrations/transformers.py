@@ -28,9 +28,9 @@ from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
 from thinwire.fronts.local_sgd import LocalSGD
-from thinwire.integrations.local import Makes, checked_averaging, makes_auto, new_local
+from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.watch.writers import metrics_of
 
 try:
@@ -60,6 +60,7 @@ def attach(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = True,
+    host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
 ) -> ThinwireCallback:
     """Let `algorithm` average whenever `trainer` trains in several processes.
@@ -81,6 +82,8 @@ def attach(
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
+        host_check: See `thinwire.attach`, whose `grad_scaler` is the Trainer's own. False needs
+            `ddp_find_unused_parameters=False` in the arguments.
         on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
 
     Returns:
@@ -88,7 +91,8 @@ def attach(
 
     Raises:
         ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
-            with what makes a `LocalSGD`, or `on_nonfinite` with that or `auto`, where it has no effect.
+            with what makes a `LocalSGD`, or `host_check` or `on_nonfinite` with that or `auto`, where they
+            have no effect.
         AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
             can't be attached shows in `train`.)
     """
@@ -106,19 +110,16 @@ def attach(
                 "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
                 "with the ParallelismConfig of thinwire.integrations.accelerate"
             )
-    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, checked_on_nonfinite(on_nonfinite))
-    if makes_auto(algorithm):
-        if on_nonfinite != "nan":
-            raise ConfigError(
-                "on_nonfinite has no effect here; give it to functools.partial(thinwire.auto, on_nonfinite=…)"
-            )
-    elif not isinstance(algorithm, Algorithm):
-        if not strict or on_nonfinite != "nan":
-            raise ConfigError(
-                "strict and on_nonfinite have no effect on models that are averaged; leave strict out, and "
-                "give on_nonfinite to what makes the LocalSGD: "
-                "functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
-            )
+    steps = checked_steps(host_check, on_nonfinite)
+    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, **steps)
+    if steps and not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"{', '.join(steps)} would have no effect here; give it to what is called: "
+            "functools.partial(thinwire.auto, on_nonfinite=…)"
+        )
+    if callback.averages_models:
+        if not strict:
+            raise ConfigError("strict has no effect on models that are averaged; leave it out")
         if trainer.args.ddp_find_unused_parameters is None and trainer.accelerator.ddp_handler is not None:
             # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
             trainer.accelerator.ddp_handler.find_unused_parameters = False
@@ -144,7 +145,7 @@ class ThinwireCallback(TrainerCallback):
         algorithm: What averages; see `attach`.
         checkpoint: See `attach`.
         strict: See `attach`.
-        on_nonfinite: See `attach`.
+        steps: What `thinwire.attach` takes besides: `host_check` and `on_nonfinite`.
     """
 
     def __init__(
@@ -153,13 +154,13 @@ class ThinwireCallback(TrainerCallback):
         algorithm: Algorithm | Makes,
         checkpoint: str | os.PathLike[str] | None = None,
         strict: bool = True,
-        on_nonfinite: OnNonfinite = "nan",
+        **steps: Any,
     ) -> None:
         self._trainer = trainer
         self._algorithm = algorithm
         self._checkpoint = checkpoint
         self._strict = strict
-        self._on_nonfinite = on_nonfinite
+        self._steps = steps
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
         self.local: LocalSGD | None = None
@@ -202,14 +203,14 @@ class ThinwireCallback(TrainerCallback):
             )
         accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
         scaler, options = accelerator.scaler, self._replicas()
-        if self._averages_models:
+        if self.averages_models:
             self._enter(args, state, scaler, options)
             return
         # A second train() goes on with the same one.
         if model is not self._model:
             if isinstance(self._algorithm, Algorithm):
                 self._sync = attach_model(
-                    model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite, **options
+                    model, self._algorithm, grad_scaler=scaler, **self._steps, **options
                 )
             elif makes_auto(self._algorithm):
                 self.auto = self._algorithm(model, self._trainer.optimizer, grad_scaler=scaler, **options)
@@ -324,7 +325,8 @@ class ThinwireCallback(TrainerCallback):
         state.log_history[-1].update(metrics)
 
     @property
-    def _averages_models(self) -> bool:
+    def averages_models(self) -> bool:
+        """Whether models are averaged, and not gradients."""
         return not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm)
 
     def _replicas(self) -> dict[str, Any]:
@@ -333,7 +335,7 @@ class ThinwireCallback(TrainerCallback):
         if given or not self._trainer.is_fsdp_enabled:
             return {}
         mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
-        return {"mesh" if self._averages_models else "replicas": mesh}
+        return {"mesh" if self.averages_models else "replicas": mesh}
 
     @property
     def _handle(self) -> GradientSync | LocalSGD:
@@ -353,7 +355,7 @@ class ThinwireCallback(TrainerCallback):
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
                 "from another, or start anew from its weights: Model.from_pretrained(folder)"
             )
-        if not self._averages_models:
+        if not self.averages_models:
             return load(folder / STATE_NAME)
         try:
             remembered: dict[str, Any] = torch.load(folder / STATE_NAME, weights_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -17,8 +19,6 @@ from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_o
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.loss_scale import LossScale
-from thinwire.sync.nonfinite import OnNonfinite
 
 __all__ = ["attach_sharded"]
 
@@ -26,11 +26,8 @@ __all__ = ["attach_sharded"]
 def attach_sharded(
     model: torch.nn.Module,
     algorithm: Algorithm,
-    *,
-    replicas: dist.ProcessGroup | DeviceMesh | None = None,
-    loss_scale: LossScale | None = None,
-    host_check: bool = True,
-    on_nonfinite: OnNonfinite = "nan",
+    replicas: dist.ProcessGroup | DeviceMesh | None,
+    settings: Settings,
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
@@ -38,9 +35,7 @@ def attach_sharded(
         model: One on which `fully_shard` or `replicate` was called; they have all trained parameters.
         algorithm: As of `attach`.
         replicas: As of `attach`.
-        loss_scale: As of `Settings`.
-        host_check: As of `attach`.
-        on_nonfinite: As of `attach`.
+        settings: Of its steps.
 
     Raises:
         AttachError: The model, or the group, can't be attached.
@@ -70,7 +65,7 @@ def attach_sharded(
         shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
     together = shards if shards.size > 1 else None
-    settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite, together=together)
+    settings = replace(settings, together=together)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
     tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
