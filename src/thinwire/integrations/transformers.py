@@ -293,12 +293,8 @@ class ThinwireCallback(TrainerCallback):
             return
         # On all processes, though one writes: the state is collective.
         remembered, file = self._handle.state_dict(), _folder(args, state) / STATE_NAME
-        if not args.should_save:
-            return
-        if self.local is None:
+        if args.should_save:
             save(remembered, file)
-        else:
-            torch.save(remembered, file)
 
     def on_log(
         self,
@@ -355,16 +351,7 @@ class ThinwireCallback(TrainerCallback):
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
                 "from another, or start anew from its weights: Model.from_pretrained(folder)"
             )
-        if not self.averages_models:
-            return load(folder / STATE_NAME)
-        try:
-            remembered: dict[str, Any] = torch.load(folder / STATE_NAME, weights_only=True)
-        # torch raises what it likes for what it can't read.
-        except Exception as error:
-            raise StateError(
-                f"{folder / STATE_NAME} can't be read: {error}; resume from an earlier checkpoint"
-            ) from error
-        return remembered
+        return load(folder / STATE_NAME)
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:
