@@ -166,7 +166,7 @@ def test_the_package_shows_its_public_names_and_no_inner_rooms() -> None:
 def test_a_handle_shows_what_is_the_users_and_the_reference_tells_all_of_it() -> None:
     shown = [name for name in dir(thinwire.GradientSync) if not name.startswith("_")]
     assert shown == [
-        "abandon", "algorithm", "distributed_state",
+        "abandon", "algorithm", "detach", "distributed_state",
         "load_state_dict", "plan", "state_dict", "stats", "steps", "use",
     ]  # fmt: skip
     reference = (SOURCE.parents[1] / "docs" / "api.md").read_text()

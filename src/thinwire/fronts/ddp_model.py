@@ -23,6 +23,7 @@ __all__ = [
     "ddp_model_of",
     "ddp_models_with",
     "dense_buffer",
+    "guard",
     "hook_of",
     "is_fsdp2",
     "is_sharded",
@@ -31,6 +32,7 @@ __all__ = [
     "plain_name",
     "refuse_training_of_copies",
     "register",
+    "unguard",
     "wrong_model",
 ]
 
@@ -42,9 +44,7 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook.
-
-    If it is Thinwire's, copies of the model refuse to be trained without one, and the model if it is sharded.
+    """Register a communication hook, and `guard` the model if it is Thinwire's.
 
     Args:
         model: The DDP model.
@@ -61,7 +61,7 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
         # DDP notes a hook before it finds that it can't have it.
         model._comm_hooks.pop()
         model.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
-        remedy = "if it is Thinwire's, switch its algorithm with sync.use(…)"
+        remedy = "if it is Thinwire's, switch its algorithm with sync.use(…), or call sync.detach() first"
         if name == _refusing_hook.__qualname__:
             remedy = (
                 "this model is a copy, and since its first forward pass with gradients it has one that "
@@ -72,8 +72,21 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
             f"the model has a communication hook already, and DDP allows one only; {remedy}"
         ) from error
     if hook_of(model)[1]:
-        refuse_training_of_copies(model)
-        model.register_forward_pre_hook(_StillWhole(model))
+        guard(model)
+
+
+def guard(model: DistributedDataParallel) -> None:
+    """Let copies of an attached model refuse to be trained without a hook, and the model if it is sharded."""
+    refuse_training_of_copies(model)
+    model.register_forward_pre_hook(_StillWhole(model))
+
+
+def unguard(model: DistributedDataParallel) -> None:
+    """Undo `guard`."""
+    model.__dict__.pop("__deepcopy__", None)
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _StillWhole):
+            del model._forward_pre_hooks[number]
 
 
 def check_options(model: DistributedDataParallel) -> None:

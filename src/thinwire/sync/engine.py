@@ -145,7 +145,7 @@ class Engine:
 
     def use(self, algorithm: Algorithm) -> None:
         """As `GradientSync.use`."""
-        self._check_between_steps("use()")
+        self.check_between_steps("use()")
         self._lanes.use(algorithm)
 
     # Steps.
@@ -268,7 +268,12 @@ class Engine:
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(committed)
 
-    def _check_between_steps(self, call: str) -> None:
+    def check_between_steps(self, call: str) -> None:
+        """Refuse a call during a backward pass.
+
+        Raises:
+            StepError: A step is under way.
+        """
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
@@ -423,7 +428,7 @@ class Engine:
         Raises:
             StepError: A step is under way.
         """
-        self._check_between_steps("regroup()")
+        self.check_between_steps("regroup()")
         self._lanes.regroup(error_scale)
         self._kept_errors = None
 
@@ -464,7 +469,7 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`."""
-        self._check_between_steps("state_dict()")
+        self.check_between_steps("state_dict()")
         lanes, purpose = self._lanes, f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
             # First of all: where processes differ, none has changed its memory.
@@ -517,7 +522,7 @@ class Engine:
             StateError: It is not such a state, damaged, of a later version, or of another model.
             StepError: A step is under way.
         """
-        self._check_between_steps("load_state_dict()")
+        self.check_between_steps("load_state_dict()")
         lanes = self._lanes
         if specs is None and lanes.all_known:
             specs = lanes.specs

@@ -86,7 +86,7 @@ def attach_sharded(
     front.register(model)
     warn_of_shared_cards(engine, transport)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
-    return ShardedSync(engine, shards, own, front.forget_pass)
+    return ShardedSync(engine, shards, own, front.forget_pass, front.detach)
 
 
 def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:

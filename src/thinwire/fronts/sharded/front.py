@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.algorithms import Bucket
 from thinwire.channel import Transport, gather_bytes
@@ -99,6 +100,7 @@ class ShardedFront:
         # Of the buckets in order, how many may be started before the end of a pass.
         self._num_early = 0
         device = local_of(self._pieces[0].parameter).device
+        self._handles: list[RemovableHandle] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -110,10 +112,19 @@ class ShardedFront:
         Args:
             model: The root module.
         """
-        for piece in self._pieces:
+        self._handles = [
             piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+            for piece in self._pieces
+        ]
         # Behind FSDP2's own, which is the first: it may have taken new parameters just now.
-        model.register_forward_pre_hook(disable_dynamo(lambda root, _: self.check_before_forward(root)))
+        check = disable_dynamo(lambda root, _: self.check_before_forward(root))
+        self._handles.append(model.register_forward_pre_hook(check))
+
+    def detach(self) -> None:
+        """Undo `register`, and let `replicate` average again."""
+        for handle in self._handles:
+            handle.remove()
+        self._sharded.go_on_averaging()
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
         """Refuse what would go unnoticed: gradients that nobody averages.

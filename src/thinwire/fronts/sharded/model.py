@@ -102,6 +102,7 @@ class ShardedModel:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._states = _states_of(model)
+        self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
         try:
             self.groups = [group for state in self._states for group in _groups_of(state)]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
@@ -202,8 +203,15 @@ class ShardedModel:
         """Let `replicate` reduce over this process alone; it gives each its own gradients then."""
         # FSDP2 all-reduces over a group in any case; over one process that changes nothing.
         group = alone()
-        for each in self.groups:
-            each.mesh_info.replicate_process_group = group
+        for info in {id(each.mesh_info): each.mesh_info for each in self.groups}.values():
+            self._averaging.append((info, info.replicate_process_group))
+            info.replicate_process_group = group
+
+    def go_on_averaging(self) -> None:
+        """Undo `stop_averaging`."""
+        for info, group in self._averaging:
+            info.replicate_process_group = group
+        self._averaging.clear()
 
 
 def _states_of(model: torch.nn.Module) -> list[Any]:

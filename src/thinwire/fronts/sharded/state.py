@@ -35,6 +35,7 @@ class ShardedSync(GradientSync):
         shards: Joins the shards of a replica.
         pieces: What this process has of each trained parameter, by name.
         forget_pass: Called where steps are abandoned.
+        detach: Takes the front off the model; None where none is on it.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class ShardedSync(GradientSync):
         shards: Transport,
         pieces: Mapping[str, Piece],
         forget_pass: Callable[[], None] = lambda: None,
+        detach: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, detach)
         self._shards, self._pieces, self._forget_pass = shards, pieces, forget_pass
 
     def abandon(self) -> None:
