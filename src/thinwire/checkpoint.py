@@ -126,7 +126,7 @@ def _check(state: object) -> None:
     Raises:
         StateError: It is.
     """
-    if isinstance(state, Mapping) and state.keys() >= {"sync", "last_average"}:
+    if isinstance(state, Mapping) and state.keys() >= {"sync", "last_average", "checksum"}:
         # Of a LocalSGD: shapes are its model's to say, when it is loaded.
         check_readable(state)
         check_undamaged(state)
