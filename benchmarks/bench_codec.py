@@ -27,7 +27,8 @@ import peers
 from pages import markdown_table, page, save
 from progress import Progress
 from shapes import SHAPE_SETS, Shape
-from thinwire import BatchedPowerSGD, PowerSGD, Quantize
+from thinwire import PowerSGD, Quantize
+from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from in_turn import InTurn
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.lowrank.config import LowRankRoute
 from thinwire.kernels.dispatch import orthonormal_rows
 from thinwire.plan import ParameterSpec, Plan

@@ -32,7 +32,6 @@ from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, true_
 from pool import Pool, Pools
 from thinwire import (
     AllReduce,
-    BatchedPowerSGD,
     CheckpointError,
     ConfigError,
     GradientSync,
@@ -40,7 +39,7 @@ from thinwire import (
     PowerSGD,
     StateError,
 )
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.checkpoint import load, save
 from thinwire.simulation import Simulation
 

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["EndSignals", "Terminated", "terminated_as_interrupted"]
-
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM has come; as `KeyboardInterrupt`, so that what cleans up after Ctrl-C does so here."""

@@ -19,8 +19,6 @@ from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
 
-__all__ = ["Aggregator", "AlgorithmAggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
-
 
 class Aggregator(ABC):
     """Averages gradients over processes; your own may derive from it."""

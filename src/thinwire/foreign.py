@@ -6,20 +6,6 @@ import json
 import reprlib
 from typing import Any
 
-__all__ = [
-    "MAX_NUMBER",
-    "MAX_PROCESSES",
-    "MAX_SECONDS",
-    "MAX_WHOLE_NUMBER",
-    "field_of",
-    "list_of",
-    "number_of",
-    "parsed",
-    "text_of",
-    "true_or_false_of",
-    "whole_number_of",
-]
-
 MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
 MAX_WHOLE_NUMBER = 1 << 53  # a float holds every one up to here
 MAX_SECONDS = 1e10  # three centuries

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["python_module"]
-
 
 def python_module(name: str) -> list[str]:
     """Return the command that runs a module, with the current folder on its path only if this process has it.

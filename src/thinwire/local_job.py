@@ -32,16 +32,6 @@ from thinwire.errors import ConfigError
 from thinwire.interpreter import python_module
 from thinwire.lifeline import LAUNCHER_VARIABLE, following
 
-__all__ = [
-    "LocalJob",
-    "Output",
-    "is_in_local_job",
-    "join_local_job",
-    "loopback_interface",
-    "run_here",
-    "started",
-]
-
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
 LOOPBACKS = ("lo", "lo0")
 LOOK_EVERY_SECONDS = 0.1

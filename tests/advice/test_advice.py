@@ -27,11 +27,12 @@ from torch import nn
 import thinwire
 from launcher import run_python
 from pool import Pool
-from thinwire import Advice, AttachError, ConfigError
-from thinwire.advice import measure, processors
+from thinwire import AttachError, ConfigError
+from thinwire.advice import Advice, measure, processors
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss
-from thinwire.advice.measure import BASELINE, _predicted, _slowest_of, priced
+from thinwire.advice.measure import _predicted, _slowest_of
 from thinwire.advice.processors import ProcessorUse, disturbance, others_share
+from thinwire.advice.replicated import BASELINE, priced
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import buckets, random_gradients, true_means
 from pool import Pool
-from thinwire import AllReduce, ConfigError, PowerSGD, Watch, read_run
+from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice.automatic import Auto, Reading
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_notes
 from thinwire.advice.trials import (
@@ -36,6 +36,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
+from thinwire.watch import read_run
 from training import error_of
 
 # What is chosen, from numbers

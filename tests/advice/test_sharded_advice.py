@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from pool import Pool
-from thinwire import Advice, ConfigError
-from thinwire.advice import local, measure, replicated, sharded
+from thinwire import ConfigError
+from thinwire.advice import Advice, local, measure, replicated, sharded
 from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS

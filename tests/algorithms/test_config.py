@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from in_turn import InTurn
 from pool import Pool
-from thinwire import AllReduce, AttachError, BatchedPowerSGD, Cast, ConfigError, PowerSGD, Quantize, TopK
+from thinwire import AllReduce, AttachError, Cast, ConfigError, PowerSGD, Quantize, TopK
+from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 
 

@@ -21,7 +21,7 @@ import crash
 import forking
 from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
-from thinwire import cli, local_job, read_run
+from thinwire import cli, local_job
 from thinwire.cli.demo import FOOTNOTE, summary_table
 from thinwire.cli.progress import shown_progress
 from thinwire.demo.launch import JobError, run_job
@@ -38,7 +38,7 @@ from thinwire.demo.text import (
     split_files,
 )
 from thinwire.errors import ConfigError
-from thinwire.watch import JSONLWriter
+from thinwire.watch import JSONLWriter, read_run
 
 
 def make_record(**changes: object) -> TrainedStep:

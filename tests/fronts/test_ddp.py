@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import Pool, Pools
-from thinwire import AllReduce, BatchedPowerSGD, Cast, GradientSync, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.errors import GradientError
 from thinwire.sync.step import Step

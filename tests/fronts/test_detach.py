@@ -19,6 +19,7 @@ from fronts.test_sharded import (
     needs_replicate,
     replicated,
     sharded,
+    whole,
     wide,
 )
 from pool import Pool
@@ -137,7 +138,8 @@ def _hooks_of(model: nn.Module) -> list[int]:
 
 def _alike(model: nn.Module) -> bool:
     """Whether the gradient is that of the other replica, too."""
-    mine = torch.cat([p.grad.to_local().flatten() for p in model.parameters() if p.grad is not None])
+    gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
+    mine = torch.cat([gradient.to_local().flatten() for gradient in gradients])
     everyone = [torch.empty_like(mine) for _ in range(2)]
     dist.all_gather(everyone, mine, group=mesh_of()["replicate"].get_group())
     return torch.equal(*everyone)
@@ -159,5 +161,5 @@ def _replicated() -> float:
     for model in (native, ours):
         backward(model, 1)
     pairs = zip(native.parameters(), ours.parameters(), strict=True)
-    gaps = [(a.grad.to_local() - b.grad.to_local()).abs().max() for a, b in pairs if a.grad is not None]
-    return max(gap.item() for gap in gaps)
+    gaps: list[Any] = [whole(a.grad) - whole(b.grad) for a, b in pairs if a.grad is not None]
+    return max(float(gap.abs().max()) for gap in gaps)

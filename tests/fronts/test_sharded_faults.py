@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import crash
 from fronts.test_sharded import backward, flat, language, mesh_of, runs_on_cpus, sharded
 from pool import Pool
-from thinwire import CommunicationError, PowerSGD, Watch, read_run
+from thinwire import CommunicationError, PowerSGD, Watch
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.fronts.attach import attach
 from thinwire.sync import engine_of
 from thinwire.testing import fail_at, faults
+from thinwire.watch import read_run
 
 pytestmark = runs_on_cpus
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from kernel_calls import asked, wanted
 from pool import Pool
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import (

@@ -28,8 +28,8 @@ from gpu_ready.counting import (
     on_meta,
 )
 from kernel_calls import asked
-from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm, Memory
+from thinwire import PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY

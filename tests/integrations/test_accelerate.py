@@ -129,7 +129,7 @@ CHOICES = [
         Hook.BATCHED_POWER_SGD,
         Hook.NO,
         AT_ONCE,
-        thinwire.BatchedPowerSGD(matrix_rank=1, warmup_steps=0, min_compression_ratio=2),
+        thinwire.algorithms.BatchedPowerSGD(matrix_rank=1, warmup_steps=0, min_compression_ratio=2),
         20,
     ),
 ]

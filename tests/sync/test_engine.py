@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD, Quantize
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Recording, Transport, Work, run_members
 from thinwire.channel.transport import Collective

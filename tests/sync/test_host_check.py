@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients
 from pool import Pool
-from thinwire import AgreementError, AllReduce, BatchedPowerSGD, Cast, ConfigError, PowerSGD, hooks
+from thinwire import AgreementError, AllReduce, Cast, ConfigError, PowerSGD, hooks
 from thinwire import powersgd as epfl
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch

@@ -23,16 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import thinwire
 from catalog import buckets, random_gradients, spec
 from pool import Pool
-from thinwire import (
-    ConfigError,
-    JSONLWriter,
-    MetricsWriter,
-    MissingExtraError,
-    PowerSGD,
-    Watch,
-    powersgd,
-    read_run,
-)
+from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Commit, Diagnosis, Mean
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Collective, InProcessTransport, Work
@@ -40,7 +31,7 @@ from thinwire.channel.wrapped import Wrapped
 from thinwire.plan import Route
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
-from thinwire.watch import reading
+from thinwire.watch import JSONLWriter, MetricsWriter, read_run, reading
 from thinwire.watch.growth import GrowthAlarm
 
 STEPS = 6
@@ -449,7 +440,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     simulated = simulation()
-    with Watch(simulated.syncs[0], thinwire.TensorBoardWriter(tmp_path), norms_every_steps=1) as watch:
+    with Watch(simulated.syncs[0], thinwire.watch.TensorBoardWriter(tmp_path), norms_every_steps=1) as watch:
         train(simulated, range(3))
         watch.log(loss=0.5)
     events = EventAccumulator(str(tmp_path))
@@ -465,7 +456,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"pip install '.\[tensorboard\]' in a clone"):
-        thinwire.TensorBoardWriter(tmp_path)
+        thinwire.watch.TensorBoardWriter(tmp_path)
 
 
 def test_going_back_within_a_run(tmp_path: Path) -> None:

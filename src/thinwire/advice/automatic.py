@@ -38,8 +38,6 @@ from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd.validation import check_trains
 from thinwire.sync import GradientSync, engine_of
 
-__all__ = ["Auto", "auto"]
-
 logger = logging.getLogger(__name__)
 
 # The first step with an algorithm compares the processes, and sends what the one before has left; DDP

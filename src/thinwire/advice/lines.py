@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from thinwire.advice.result import Advice, Prediction
 
-__all__ = ["SHARDING", "lines_to_paste"]
-
 # It replaces the parameters: an optimizer that was made before would train what is no longer there.
 SHARDING = 'fully_shard(model, mesh=mesh["shard"])\n# make the optimizer here, of the shards\n'
 

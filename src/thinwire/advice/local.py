@@ -17,8 +17,6 @@ from thinwire.errors import ConfigError, GradientError
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.sync import engine_of
 
-__all__ = ["Averaging", "LocalBench", "local_benches"]
-
 
 @dataclass(eq=False)
 class Averaging:

@@ -19,25 +19,6 @@ from torch import nn
 from thinwire.checks import number
 from thinwire.errors import ConfigError
 
-__all__ = [
-    "EXACT_LOSS",
-    "MAX_BUDGET_LOSS",
-    "NOISE_PERCENT",
-    "UNKNOWN_LOSS",
-    "ExpectedLoss",
-    "LossGap",
-    "Training",
-    "checked_budget",
-    "expected_loss",
-    "known_optimizers",
-    "loss_gaps",
-    "optimizer_name",
-    "optimizer_notes",
-    "published_gap",
-    "signed",
-    "unwrapped_optimizer",
-]
-
 # Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md). Smaller gaps count as
 # none.
 NOISE_PERCENT = 0.5

@@ -30,7 +30,7 @@ from thinwire.advice.loss import (
     published_gap,
 )
 from thinwire.advice.processors import ProcessorUse, disturbance
-from thinwire.advice.replicated import BASELINE, EXACT, OVERFLOWING, Replicated, Subject, priced
+from thinwire.advice.replicated import EXACT, OVERFLOWING, Replicated, Subject
 from thinwire.advice.result import Advice, Prediction, choose, is_within, tied
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
 from thinwire.algorithms.registry import Variant
@@ -50,8 +50,6 @@ from thinwire.probe.result import ring_share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["BASELINE", "EXACT", "advise", "priced"]
 
 # Of a turn: in their first step fronts agree, plan and compile, and in the second they have a residual.
 UNTIMED_STEPS, TIMED_STEPS = 2, 3

@@ -11,8 +11,6 @@ from socket import gethostname
 
 from thinwire.channel import Transport, gather_bytes, gather_numbers
 
-__all__ = ["ProcessorUse", "disturbance", "others_share"]
-
 PROC_STAT = Path("/proc/stat")
 
 # Below, it hardly shows in what is measured.

@@ -21,8 +21,6 @@ from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
 from thinwire.fronts.ddp_model import register
 from thinwire.sync import Engine
 
-__all__ = ["BASELINE", "EXACT", "OVERFLOWING", "Replicated", "Subject", "priced"]
-
 # 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
 EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
 
-__all__ = ["Advice", "Prediction", "choose", "tied"]
-
 # Of approximations that tie, none is advised that is predicted to be slower than the fastest by more.
 MAX_SLOWDOWN = 1.1
 

@@ -23,8 +23,6 @@ from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.sync import Engine, Settings
 
-__all__ = ["NATIVE", "Sharded", "probed_between_replicas", "shards_of"]
-
 # It sends what `Cast("bf16")` sends, at the same moments, and needs no Thinwire.
 NATIVE = "native HSDP in bf16"
 

@@ -13,8 +13,6 @@ import torch
 from thinwire.channel import Collective, Operation, Recording, Transport, Work, message_bytes_of, wire_bytes
 from thinwire.sync.streams import marked
 
-__all__ = ["Echo", "Network", "Sent", "Stopwatch", "Timeline"]
-
 Network = Callable[[Collective, int], float]
 """Seconds of a collective, by the bytes that each process hands over."""
 

@@ -8,24 +8,11 @@ from dataclasses import dataclass
 from statistics import quantiles
 
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, expected_loss
-from thinwire.advice.measure import BASELINE, EXACT, priced
+from thinwire.advice.replicated import BASELINE, EXACT, priced
 from thinwire.advice.result import Prediction, choose
 from thinwire.advice.variants import LOCAL_VARIANTS
 from thinwire.advice.words import losses_of
 from thinwire.algorithms import Algorithm
-
-__all__ = [
-    "Candidate",
-    "Candidates",
-    "Trial",
-    "best_of",
-    "candidates_for",
-    "has_changed",
-    "nothing_to_win",
-    "quartiles_of",
-    "why",
-    "worst_of",
-]
 
 # A step that takes so much longer or shorter, as a share, or waits so much more or less, is of another link.
 CHANGE = 0.2

@@ -9,8 +9,6 @@ from typing import Any
 from thinwire.algorithms import Algorithm, Quantize, TopK
 from thinwire.fronts.local_sgd import DiLoCo, LocalSGD
 
-__all__ = ["LOCAL_VARIANTS", "LocalVariant"]
-
 
 @dataclass(frozen=True)
 class LocalVariant:

@@ -7,8 +7,6 @@ import math
 from thinwire.advice.loss import NOISE_PERCENT, signed
 from thinwire.advice.result import Advice, Prediction
 
-__all__ = ["LOSS_LEGEND", "losses_of", "sources", "verdict"]
-
 LOSS_LEGEND = (
     "loss: the gap to exact averaging's held-out loss to be expected, in percent; up to "
     f"{NOISE_PERCENT:g} counts as none. p 4.4: published by others. ≤ 4.4: not measured; a rougher setting "

@@ -6,8 +6,6 @@ import re
 
 from thinwire.advice.result import Advice
 
-__all__ = ["table_lines"]
-
 COLUMNS = ("ms", "between", "%", "MB", "kept", "loss")
 GAP = "  "
 

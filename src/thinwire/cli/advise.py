@@ -31,8 +31,6 @@ from thinwire.fronts.ddp_model import is_fsdp2
 from thinwire.local_job import run_here
 from thinwire.probe import Probe
 
-__all__ = ["advise", "show"]
-
 COLUMNS_LEGEND = (
     "between: the quartiles; %: of a step with 16 bits; MB: what leaves a {place} per step, and as much "
     "reaches it; kept: MB between steps"

@@ -28,8 +28,6 @@ from thinwire.selfcheck.device import measure, new_page
 from thinwire.selfcheck.kept_page import KeptPage
 from thinwire.selfcheck.page import DevicePage
 
-__all__ = ["check"]
-
 # A collective that some process does not make ends the check.
 TIMEOUT_SECONDS = 60.0
 

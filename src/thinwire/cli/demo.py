@@ -20,8 +20,6 @@ from thinwire.demo.records import read_records
 from thinwire.demo.summary import Summary, summarize
 from thinwire.errors import ConfigError
 
-__all__ = ["FOOTNOTE", "demo", "summary_table"]
-
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 FOOTNOTE = (
     "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "

@@ -16,8 +16,6 @@ from thinwire.end_signals import EndSignals
 from thinwire.errors import ConfigError
 from thinwire.local_job import LOOK_EVERY_SECONDS
 
-__all__ = ["run"]
-
 
 def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic.")],

@@ -18,8 +18,6 @@ from thinwire.watch import read_run
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
 
-__all__ = ["run_elastic"]
-
 LINES = 10
 
 

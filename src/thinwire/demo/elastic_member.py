@@ -18,8 +18,6 @@ from thinwire.demo.text import batch_generator, load_text, sample_batch
 from thinwire.elastic.torchft_group import MEMBER
 from thinwire.local_job import LOOK_EVERY_SECONDS
 
-__all__ = ["EVERY_STEPS", "main", "may_join"]
-
 EVERY_STEPS = 10
 BATCH_SIZE = 8
 LEARNING_RATE = 2e-3

@@ -13,8 +13,6 @@ from thinwire.errors import ThinwireError
 from thinwire.interpreter import python_module
 from thinwire.local_job import LOOK_EVERY_SECONDS, LocalJob
 
-__all__ = ["JobError", "JobInterruptedError", "run_job"]
-
 
 class JobError(ThinwireError, RuntimeError):
     """The training job failed; the message says where its log is."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
 
-__all__ = ["RecordFile", "TrainedStep", "read_records"]
-
 COUNTED = ("step_seconds", "waiting_seconds", "messages", "message_bytes", "gradient_bytes")
 
 

@@ -10,8 +10,6 @@ from thinwire.demo.records import TrainedStep
 from thinwire.plan import compression_ratio
 from thinwire.probe.result import ring_share
 
-__all__ = ["Summary", "summarize"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:

@@ -20,8 +20,6 @@ from thinwire.demo.options import DemoOptions
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.local_job import join_local_job
 
-__all__ = ["Trainer", "main", "train"]
-
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
 # Of a collective: longer than one process measures the held-out loss, on any machine.

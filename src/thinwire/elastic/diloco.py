@@ -14,8 +14,6 @@ from thinwire.elastic.group import Group
 from thinwire.elastic.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd.diloco import FOUR_BITS, Nesterov
 
-__all__ = ["DiLoCo"]
-
 
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.

@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from thinwire.channel import Description
 
-__all__ = ["Front", "Prepared"]
-
 
 class Prepared(Protocol):
     """An averaging whose messages have all come, and that has changed nothing yet."""

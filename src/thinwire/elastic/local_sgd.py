@@ -35,8 +35,6 @@ from thinwire.fronts.local_sgd.validation import checked_device
 from thinwire.sync import Engine
 from thinwire.sync.checksum import with_checksum
 
-__all__ = ["LocalSGD"]
-
 EXACT = AllReduce()
 STATE_VERSION = 3
 KEYS = {

@@ -33,16 +33,6 @@ from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
 from thinwire.sync.stats import Stats
 
-__all__ = [
-    "Member",
-    "check_like",
-    "check_received",
-    "checked_optimizers",
-    "group_of_environment",
-    "load_optimizers",
-    "plain_module",
-]
-
 
 class Member:
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`.

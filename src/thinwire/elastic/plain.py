@@ -11,8 +11,6 @@ import torch
 
 from thinwire.errors import StateError
 
-__all__ = ["MAX_HEADER_BYTES", "packed", "unpacked"]
-
 MAX_HEADER_BYTES = 1 << 28
 MAX_DEPTH = 32
 DTYPES = {

@@ -30,8 +30,6 @@ from thinwire.sync import Engine
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.step import Step
 
-__all__ = ["Steps"]
-
 STATE_VERSION = 2
 KEYS = {
     "version", "lineage", "step", "averaged", "not_averaged", "optimizers", "sync", "residual_of",

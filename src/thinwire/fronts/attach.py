@@ -22,8 +22,6 @@ from thinwire.sync.nonfinite import OnNonfinite
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["attach"]
-
 logger = logging.getLogger(__name__)
 
 

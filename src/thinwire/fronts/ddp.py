@@ -39,8 +39,6 @@ from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Specs
 from thinwire.sync.step import Step
 
-__all__ = ["ATTACHED", "BucketFront", "Switch", "attach_ddp", "front_of", "switched", "thinwire_hook"]
-
 PATIENCE_SECONDS = 10.0
 
 

@@ -16,26 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import AttachError, GradientError, StepError
 
-__all__ = [
-    "DetachedFront",
-    "check_options",
-    "completed_future",
-    "ddp_model_of",
-    "ddp_models_with",
-    "dense_buffer",
-    "guard",
-    "hook_of",
-    "is_fsdp2",
-    "is_sharded",
-    "names_of",
-    "new_future",
-    "plain_name",
-    "refuse_training_of_copies",
-    "register",
-    "unguard",
-    "wrong_model",
-]
-
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 

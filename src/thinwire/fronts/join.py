@@ -18,8 +18,6 @@ from thinwire.fronts.ddp import ATTACHED, Switch
 from thinwire.fronts.ddp_model import ddp_models_with, hook_of, wrong_model
 from thinwire.sync import GradientSync, engine_of
 
-__all__ = ["join"]
-
 
 @contextmanager
 def join(

@@ -15,8 +15,6 @@ from thinwire.checks import shown
 from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.fronts.local_sgd.averaged import held_of
 
-__all__ = ["check_replicas"]
-
 # Of the same width as the numbers of a tensor, so that its bits are whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -24,8 +24,6 @@ from thinwire.sync.handle import not_copied
 from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.tensors import accelerators
 
-__all__ = ["StepFront"]
-
 logger = logging.getLogger(__name__)
 
 Gradients: TypeAlias = Sequence["torch.Tensor | None"]

@@ -31,8 +31,6 @@ from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.state import packed_state
 from thinwire.sync.stats import Stats
 
-__all__ = ["PowerSGDState", "batched_powerSGD_hook", "checked_state_of", "powerSGD_hook"]
-
 logger = logging.getLogger(__name__)
 
 # torch's attributes that can't be set, and what to do instead.
@@ -476,7 +474,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average by PowerSGD on each bucket as one square matrix; see `thinwire.BatchedPowerSGD`.
+    """Average by PowerSGD on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`.
 
     Args:
         state: Settings and memory.

@@ -24,6 +24,7 @@ from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
+from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
@@ -48,7 +49,13 @@ except ImportError as error:
             "pip install '.[lightning]' in a clone of Thinwire"
         ) from error
 
-__all__ = ["ThinwireCallback", "ThinwireStrategy", "register_ddp_comm_hook"]
+__all__ = [
+    "AllGatherGrad",
+    "ThinwireCallback",
+    "ThinwireStrategy",
+    "all_gather_grad",
+    "register_ddp_comm_hook",
+]
 
 CHECKPOINT_KEY = "thinwire"
 
@@ -282,7 +289,7 @@ class ThinwireCallback(Callback):
 
     Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_nonfinite_steps`
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
-    record, see `thinwire.MetricsWriter`. A resumed run is the run that
+    record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
     `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore. Where models
     are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning saves it:

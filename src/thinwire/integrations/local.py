@@ -19,8 +19,6 @@ from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.sync import Settings
 from thinwire.sync.nonfinite import OnNonfinite
 
-__all__ = ["Makes", "checked_averaging", "checked_steps", "makes_auto", "new_local"]
-
 # Such as functools.partial(thinwire.DiLoCo, every_steps=30), or thinwire.auto.
 Makes: TypeAlias = "Callable[..., LocalSGD] | Callable[..., Auto]"
 

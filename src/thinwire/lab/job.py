@@ -12,8 +12,6 @@ from thinwire.end_signals import EndSignals
 from thinwire.lab.network import Network
 from thinwire.local_job import Output
 
-__all__ = ["run_on_hosts"]
-
 LOOK_EVERY_SECONDS = 0.05
 
 

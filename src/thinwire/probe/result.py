@@ -22,8 +22,6 @@ from thinwire.foreign import (
     whole_number_of,
 )
 
-__all__ = ["PairTiming", "Probe", "Timing", "nodes_of", "ring_share"]
-
 VERSION = 1
 MAX_FILE_BYTES = 1 << 24
 MAX_TIMINGS = 100

@@ -14,8 +14,6 @@ from thinwire.advice.result import Advice, Prediction
 from thinwire.advice.words import LOSS_LEGEND, losses_of, verdict
 from thinwire.version import __version__
 
-__all__ = ["advice_page"]
-
 # As wide as a phone, so that letters have their own size there; on larger screens all of it grows.
 WIDTH, HEIGHT = 360, 300
 LEFT, RIGHT, TOP, BOTTOM = 34, 10, 24, 36

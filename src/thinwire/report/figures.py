@@ -18,16 +18,6 @@ from matplotlib.figure import Figure
 from thinwire.watch.reading import Point, Run
 from thinwire.watch.records import NormsRecord, StepRecord
 
-__all__ = [
-    "MAX_LABELS",
-    "SERIES",
-    "bytes_against_steps",
-    "error_map",
-    "labels_of",
-    "logged",
-    "time_bars",
-]
-
 # Matplotlib writes these; the page's style sheet says what they are.
 INK, RULE = "#010203", "#040506"
 SERIES = 8

@@ -13,8 +13,6 @@ from typing import IO
 
 from thinwire.selfcheck.page import DevicePage
 
-__all__ = ["KeptPage"]
-
 SCRIPT = Path(__file__).with_name("page_keeper.py")
 
 GONE_IN_IT = "the process ended in it, and could not say why; what a library wrote of it stands on stderr"

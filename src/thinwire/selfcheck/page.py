@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["DevicePage", "KernelError", "StepCost"]
-
 
 @dataclass(frozen=True)
 class KernelError:

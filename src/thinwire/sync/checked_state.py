@@ -23,8 +23,6 @@ from thinwire.sync.state import (
     slot_names,
 )
 
-__all__ = ["checked_state"]
-
 
 def checked_state(
     state: object,

@@ -12,8 +12,6 @@ import torch
 
 from thinwire.errors import StateError
 
-__all__ = ["check_readable", "check_undamaged", "with_checksum"]
-
 MAX_NUMBER_BITS = 64
 
 

@@ -25,8 +25,6 @@ from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger(__name__)
 
 FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]

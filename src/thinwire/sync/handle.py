@@ -14,8 +14,6 @@ from thinwire.sync.stats import Stats
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["Counting", "GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of", "not_copied"]
-
 
 class GradientSync:
     """What averages a model's gradients, as its user sees it: to look at, to switch, to save and to load.

@@ -12,8 +12,6 @@ from thinwire.errors import ConfigError
 from thinwire.sync.loss_scale import LossScale, loss_scale_of
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
-__all__ = ["Settings"]
-
 
 @dataclass(frozen=True)
 class Settings:

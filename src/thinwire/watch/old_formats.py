@@ -6,8 +6,6 @@ from typing import Any
 
 from thinwire.foreign import field_of, list_of, whole_number_of
 
-__all__ = ["brought_up_to_date"]
-
 
 def brought_up_to_date(record: dict[str, Any]) -> None:
     """Rename, in place, what earlier formats called otherwise.

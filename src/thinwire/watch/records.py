@@ -22,21 +22,6 @@ from thinwire.foreign import (
 )
 from thinwire.watch.old_formats import brought_up_to_date
 
-__all__ = [
-    "COUNTED",
-    "FORMAT",
-    "MAX_LINE_BYTES",
-    "RESERVED",
-    "NormsRecord",
-    "PlanRecord",
-    "Record",
-    "RouteRecord",
-    "RunRecord",
-    "StepRecord",
-    "checked_record",
-    "record_of",
-]
-
 # Of files. A reader takes all earlier ones (`old_formats`) and refuses later ones.
 FORMAT = 3
 # Also what a reader holds in memory at once of a file that may come from anywhere.

@@ -29,8 +29,6 @@ from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators
 from thinwire.tensors.chunks import chunks_of
 
-__all__ = ["TopK"]
-
 BITS = (2, 4, 8, 16)
 MAX_CHUNK = 1 << 16
 

@@ -24,8 +24,6 @@ from thinwire.sync.nonfinite import OnNonfinite
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DiLoCo", "Nesterov"]
-
 FOUR_BITS = Quantize(bits=4)
 
 # Each by whether the algorithm sends few entries.

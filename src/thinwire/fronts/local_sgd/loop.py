@@ -15,8 +15,6 @@ from thinwire.fronts.ddp_model import DetachedFront, check_options, names_of
 from thinwire.fronts.local_sgd.schedule import Members
 from thinwire.sync import Engine
 
-__all__ = ["after_each_step", "check_ddp", "driven_gradients"]
-
 
 @contextmanager
 def after_each_step(

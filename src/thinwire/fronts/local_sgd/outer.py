@@ -16,19 +16,6 @@ from thinwire.checks import shown
 from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.local_sgd.replica import Replica
 
-__all__ = [
-    "OUTER_EXAMPLE",
-    "Outer",
-    "check_outer",
-    "described_outer",
-    "held_by",
-    "load_outer",
-    "new_outer",
-    "saved_outer",
-    "settings_digest",
-    "warn_of_momentum",
-]
-
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """Makes an optimizer of the last averaged parameters."""
 

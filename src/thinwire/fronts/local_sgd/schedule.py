@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 from thinwire.checks import number, whole_count
 from thinwire.errors import ConfigError
 
-__all__ = ["Members", "Schedule"]
-
 Members: TypeAlias = Literal["group", "subgroup"]
 
 # Of Streaming DiLoCo (arXiv 2501.18512).

@@ -15,8 +15,6 @@ from thinwire.fronts.sharded.model import Piece, ShardedModel, pieces_of, replic
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.sync import Engine, GradientSync
 
-__all__ = ["ShardedReplica"]
-
 
 class ShardedReplica(Replica):
     """A replica whose processes hold a shard of it each.

@@ -16,8 +16,6 @@ from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
-__all__ = ["check_gradient_settings", "checked_device", "checked_optimizer"]
-
 
 def checked_device(outer_device: Any) -> torch.device | None:
     """Return where last averages are kept; None for where the model is.

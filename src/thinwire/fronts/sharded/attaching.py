@@ -20,8 +20,6 @@ from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.sync import Engine, GradientSync, Settings
 
-__all__ = ["attach_sharded"]
-
 
 def attach_sharded(
     model: torch.nn.Module,

@@ -24,8 +24,6 @@ from thinwire.sync.lane import Lane
 from thinwire.sync.step import Step
 from thinwire.tensors.accelerators import sent_to
 
-__all__ = ["ShardedFront", "refuse_attached", "specs_of"]
-
 
 def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
     """Return what an engine is to know of the trained ones, in the order of the model: this process's shards.

@@ -16,16 +16,6 @@ from thinwire.errors import AttachError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.plan import ParameterSpec
 
-__all__ = [
-    "Piece",
-    "ShardedModel",
-    "local_of",
-    "pieces_of",
-    "replicas_of",
-    "reshard",
-    "sharded_like",
-]
-
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor, which shares its memory."""

@@ -24,8 +24,6 @@ from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.state import LoadedState
 
-__all__ = ["ShardedSync"]
-
 
 class ShardedSync(GradientSync):
     """The handle of a sharded model: its state is that of the whole model.
