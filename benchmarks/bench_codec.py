@@ -144,7 +144,7 @@ class FewBits(Contender):
         self.flat, self.compiled = bucket.flat, compiled
         gradients = enumerate(bucket.gradients())
         self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
-        self.engine = Engine(Quantize(bits), ProcessGroupTransport(), self.specs)
+        self.engine = Engine(Quantize(bits=bits), ProcessGroupTransport(), self.specs)
 
     def step(self) -> None:
         dispatch.backends = (dispatch.NUMBA, dispatch.TORCH) if self.compiled else (dispatch.TORCH,)

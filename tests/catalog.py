@@ -58,7 +58,7 @@ ENTRIES = [
     Entry(PowerSGD(matrix_rank=2, alternating=True, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
     Entry(BatchedPowerSGD(), feedback=True, same_in_any_buckets=False),
     Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False), same_in_any_buckets=False),
-    Entry(TopK(1 / 100, bits=4, chunk=1000, error_decay=1, merge="members"), feedback=True),
+    Entry(TopK(density=1 / 100, bits=4, chunk=1000, error_decay=1, merge="members"), feedback=True),
     Entry(Quantize(bits=8, block=32)),
     Entry(Quantize(bits=4)),
     Entry(Quantize(bits=3, block=128, rounding="stochastic")),

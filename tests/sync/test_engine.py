@@ -227,7 +227,7 @@ class WatchedWork:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_early"), [(Quantize(8), True), (PowerSGD(matrix_rank=1), False)], ids=str
+    ("algorithm", "is_early"), [(Quantize(bits=8), True), (PowerSGD(matrix_rank=1), False)], ids=str
 )
 def test_without_memory_means_are_written_while_the_last_messages_travel(
     algorithm: Algorithm, is_early: bool

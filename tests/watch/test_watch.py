@@ -392,7 +392,7 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
         watch.log(loss=1.0, step=3)
     with Watch(sync, Kept()) as watch, pytest.raises(ConfigError, match="loss must be a number that a float"):
         watch.log(loss=10**400)
-    with pytest.raises(ConfigError, match=r"make a thinwire.MetricsWriter"):
+    with pytest.raises(ConfigError, match=r"make a thinwire.watch.MetricsWriter"):
         Watch(sync, print)  # type: ignore[arg-type]
     (tmp_path / "mine.txt").write_text("important\n")
     with pytest.raises(ConfigError, match=r"is no file of a thinwire\.Watch; give another path"):

@@ -32,7 +32,7 @@ MAX_BLOCK = 4096
 OF_THE_MEAN = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Quantize(Algorithm):
     """Average gradients in few bits: a code for each element, a scale for each block of them.
 

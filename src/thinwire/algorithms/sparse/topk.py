@@ -40,7 +40,7 @@ REDUCTION = Slot("reduction", is_local=True, is_saved=False)
 shows how much was not sent."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TopK(Algorithm):
     """Send the largest entries of each chunk of a gradient, in few bits, and remember the rest.
 
