@@ -184,7 +184,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="expected a state made by state_dict"):
         load(tmp_path / "model.pt")
     with pytest.raises(StateError, match="expected a state made by state_dict"):
-        save({"version": 3, "sync": {}, "last_average": {}}, tmp_path / "local.pt")
+        save({"sync": {}, "last_average": {}}, tmp_path / "local.pt")
 
 
 @pytest.mark.parametrize("name", FORMATS)
