@@ -29,8 +29,7 @@ from in_lab import leave_job, run_in_lab
 from lstm import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
-from thinwire.advice.replicated import BASELINE, priced
-from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
+from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, LocalVariant, priced
 from thinwire.demo.model import GPT, SIZES
 from thinwire.probe import probe
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import thinwire
-from advice.test_loss import LOCAL, TWO, advice_of
+from advice.ways import LOCAL, TWO, advice_of
 from thinwire.advice.lines import lines_to_paste
 from thinwire.advice.variants import LocalVariant
 

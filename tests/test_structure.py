@@ -110,10 +110,10 @@ ALLOWED = re.compile(r"PowerSGD\(matrix_rank=\d+\)|process rank|\.rank\b|def ran
 
 
 def test_the_core_knows_no_algorithm() -> None:
-    """But for its examples, and the one place that reads what an earlier version wrote."""
+    """But for its examples."""
     paths = [path for place in CORE for path in [SOURCE / place, *(SOURCE / place).rglob("*.py")]]
     for path in paths:
-        if path.is_file() and path.name != "old_formats.py":
+        if path.is_file():
             assert not OF_ONE_ALGORITHM.findall(ALLOWED.sub("", path.read_text())), path
 
 

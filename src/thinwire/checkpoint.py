@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
-from thinwire.sync.checked_state import checked_state
 from thinwire.sync.checksum import check_readable, check_undamaged
+from thinwire.sync.state import checked_state
 
 __all__ = ["load", "save"]
 

@@ -20,18 +20,11 @@ import thinwire
 from catalog import buckets, random_gradients, true_means
 from pool import Pool
 from thinwire import AllReduce, ConfigError, PowerSGD, Watch
-from thinwire.advice.automatic import Auto, Reading
+from thinwire.advice import automatic
+from thinwire.advice.automatic import Auto, Reading, Rules, Trial
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_notes
-from thinwire.advice.trials import (
-    Candidate,
-    Candidates,
-    Trial,
-    best_of,
-    candidates_for,
-    has_changed,
-    nothing_to_win,
-    why,
-)
+from thinwire.advice.result import choose
+from thinwire.advice.variants import priced
 from thinwire.algorithms import Algorithm
 from thinwire.channel import run_members
 from thinwire.simulation import Simulation
@@ -42,8 +35,21 @@ from training import error_of
 # What is chosen, from numbers
 
 
+def chooser_for(optimizer: str, members: int, **rules: float) -> Auto:
+    (sync,) = Simulation(AllReduce(), buckets(), num_workers=1).syncs
+    settings = {"budget_loss": 0.005, "least_gain": 0.05, "probe_steps": 5, "every_steps": 500, **rules}
+    return Auto(
+        sync,
+        Training(optimizer, members, 10**6),
+        Rules(**settings, enabled=True),  # type: ignore[arg-type] # by name
+        notes=[*optimizer_notes(optimizer)],
+        log=print,
+        clock=lambda: (0.0, 0.0),
+    )
+
+
 def names_within(optimizer: str, members: int, budget_loss: float) -> list[str]:
-    return [each.name for each in candidates_for(Training(optimizer, members, 10**6), budget_loss).within]
+    return list(chooser_for(optimizer, members, budget_loss=budget_loss)._candidates)
 
 
 def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not() -> None:
@@ -66,14 +72,16 @@ def test_what_loses_least_is_tried_first_and_what_is_beyond_the_budget_is_not() 
 def trial(name: str, order: int, ms: float, *, spread: float = 0.0, waited: float = 50.0) -> Trial:
     loss = EXACT_LOSS if order < 2 else ExpectedLoss("measured", 0.3, 0.1, 0.5)
     return Trial(
-        Candidate(name, AllReduce(), loss, is_lossy=order > 1),
+        name,
+        name,
         ms / 1e3,
         (ms - spread) / 1e3,
         (ms + spread) / 1e3,
-        waited / 1e3,
-        (waited - spread) / 1e3,
-        (waited + spread) / 1e3,
-        1000 / (1 + order),
+        message_bytes=1000 / (1 + order),
+        memory_bytes=0,
+        is_lossy=order > 1,
+        loss=loss,
+        waited_seconds=waited / 1e3,
     )
 
 
@@ -93,68 +101,48 @@ EXACT, SIXTEEN = trial("exact", 0, 100), trial("sixteen", 1, 80)
     ],
 )
 def test_the_best_of_the_trials(trials: list[Trial], best: str) -> None:
-    assert best_of(trials, 0.05).candidate.name == best
-    assert best_of(trials[::-1], 0.05).candidate.name == best
+    assert choose(trials, 0.05).name == choose(trials[::-1], 0.05).name == best
 
 
-def test_without_waiting_there_is_nothing_to_win() -> None:
-    idle = [trial("exact", 0, 100, waited=9), trial("sixteen", 1, 96, waited=4)]
-    assert nothing_to_win(idle, 0.05)
-    assert not nothing_to_win(idle[:1], 0.05)
-    assert not nothing_to_win(idle, 0.04)
-    # Where nobody sees the waiting, all are tried.
-    unseen = [replace(each, waited_seconds=math.nan) for each in idle]
-    assert not nothing_to_win(unseen, 0.05)
-    assert (idle[0].in_words, unseen[0].in_words) == ("100 ms (9 ms waiting)", "100 ms")
-    assert "nan" not in " ".join(why(unseen[0], unseen, candidates(), 0.05))
-
-
-@pytest.mark.parametrize(
-    ("ms", "waited", "changed"),
-    [(100, 50, False), (119, 50, False), (121, 50, True), (79, 50, True), (100, 71, True), (100, 29, True)],
-)
-def test_a_fifth_of_a_step_is_another_link(ms: float, waited: float, changed: bool) -> None:
-    assert has_changed(EXACT, trial("exact", 0, ms, waited=waited)) is changed
+@pytest.mark.parametrize(("ms", "changed"), [(100, False), (119, False), (121, True), (79, True)])
+def test_a_fifth_of_a_step_is_another_link(ms: float, changed: bool) -> None:
+    assert trial("exact", 0, ms).differs_from(EXACT) is changed
     # Steps that vary as much, on a machine that does other things: that tells nothing.
-    assert not has_changed(EXACT, trial("exact", 0, ms, waited=waited, spread=60))
+    assert not trial("exact", 0, ms, spread=60).differs_from(EXACT)
 
 
-def candidates(*lossy: Trial, optimizer: str = "SGD") -> Candidates:
-    return Candidates(
-        tuple(each.candidate for each in (EXACT, SIXTEEN, *lossy)),
-        ("PowerSGD(matrix_rank=16)", ExpectedLoss("measured", 0.98)),
-        ("LocalSGD(every_steps=10)", ExpectedLoss("measured", 7.23)),
-        0.005,
-        optimizer,
-        optimizer_notes(optimizer),
-    )
+def told_of(trials: list[Trial], optimizer: str = "SGD", **rules: float) -> str:
+    chooser = chooser_for(optimizer, 2, **rules)
+    assert str(chooser) == "no choice yet"
+    chooser.trials, chooser.chosen, chooser.is_choosing = (*trials,), choose(trials, 0.05), False
+    return " ".join(str(chooser).splitlines())
 
 
 def test_it_tells_what_and_why() -> None:
-    rough = trial("rough", 2, 40, waited=10)
-    told = " ".join(why(rough, [EXACT, SIXTEEN, rough], candidates(rough), 0.05))
-    assert told.startswith("rough: a step takes 40 ms, 50% of the 80 ms with sixteen, and sends 333 bytes")
+    told = told_of([EXACT, SIXTEEN, trial("rough", 2, 40, waited=10)], optimizer="AdamW")
+    assert told.startswith("rough: a step takes 40 ms (10 ms waiting). Its loss gap: ")
     assert "It still waits 25% of a step for messages; averaging models less often" in told
-    assert "LocalSGD(every_steps=10) is expected to lose +7.2 %." in told
-    assert told.endswith("Tried: exact 100 ms, sixteen 80 ms, rough 40 ms.")
-    slow = trial("slow", 2, 90)
-    told = " ".join(why(SIXTEEN, [EXACT, SIXTEEN, slow], candidates(slow), 0.05))
-    assert "nothing rougher within a loss budget of 0.5 % wins more than 5% over sixteen for sure" in told
-    told = " ".join(
-        why(SIXTEEN, [EXACT, SIXTEEN, slow], replace(candidates(slow), budget_loss=math.inf), 0.05)
-    )
-    assert "nothing rougher wins more than 5% over sixteen for sure" in told
-    idle = trial("sixteen", 1, 80, waited=1)
-    told = " ".join(why(idle, [EXACT, idle], candidates(slow), 0.05))
-    assert "nothing to win by rougher messages, for of the 80 ms of a step with sixteen it waits 1 ms" in told
+    assert "algorithm=TopK(density=0.015625)) (+1.9 % loss) is for you to choose." in told
+    tried = ("exact 100 ms (50 ms waiting)", "sixteen 80 ms (50 ms waiting)", "rough 40 ms (10 ms waiting)")
+    assert told.endswith(f"Tried: {', '.join(tried)}.")
+    told = told_of([EXACT, SIXTEEN, trial("slow", 2, 90)])
+    assert "Nothing rougher within the budget wins more than 5% for sure." in told
+
+
+def test_without_waiting_there_is_nothing_to_win() -> None:
+    idle = [trial("exact", 0, 100, waited=9), trial("sixteen", 1, 90, waited=4)]
+    nothing = "sixteen: a step takes 90 ms (4 ms waiting). Rougher messages can win nothing."
+    assert told_of(idle).startswith(nothing)
+    assert nothing not in told_of(idle, least_gain=0.04)
+    # If nobody sees the waiting, all are tried.
+    unseen = told_of([replace(each, waited_seconds=math.nan) for each in idle])
+    assert unseen.startswith("sixteen: a step takes 90 ms. Nothing rougher than 16 bits is known to lose at")
+    assert "nan" not in unseen
 
 
 def test_a_budget_that_nothing_meets_and_an_unknown_optimizer_are_told() -> None:
-    told = " ".join(why(SIXTEEN, [EXACT, SIXTEEN], candidates(optimizer="Lion"), 0.05))
-    assert (
-        "Nothing rougher than 16 bits is known to lose at most 0.5 %: the nearest is "
-        "PowerSGD(matrix_rank=16), +1.0 %." in told
-    )
+    told = told_of([EXACT, SIXTEEN], optimizer="Lion", budget_loss=0.0)
+    assert "Nothing rougher than 16 bits is known to lose at most 0 %: the nearest is " in told
     assert "No loss gap was measured with Lion, only with AdamW and SGD: the largest of them counts." in told
 
 
@@ -182,7 +170,7 @@ class Link:
         self.steps, self.sent = self.engine.steps, self.engine.traffic.message_bytes
         self.seconds += (0.02 + self.extra()) * steps + sent / self.rate()
         self.waited += sent / self.rate() + (0.0 if self.engine.transport.rank == 1 else 0.01 * steps)
-        return Reading(self.seconds, self.waited)
+        return self.seconds, self.waited
 
 
 SLOW, FAST = 1e6, 1e12
@@ -191,6 +179,13 @@ TRIED = ["AllReduce()", 'Cast("bf16")', "PowerSGD(matrix_rank=4)"]
 ALL_TRIALS = 3 * 4
 
 
+@pytest.fixture
+def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: each for name, each in priced().items() if name in TRIED}
+    monkeypatch.setattr(automatic, "priced", lambda: few)
+
+
+@pytest.mark.usefixtures("few_candidates")
 def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(tmp_path: Path) -> None:
     """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits.
 
@@ -235,7 +230,8 @@ def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(tm
     assert told[0].startswith(f"thinwire.auto: from step {ALL_TRIALS} on, PowerSGD(matrix_rank=4): a step")
     assert told[1].startswith('thinwire.auto: a step with Cast("bf16") takes 20 ms (')
     assert told[1].endswith("choosing again")
-    assert "AllReduce(): nothing to win" in told[2]
+    assert "AllReduce(): a step takes" in told[2]
+    assert "Rougher messages can win nothing." in told[2]
     state = dict(simulated.state_dicts()[0]["error"])
     missing = [
         total - result - torch.cat([flat_error(state, spec.name, spec.numel) for spec in bucket])
@@ -269,21 +265,14 @@ def chooser_of(
     extra: Callable[[], float] = lambda: 0.0,
     **others: Any,
 ) -> Auto:
-    settings: dict[str, Any] = {
-        "least_gain": 0.05,
-        "probe_steps": 2,
-        "every_steps": 4,
-        "enabled": True,
-        "sees_waiting": True,
-        **others,
-    }
-    offered = candidates_for(Training("SGD", 2, 10**4), 0.01)
+    settings = {"least_gain": 0.05, "probe_steps": 2, "every_steps": 4, "enabled": True, **others}
     return Auto(
         simulated.syncs[rank],
-        replace(offered, within=tuple(each for each in offered.within if each.name in TRIED)),
+        Training("SGD", 2, 10**4),
+        Rules(budget_loss=0.01, **settings),
+        notes=[],
         log=log,
         clock=Link(simulated.engines[rank], rate, extra),
-        **settings,
     )
 
 
@@ -294,6 +283,7 @@ def step_with(simulated: Simulation, step: int, *, is_bad: bool = False) -> None
     simulated.step(gradients)
 
 
+@pytest.mark.usefixtures("few_candidates")
 @pytest.mark.parametrize(("lossy_ms", "num_told"), [(0, 1), (5.5, 1), (1000, 3)])
 def test_arithmetic_that_takes_longer_is_no_other_link_until_nothing_is_won(
     lossy_ms: float, num_told: int
@@ -310,6 +300,7 @@ def test_arithmetic_that_takes_longer_is_no_other_link_until_nothing_is_won(
         assert 'Cast("bf16"): a step takes' in told[2]
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_the_network_is_what_the_slowest_waits_for() -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
     chooser, _ = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str))
@@ -321,37 +312,40 @@ def test_the_network_is_what_the_slowest_waits_for() -> None:
     assert exact.step_seconds == pytest.approx(0.02 + exact.waited_seconds)
 
 
+@pytest.mark.usefixtures("few_candidates")
+def test_if_nobody_sees_the_waiting_all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with an accelerator, whose messages travel while the host has gone on."""
+    clock = Link.__call__
+    monkeypatch.setattr(Link, "__call__", lambda link: (clock(link)[0], math.nan))
+    simulated = Simulation(AllReduce(), buckets(), num_workers=2)
+    chooser, other = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: FAST, str))
+    for step in range(ALL_TRIALS + 1):
+        step_with(simulated, step)
+    assert [each.name for each in chooser.trials] == [each.name for each in other.trials] == TRIED
+    assert "waiting" not in str(chooser)
+
+
+@pytest.mark.usefixtures("few_candidates")
 def test_a_step_that_is_dropped_is_no_measurement() -> None:
     simulated = Simulation(PowerSGD(matrix_rank=4), buckets(), num_workers=2, on_nonfinite="zero")
     chooser, _ = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str))
     for step in range(8):
         step_with(simulated, step, is_bad=step in (3, 5))
     assert simulated.syncs[0].stats().nonfinite_steps == 2
-    assert [each.candidate.name for each in chooser.trials] == ["AllReduce()"]
+    assert [each.name for each in chooser.trials] == ["AllReduce()"]
 
 
-@pytest.mark.parametrize(
-    ("every_steps", "steps", "name"),
-    [(None, ALL_TRIALS + 6, "PowerSGD(matrix_rank=4)"), (4, 5, "Cast(dtype='bf16')")],
-)
-def test_stopped_or_after_a_single_choice_it_stays_with_what_it_has(
-    every_steps: int | None, steps: int, name: str
-) -> None:
+@pytest.mark.usefixtures("few_candidates")
+def test_after_a_single_choice_it_stays_with_what_it_has() -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
-    choosers = run_members(
-        2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str, every_steps=every_steps)
-    )
-    for step in range(steps):
+    choosers = run_members(2, lambda rank: chooser_of(simulated, rank, lambda: SLOW, str, every_steps=None))
+    for step in range(ALL_TRIALS + 6):
         step_with(simulated, step)
-    for chooser in choosers:
-        chooser.stop()
-        chooser.stop()
-    step_with(simulated, steps)
-    assert [str(each.algorithm) for each in simulated.syncs] == [name, name]
+    assert [str(each.algorithm) for each in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
     assert not choosers[0].is_choosing
-    assert not any(engine.observers for engine in simulated.engines)
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_a_log_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
 
@@ -369,6 +363,7 @@ def test_a_log_that_raises_ends_nothing(caplog: pytest.LogCaptureFixture) -> Non
     )
 
 
+@pytest.mark.usefixtures("few_candidates")
 def test_other_arguments_on_another_member_are_refused() -> None:
     simulated = Simulation(AllReduce(), buckets(), num_workers=2)
 
@@ -378,8 +373,8 @@ def test_other_arguments_on_another_member_are_refused() -> None:
         )
 
     for message in run_members(2, body):
-        assert message.startswith("AgreementError: auto(): process 0 has enabled True, process 1 has enabled")
-        assert "probe_steps 3, process 1 has probe_steps 4" in message
+        assert message.startswith("AgreementError: auto(): process 0 has probe_steps 3, process 1 has probe")
+        assert "process 0 has enabled True, process 1 has enabled False" in message
 
 
 # The call
@@ -439,10 +434,8 @@ def _found(chooser: Auto, told: list[str]) -> dict[str, Any]:
     assert chooser.chosen is not None
     return {
         "world": dist.get_world_size(),
-        "used": (str(chooser.sync.algorithm), chooser.chosen.candidate.name, chooser.is_choosing),
-        "measured": [
-            (each.candidate.name, each.step_seconds, each.waited_seconds) for each in chooser.trials
-        ],
+        "used": (str(chooser.sync.algorithm), chooser.chosen.name, chooser.is_choosing),
+        "measured": [(each.name, each.step_seconds, each.waited_seconds) for each in chooser.trials],
         "bytes": [each.message_bytes for each in chooser.trials],
         "told": len(told),
         "text": str(chooser).splitlines(),

@@ -7,18 +7,33 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import thinwire
+from advice.ways import (
+    ALSO_ONE,
+    EVERYTHING,
+    EXACT,
+    LOCAL,
+    ONE,
+    SIXTEEN,
+    TWO,
+    UNKNOWN,
+    advice_of,
+    measured,
+    row,
+    way,
+)
+from thinwire.advice.automatic import Trial
+from thinwire.advice.bench import Bench
 from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.local import Averaging, LocalBench, local_benches
 from thinwire.advice.loss import (
-    EXACT_LOSS,
     ExpectedLoss,
-    LossGap,
     Training,
     expected_loss,
     known_optimizers,
@@ -27,12 +42,10 @@ from thinwire.advice.loss import (
     optimizer_notes,
     published_gap,
 )
-from thinwire.advice.measure import _notes, _predicted_local
-from thinwire.advice.replicated import OVERFLOWING, priced
-from thinwire.advice.result import Advice, Prediction, choose, tied
+from thinwire.advice.notes import notes_on
+from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
-from thinwire.advice.trials import Candidate, Trial, best_of
-from thinwire.advice.variants import LOCAL_VARIANTS, LocalVariant
+from thinwire.advice.variants import LOCAL_VARIANTS, OVERFLOWING, LocalVariant, expected_losses, priced
 from thinwire.advice.words import losses_of, sources, verdict
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Collective, InProcessTransport
@@ -68,13 +81,6 @@ def test_every_row_has_a_source_that_is_there_or_is_published() -> None:
             assert gap.high_percent is not None
             assert gap.low_percent <= gap.percent <= gap.high_percent
     assert known_optimizers() == ["AdamW", "SGD"]
-
-
-def row(name: str, optimizer: str, members: int, percent: float, **others: object) -> LossGap:
-    plain = LossGap(
-        name, optimizer, members, 1_000_000, 2000, 3, percent, percent - 0.2, percent + 0.2, "here", False
-    )
-    return replace(plain, **others)  # type: ignore[arg-type]
 
 
 TABLE = (
@@ -218,62 +224,6 @@ def test_what_other_optimizers_are_counted_as_is_told(optimizer: object, name: s
 # Budget, frontier, ties
 
 
-def way(name: str, low_ms: float, high_ms: float, loss: ExpectedLoss, **others: object) -> Prediction:
-    plain = Prediction(
-        name,
-        f"thinwire.attach(ddp_model, thinwire.{name})",
-        step_seconds=(low_ms + high_ms) / 2000,
-        low_seconds=low_ms / 1000,
-        high_seconds=high_ms / 1000,
-        message_bytes=10,
-        memory_bytes=0,
-        is_lossy=True,
-        loss=loss,
-    )
-    return replace(plain, **others)  # type: ignore[arg-type]
-
-
-def measured(percent: float) -> ExpectedLoss:
-    gap = row("it", "AdamW", 4, percent)
-    return ExpectedLoss("measured", percent, gap.low_percent, gap.high_percent, (gap,))
-
-
-EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, message_bytes=1000)
-SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, message_bytes=500)
-FOUR = way("Quantize(bits=4)", 60, 62, measured(0.1))
-TWO = way("Quantize(bits=2)", 50, 52, measured(0.3))
-ONE = way("Quantize(bits=1)", 40, 42, measured(4.5))
-ALSO_ONE = way("PowerSGD(matrix_rank=1)", 41, 43, measured(4.6))
-UNKNOWN = way("TopK()", 20, 21, ExpectedLoss("unknown"))
-LOCAL = way(
-    "DiLoCo(every_steps=30)",
-    30,
-    31,
-    measured(12.0),
-    code="with thinwire.DiLoCo(model, optimizer, every_steps=30):",
-    averages_less_often=True,
-)
-
-
-def advice_of(*predictions: Prediction, budget: float) -> Advice:
-    ranked = sorted([EXACT, SIXTEEN, *predictions], key=lambda each: each.step_seconds)
-    within = [each for each in ranked if not each.is_lossy or each.loss.order <= 100 * budget]
-    return Advice(
-        tuple(ranked),
-        SIXTEEN,
-        choose(ranked, 0.05, budget),
-        tuple(tied(within, 0.05)),
-        1e8,
-        0.01,
-        0.05,
-        budget_loss=budget,
-        optimizer="AdamW",
-    )
-
-
-EVERYTHING = (FOUR, TWO, ONE, ALSO_ONE, UNKNOWN, LOCAL)
-
-
 @pytest.mark.parametrize(
     ("budget", "best"),
     [(0.0, TWO), (0.005, TWO), (0.05, ONE), (0.2, LOCAL), (math.inf, UNKNOWN)],
@@ -311,17 +261,8 @@ def test_of_ties_in_time_and_loss_the_most_bits_win_in_advice_and_in_the_run() -
 
 def best_names(ways: list[Prediction]) -> set[str]:
     """What is advised, and what a run goes on with that has measured the same."""
-    ranked = sorted(ways, key=lambda each: each.step_seconds)
-    trials = [
-        Trial(
-            Candidate(each.name, thinwire.AllReduce(), each.loss, each.is_lossy),
-            *(each.step_seconds, each.low_seconds, each.high_seconds),
-            *(0.0, 0.0, 0.0),
-            each.message_bytes,
-        )
-        for each in ways
-    ]
-    return {choose(ranked, 0.05).name, best_of(trials, 0.05).candidate.name}
+    trials = [Trial(**vars(each)) for each in ways]
+    return {choose(ways, 0.05).name, choose(trials, 0.05).name}
 
 
 def on_links(optimizer: str, budget_loss: float) -> list[str]:
@@ -334,33 +275,14 @@ def on_links(optimizer: str, budget_loss: float) -> list[str]:
     def bytes_of(algorithm: Algorithm) -> float:
         return Engine(algorithm, group, specs).plan.message_bytes
 
+    sent = {code: bytes_of(variant.algorithm) for code, variant in priced().items() if code != OVERFLOWING}
+    for local in LOCAL_VARIANTS:
+        algorithm = local.options.get("algorithm", thinwire.Quantize(bits=4))
+        sent[local.name] = bytes_of(algorithm) / local.every_steps
+    losses = expected_losses(training)
     ways = [
-        way(
-            code,
-            0,
-            0,
-            expected_loss(
-                str(variant.algorithm),
-                training,
-                loses_more_than=variant.loses_more_than,
-                loses_less_than=variant.loses_less_than,
-            ),
-            is_lossy=not variant.keeps_16_bits,
-            message_bytes=bytes_of(variant.algorithm),
-        )
-        for code, variant in priced().items()
-        if code != OVERFLOWING
-    ]
-    ways += [
-        way(
-            each.name,
-            0,
-            0,
-            expected_loss(each.name, training, loses_more_than=each.loses_more_than),
-            message_bytes=bytes_of(each.options.get("algorithm", thinwire.Quantize(bits=4)))
-            / each.every_steps,
-        )
-        for each in LOCAL_VARIANTS
+        way(name, 0, 0, losses[name], is_lossy=name not in (EXACT.name, SIXTEEN.name), message_bytes=size)
+        for name, size in sent.items()
     ]
     found: list[str] = []
     for exponent in range(400):
@@ -370,7 +292,7 @@ def on_links(optimizer: str, budget_loss: float) -> list[str]:
             hidden = 0.0 if "every_steps" in each.name else HIDDEN_SECONDS
             seconds = STEP_SECONDS + max(0.0, seconds_per_byte * each.message_bytes - hidden)
             timed.append(replace(each, step_seconds=seconds, low_seconds=seconds, high_seconds=seconds))
-        best = choose(sorted(timed, key=lambda each: each.step_seconds), 0.05, budget_loss).name
+        best = choose(timed, 0.05, budget_loss).name
         if best not in found[-1:]:
             found.append(best)
     return found
@@ -411,8 +333,7 @@ def test_the_frontier_and_ties_on_it() -> None:
 def test_where_nothing_meets_the_budget_the_nearest_is_told() -> None:
     told = verdict(advice_of(ONE, LOCAL, budget=0.01))
     assert any(
-        "Nothing rougher than 16 bits is known to lose at most 1 %: the nearest is Quantize(bits=1), +4.5 %"
-        in each
+        "is known to lose at most 1 %: the nearest is Quantize(bits=1) (+4.5 % loss)." in each
         for each in told
     )
     of_none = verdict(advice_of(UNKNOWN, budget=0.01))
@@ -471,28 +392,28 @@ def test_there_are_lines_to_paste_for_every_front() -> None:
 
 def test_what_makes_it_less_certain_is_said() -> None:
     probe = Probe(8, "nccl", "cuda", [], [], [])
-    (of_another_world, of_another_device) = _notes(Training("SGD", 8, 9), probe, 2, torch.device("cpu"))
+    (of_another_world, of_another_device) = notes_on(Training("SGD", 8, 9), probe, 2, torch.device("cpu"))
     assert "The probe is of 8 processes, this job has 2: what is predicted is for 8." in of_another_world
     assert "messages on cuda" in of_another_device
     adamw = Training("AdamW", 8, 9)
-    assert list(_notes(adamw, replace(probe, device="cpu"), 1, torch.device("cpu"))) == []
-    (of_kind,) = _notes(
+    assert list(notes_on(adamw, replace(probe, device="cpu"), 1, torch.device("cpu"))) == []
+    (of_kind,) = notes_on(
         replace(adamw, is_recurrent=True), replace(probe, device="cpu"), 1, torch.device("cpu")
     )
     assert "has the gap of transformers" in of_kind
     here = replace(probe, device="cpu", hosts=[gethostname()] * 8)
-    assert list(_notes(adamw, here, 8, torch.device("cpu"))) == []
-    (of_one_machine,) = _notes(adamw, here, 1, torch.device("cpu"))
+    assert list(notes_on(adamw, here, 8, torch.device("cpu"))) == []
+    (of_one_machine,) = notes_on(adamw, here, 1, torch.device("cpu"))
     assert f"All processes of the probe ran on one machine, {gethostname()}; for a training" in of_one_machine
-    (elsewhere,) = _notes(adamw, replace(here, hosts=["a", "b"] * 4), 1, torch.device("cpu"))
+    (elsewhere,) = notes_on(adamw, replace(here, hosts=["a", "b"] * 4), 1, torch.device("cpu"))
     assert "The probe is of other machines (a, b): their links, and the arithmetic of this one" in elsewhere
     short = replace(here, timings=[Timing(4, [0.1]), Timing(16384, [0.15])])
-    (of_time,) = _notes(adamw, short, 8, torch.device("cpu"))
+    (of_time,) = notes_on(adamw, short, 8, torch.device("cpu"))
     assert "16,384 bytes, took less than twice as long as one of nothing" in of_time
     noisy = replace(here, timings=[Timing(4, [0.1] * 4 + [9.0] * 3), Timing(1 << 20, [11.0])])
-    (doubt,) = _notes(adamw, noisy, 8, torch.device("cpu"))
+    (doubt,) = notes_on(adamw, noisy, 8, torch.device("cpu"))
     assert doubt.startswith("The probe is doubtful: averagings of 4 bytes had a spread of")
-    (of_buckets,) = _notes(adamw, probe, 8, torch.device("cuda", 3))
+    (of_buckets,) = notes_on(adamw, probe, 8, torch.device("cuda", 3))
     assert "bucket_cap_mb=10_000" in of_buckets
 
 
@@ -530,7 +451,8 @@ def test_between_averagings_the_noise_of_single_steps_evens_out() -> None:
         averaging = Averaging(None, None, None, [Timeline((), 0.0125 * 36)])  # type: ignore[arg-type] # likewise
         way = LocalVariant(thinwire.LocalSGD, every_steps, {"fragments": fragments})
         bench = LocalBench(way, averaging)
-        ways.append(_predicted_local(bench, alone, lambda kind, handed_bytes: 0.0, 1))
+        steps = SimpleNamespace(subject=SimpleNamespace(shards=None), without_averaging=alone)
+        ways.append(Bench._predicted_local(steps, bench, lambda kind, handed_bytes: 0.0, 1))  # type: ignore[arg-type] # what it reads
     few, often = ways
     assert (few.low_seconds, few.step_seconds, few.high_seconds) == pytest.approx(
         (1.0125 - 0.05 / 3, 1.0125, 1.0125 + 0.05 / 3)

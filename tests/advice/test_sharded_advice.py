@@ -17,30 +17,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
+from advice.ways import network
 from pool import Pool
 from thinwire import ConfigError
-from thinwire.advice import Advice, local, measure, replicated, sharded
+from thinwire.advice import Advice, local, sharded
 from thinwire.advice.lines import SHARDING, lines_to_paste
+from thinwire.advice.measure import Link
 from thinwire.advice.timeline import Sent, Timeline
-from thinwire.advice.variants import LOCAL_VARIANTS
+from thinwire.advice.variants import LOCAL_VARIANTS, priced
 from thinwire.errors import AttachError
 from thinwire.fronts.sharded.model import local_of
-from thinwire.probe import Probe, Timing, probe
-from thinwire.probe.result import ring_share
+from thinwire.probe import Probe, probe
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 ROWS, COLUMNS, RANK = 256, 512, 4
 FEW = ["AllReduce()", 'Cast("bf16")', "Quantize(bits=4)", f"PowerSGD(matrix_rank={RANK})"]
-FEW += [f"PowerSGD(matrix_rank={RANK}, alternating=True)"]
-
-
-def network(bits_per_second: float, world_size: int = 2, nodes: list[list[int]] | None = None) -> Probe:
-    """What a probe would have found where a message of nothing takes a millisecond."""
-    timings = [
-        Timing(size, [0.001 + ring_share(world_size) * 8 * size / bits_per_second])
-        for size in (4, 1 << 20, 1 << 24)
-    ]
-    return Probe(world_size, "gloo", "cpu", timings, [], nodes or [list(range(world_size))])
 
 
 def one_step(model: nn.Module) -> None:
@@ -90,7 +81,7 @@ def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
     fully_shard(model, mesh=mesh["shard"])
     one_step(model)
     states = [_state(model)]
-    few = {code: variant for code, variant in replicated.priced().items() if code in FEW}
+    few = {code: variant for code, variant in priced().items() if code in FEW}
     advise = partial(thinwire.advise, model, one_step, budget_seconds=0.05, budget_loss=float("inf"))
     with (
         patch.object(sharded, "priced", lambda: few),
@@ -100,7 +91,7 @@ def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
         patch.object(sharded, "measure_network", _hardly_probed),
     ):
         first = advise(network(1e6))
-        of_all = advise(network(1e6, 4, [[0, 1], [2, 3]]))
+        of_all = advise(network(1e6, world_size=4, nodes=[[0, 1], [2, 3]]))
         states.append(_state(model))
         probed = advise(replicas=mesh["replicate"])
     states.append(_state(model))
@@ -128,7 +119,7 @@ def _state(model: nn.Module) -> Any:
 
 def test_a_mesh_is_for_sharded_models_only() -> None:
     with pytest.raises(ConfigError, match="replicas is for models of fully_shard; leave it out"):
-        measure.advise(nn.Linear(2, 2), one_step, network(1e6), replicas=object())  # type: ignore[arg-type]
+        thinwire.advise(nn.Linear(2, 2), one_step, network(1e6), replicas=object())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -152,8 +143,7 @@ def test_the_reckoning_of_a_shared_link_fits_measured_steps(rate: float, results
     for name, (seconds, machine_bytes) in rows.items():
         # The shards of seven modules; of each host's bytes one process has sent half.
         sent = (Sent(compute, int(machine_bytes / 2 / 7), compute),) * 7
-        link = partial(measure.shared_link_seconds, network(rate), 2, 2)
-        errors[name] = Timeline(sent, compute).step_seconds(link) / seconds - 1
+        errors[name] = Timeline(sent, compute).step_seconds(Link(network(rate), 2, 2).seconds) / seconds - 1
     assert len(errors) >= 6
     assert median(map(abs, errors.values())) < 0.15, errors
     assert -0.25 < min(errors.values()) < max(errors.values()) < 0.1, errors

@@ -181,6 +181,7 @@ def test_a_growing_file_is_read_line_by_complete_line(tmp_path: Path) -> None:
         "message_bytes": 1_000_000,
         "gradient_bytes": 2_000_000,
         "waiting_seconds": 0.05,
+        "compression_ratio": 2.0,
     }
     times = {"seconds": 1.0, "step_seconds": 0.2, "arithmetic_seconds": 0.0, "exposed_seconds": 0.1}
     whole, growing = tmp_path / "whole.jsonl", tmp_path / "growing.jsonl"

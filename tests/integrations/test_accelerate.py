@@ -402,7 +402,7 @@ def _chosen() -> dict[str, Any]:
         return {
             "world": accelerator.num_processes,
             "used": (
-                chooser.chosen.candidate.name,
+                chooser.chosen.name,
                 str(chooser.sync.algorithm),
                 [each.step_seconds for each in chooser.trials],
             ),

@@ -315,7 +315,7 @@ def _chosen(folder: Path) -> dict[str, Any]:
     return {
         "world": dist.get_world_size(),
         "used": (
-            first.chosen.candidate.name,
+            first.chosen.name,
             str(sync.algorithm),
             [each.step_seconds for each in first.trials],
         ),

@@ -298,7 +298,7 @@ def _chosen(folder: str) -> dict[str, Any]:
         assert resumed.auto is not None
     return {
         "world": dist.get_world_size(),
-        "used": (chosen.candidate.name, str(callback.sync.algorithm), [each.step_seconds for each in trials]),
+        "used": (chosen.name, str(callback.sync.algorithm), [each.step_seconds for each in trials]),
         "told": len(told),
         "bytes": [each.message_bytes for each in trials],
         "resumed": (resumed.sync.stats().steps, resumed.auto.is_choosing),

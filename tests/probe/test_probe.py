@@ -194,10 +194,6 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     for saved in (example(), later):
         saved.save(path)
         assert Probe.load(path) == saved
-    older = json.loads(example().to_json())
-    del older["wire_factors"], older["hosts"]
-    path.write_text(json.dumps(older))
-    assert Probe.load(path) == example()
 
 
 def test_a_slow_collective_counts_as_more_bytes() -> None:
@@ -309,20 +305,24 @@ def test_what_is_no_probe_is_refused(text: str, tmp_path: Path) -> None:
         ({"timings": 2 * [{"message_bytes": 4, "seconds": [float("nan")]}]}, "it has NaN, expected finite"),
         ({"timings": 2 * [{"message_bytes": 4, "seconds": [float("inf")]}]}, "it has Infinity, expected"),
         ({"timings": 2 * [{"message_bytes": 0, "seconds": [1.0]}]}, "message_bytes must be a whole number"),
-        ({"timings": [[], []]}, "there is no seconds"),
+        ({"timings": [[], []]}, "there is no message_bytes"),
         (
             {"pairs": [{"processes": [], "message_bytes": 4, "seconds": 1.0}]},
-            "processes of a pair must be two",
+            "processes must be a list of 2 to 2, got one of 0",
         ),
-        ({"pairs": [{"processes": [1, 1], "message_bytes": 4, "seconds": 1.0}]}, "must be two, got 1"),
+        (
+            {"pairs": [{"processes": [1, 1], "message_bytes": 4, "seconds": 1.0}]},
+            "must be two, got one twice",
+        ),
         ({"pairs": [{"processes": [0, 2], "message_bytes": 4, "seconds": 1.0}]}, "from 0 to 1, got 2"),
+        ({"nodes": [[0, 2]]}, "processes must be from 0 to 1, got 2"),
         ({"pairs": [{}]}, "there is no processes"),
-        ({"nodes": [[0, "1"]]}, "a node must be a whole number from 0 to 1"),
+        ({"nodes": [[0, "1"]]}, "nodes must be a whole number from 0 to"),
         ({"nodes": 7}, "nodes must be a list"),
-        ({"hosts": ["one", 2]}, "a host must be text"),
-        ({"wire_factors": {"all_gather": 1.0}}, "there is no all_to_all"),
-        ({"wire_factors": {"all_gather": 0.5}}, "wire_factors of all_gather must be a number from 1"),
-        ({"wire_factors": 7}, "there is no all_gather"),
+        ({"hosts": ["one", 2]}, "hosts must be text"),
+        ({"wire_factors": {"all_gather": 0.5}}, "'all_gather' must be a number from 1"),
+        ({"wire_factors": {"scatter": 2.0}}, "a name in wire_factors must be one of all_reduce, all_gather"),
+        ({"wire_factors": 7}, "wire_factors must be an object, got 7"),
     ],
 )
 def test_strange_values_in_a_probe_are_refused(changed: dict[str, object], told: str, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_text_in_a_probe_that_is_none_can_be_printed(tmp_path: Path) -> None:
     assert Probe.load(path).backend == "gl?oo"
 
 
-def test_a_later_version_and_half_a_file_are_refused(tmp_path: Path) -> None:
+def test_a_different_version_and_half_a_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "probe.json"
     example().save(path)
     whole = path.read_text()

@@ -255,7 +255,7 @@ def test_a_resumed_run_is_one(tmp_path: Path) -> None:
         (
             lambda text: text.replace('"loss"', f'"{20_000 * "x"}"'),
             3,
-            "line 4 is damaged (a name must be text of at most 10000 characters",
+            "line 4 is damaged (a name in log must be text of at most 10000 characters",
         ),
     ],
     ids=[
@@ -306,11 +306,6 @@ NO_RUN = r"line 1 is damaged \(.*\); give one that a Watch has written"
         (b"loss,step\n1,2\n", NO_RUN),
         (b"\xff\xfe\x00", NO_RUN),
         (b'{"kind": "log", "step": 0, "seconds": 1.0}\n', NO_RUN),
-        (
-            b'{"kind": "run", "step": 0, "format": 4, "name": null, "thinwire": "9", "unix_seconds": 0, '
-            b'"processes": 1, "process_rank": 0}\n',
-            "has format 4",
-        ),
     ],
 )
 def test_what_is_no_record_is_refused(content: bytes | None, told: str, tmp_path: Path) -> None:
@@ -490,61 +485,17 @@ def test_skips_that_the_host_does_not_see_are_not_known(tmp_path: Path) -> None:
     assert [each["nonfinite_steps"] for each in read_run(tmp_path / "run.jsonl").steps] == [None] * STEPS
 
 
-def test_what_format_1_called_skipped_steps_is_read(tmp_path: Path) -> None:
-    simulated = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2)
-    path = tmp_path / "run.jsonl"
-    with Watch(simulated.syncs[0], path) as watch:
-        train(simulated, range(3), bad_steps=(1,))
-        watch.log(skipped_steps=7)
-    now = path.read_text()
-    path.write_text(now.replace('"nonfinite_steps"', '"skipped_steps"').replace('"format": 3', '"format": 1'))
-    assert path.read_text() != now
-    run = read_run(path)
-    assert [each["nonfinite_steps"] for each in run.steps] == [0, 1, 0]
-    assert [point.value for point in run.points("skipped_steps")] == [7]
-
-
-def as_format_2(route: dict[str, Any]) -> dict[str, Any]:
-    """A route as it was told by matrices."""
-    told = re.fullmatch(r"(\d+)×(\d+), rank (\d+)", route["detail"])
-    assert (told is not None) == route["is_compressed"]
-    kept = {name: route[name] for name in ("label", "names", "gradient_bytes", "message_bytes")}
-    if told is None:
-        return {**kept, "matrix_shape": None, "matrix_rank": None}
-    rows, columns, matrix_rank = map(int, told.groups())
-    return {**kept, "matrix_shape": [rows, columns], "matrix_rank": matrix_rank}
-
-
-def test_how_parameters_travel_is_read_from_format_2(tmp_path: Path) -> None:
-    simulated, path = simulation(), tmp_path / "run.jsonl"
-    with Watch(simulated.syncs[0], path):
-        train(simulated, range(3))
-    now = read_run(path)
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    for record in records:
-        if record["kind"] == "run":
-            record["format"] = 2
-        if record["kind"] == "plan":
-            record["routes"] = [as_format_2(route) for route in record["routes"]]
-    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    then = read_run(path)
-    assert then.damage is None
-    assert then == now
-    assert {route["is_compressed"] for route in then.plans[0]["routes"]} == {True, False}
-    path.write_text(path.read_text().replace('"matrix_shape": [', '"matrix_shape": [[], '))
-    assert str(read_run(path).damage).startswith("line 2 is damaged (matrix_shape must be a list of 2 to 2")
-
-
-def test_a_watched_file_goes_on_in_todays_format(tmp_path: Path) -> None:
-    """A run that was begun with an earlier version."""
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_file_of_a_different_format_is_refused_and_not_continued(version: int, tmp_path: Path) -> None:
     simulated, path = simulation(), tmp_path / "run.jsonl"
     with Watch(simulated.syncs[0], path):
         train(simulated, range(2))
-    path.write_text(path.read_text().replace('"format": 3', '"format": 2'))
-    with Watch(simulated.syncs[0], path):
-        train(simulated, range(2, 4))
-    run = read_run(path)
-    assert (run.damage, run.resumed, len(run.steps), len(run.plans)) == (None, 1, 4, 1)
+    path.write_text(text := path.read_text().replace('"format": 3', f'"format": {version}'))
+    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire reads format 3; read"):
+        read_run(path)
+    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire writes format 3; give"):
+        Watch(simulated.syncs[0], path)
+    assert path.read_text() == text
 
 
 # Growth

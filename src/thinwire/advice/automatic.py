@@ -6,33 +6,20 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 
-from thinwire.advice.loss import (
-    Training,
-    checked_budget,
-    optimizer_name,
-    optimizer_notes,
-    unwrapped_optimizer,
-)
-from thinwire.advice.trials import (
-    Candidate,
-    Candidates,
-    Trial,
-    best_of,
-    candidates_for,
-    has_changed,
-    nothing_to_win,
-    quartiles_of,
-    why,
-    worst_of,
-)
+from thinwire.advice.loss import Training, optimizer_name, optimizer_notes, unwrapped_optimizer
+from thinwire.advice.result import Prediction, checked_budget, checked_gain, choose
+from thinwire.advice.variants import BASELINE, EXACT, LOCAL_VARIANTS, expected_losses, priced
+from thinwire.advice.words import losses_of, nearest, none_within
 from thinwire.algorithms import AllReduce
 from thinwire.channel import CALL, agree, gather_numbers
-from thinwire.checks import number, true_or_false, whole_count, whole_number
+from thinwire.checks import true_or_false, whole_count, whole_number
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd.validation import check_trains
@@ -41,29 +28,17 @@ from thinwire.sync import GradientSync, engine_of
 logger = logging.getLogger(__name__)
 
 # The first step with an algorithm compares the processes, and sends what the one before has left; DDP
-# arranges its buckets anew behind its own first one.
+# arranges its buckets again behind its own first one.
 UNTIMED_STEPS = 2
-# Below, there are no quartiles.
-MIN_STEPS = 2
+# A step that takes so much longer or shorter, as a share, is of a different link.
+CHANGE = 0.2
 
-PURPOSE = "auto: what the processes have measured"
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a clock shows at the end of a step.
-
-    Attributes:
-        seconds: Since any point.
-        waited_seconds: Of these, waited for messages; NaN where the host can't see it.
-    """
-
-    seconds: float
-    waited_seconds: float
-
-
-# Receives one committed step after the other, as the time since the step before.
-Course = Generator[None, Reading, None]
+# Seconds of a step, and how many of them were waited for messages: NaN where the host can't see it.
+Reading = tuple[float, float]
+# Receives one committed step after the other.
+Course = Generator[None, Reading, Any]
+Log = Callable[[str], object]
+Clock = Callable[[], Reading]
 
 
 def auto(
@@ -75,34 +50,29 @@ def auto(
     probe_steps: int = 5,
     every_steps: int | None = 500,
     enabled: bool = True,
-    log: Callable[[str], object] | None = None,
+    log: Log | None = None,
     **settings: Any,
 ) -> Auto:
     """Attach to a DDP or FSDP2 model, and choose the algorithm by what the run's own steps take.
 
-    The first steps are made with exact averaging, the next ones with 16 bits, then with each algorithm that
-    is expected to lose no more than the budget, which loses least first. All of them train the model, and
-    are timed from end to end. Where exact averaging or 16 bits wait for messages at most `least_gain` of a
-    step, nothing rougher is tried. Then the run goes on with the best by the rule of `thinwire.advise`, on
-    all processes alike. Its link is looked at every `every_steps`: if a step takes, or waits, for sure a
-    fifth of a step more or less than in the trial, all are tried again. While messages are rougher than 16
-    bits, a look makes a few steps with these, and compares those, for small messages hardly tell a fast link
-    from a slow one; all are tried again as well where the rougher ones no longer win. What an algorithm has
-    not sent yet, the next one sends: nothing is lost by switching. What averages models now and then
-    (`LocalSGD`) is named where it would help, and never switched to.
+    Steps are made and timed with exact averaging, then with 16 bits, then with each algorithm that is
+    expected to lose no more than the budget, unless the first two wait for messages at most `least_gain` of
+    a step. The run goes on with the best by the rule of `thinwire.advise`, on all processes alike. If a step
+    takes for sure a fifth more or less at a later look, or rougher messages no longer win, all are tried
+    again; small messages hardly tell a fast link from a slow one, so such a look makes steps with 16 bits.
+    All steps train the model, and what an algorithm has not sent yet, the next one sends.
 
     To be called on every process, in place of `attach`. Leave `sync.use` alone meanwhile. A state that is
-    saved is that of the algorithm in use; a run that resumes chooses anew.
+    saved is that of the algorithm in use; a run that resumes chooses again. Of what is returned, `sync` is
+    the handle, and printing it tells the choice.
 
     Args:
         model: As of `attach`.
-        optimizer: What trains the model, or its name: loss gaps depend on it. With another one than was
-            measured with, the largest gap of those counts, and it is said.
-        budget_loss: The largest expected gap to exact averaging's loss, as a share of it: 0.01 is 1 %; at
-            most 0.2. `math.inf` for any, known or not. Gaps were measured with small models; yours may
-            differ.
-        least_gain: What an approximation must win over the faster of exact and 16-bit averaging, as a share
-            of the step.
+        optimizer: What trains the model, or its name: loss gaps depend on it. With one that was not measured
+            with, the largest gap of those counts, and it is said.
+        budget_loss: The largest expected gap to exact averaging's loss, as a share of it, at most 0.2; or
+            `math.inf` for any, known or not. Gaps were measured with small models; yours may differ.
+        least_gain: What an approximation must win over exact and 16-bit averaging, as a share of the step.
         probe_steps: Timed steps with each algorithm; two more come before them.
         every_steps: From one look at the link to the next; None for a single choice.
         enabled: False for exact averaging, as of `attach(model, AllReduce())`, with nothing chosen.
@@ -110,225 +80,210 @@ def auto(
             If it raises, that is a warning in the log, and training goes on.
         settings: All else that `attach` takes.
 
-    Returns:
-        What chooses: `sync` is the handle, and printing it tells the choice.
-
     Cost: (2 + `probe_steps`) steps with each candidate, of which slow ones take their time, and as many with
-    16 bits at a look; a message of 48 bytes from each process after each trial and each look.
+    16 bits at a look; a message of 32 bytes from each process after each trial and each look.
 
     Raises:
-        ConfigError: An argument is out of range, or the optimizer is of a different model. Nothing was
-            changed.
+        ConfigError: An argument is out of range, or the optimizer is of a different model.
         AgreementError: The processes were given different arguments.
         ThinwireError: As of `attach`.
-
-    Examples:
-        >>> import thinwire
-        >>> from torch.nn.parallel import DistributedDataParallel
-        >>> ddp_model = DistributedDataParallel(torch.nn.Linear(8, 4))  # in a process group
-        >>> optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
-        >>> chooser = thinwire.auto(ddp_model, optimizer, budget_loss=0.005)
-        >>> ddp_model(torch.ones(1, 8)).sum().backward()
-        >>> chooser.is_choosing, chooser.sync.algorithm  # the first of its trials
-        (True, AllReduce())
     """
-    name = optimizer_name(optimizer)
-    budget_loss = checked_budget(budget_loss)
-    if not number("least_gain", least_gain, minimum=0) < 1:
-        raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
-    probe_steps = whole_number("probe_steps", probe_steps, minimum=MIN_STEPS)
-    if every_steps is not None:
-        every_steps = whole_count("every_steps", every_steps, minimum=MIN_STEPS)
+    name, trainer = optimizer_name(optimizer), unwrapped_optimizer(optimizer)
+    rules = Rules(
+        checked_budget(budget_loss),
+        checked_gain(least_gain),
+        # Quartiles are of two at least.
+        whole_number("probe_steps", probe_steps, minimum=2),
+        None if every_steps is None else whole_count("every_steps", every_steps, minimum=2),
+        true_or_false("enabled", enabled),
+    )
     if log is not None and not callable(log):
         raise ConfigError(f"log must be a function that takes a text, such as print, or None, got {log!r}")
-    enabled = true_or_false("enabled", enabled)
-    trainer = unwrapped_optimizer(optimizer)
     # What is no model, `attach` refuses.
     if isinstance(trainer, torch.optim.Optimizer) and isinstance(model, torch.nn.Module):
         check_trains(trainer, (each for each in model.parameters() if each.requires_grad))
     sync = attach(model, AllReduce(), **settings)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    training = Training.of(model, name, engine_of(sync).transport.size)
-    candidates = candidates_for(training, budget_loss, optimizer_notes(optimizer))
+    engine = engine_of(sync)
+    # An accelerator's messages travel while the host has gone on.
+    sees_waiting = all(each.device.type == "cpu" for each in model.parameters() if each.requires_grad)
     return Auto(
         sync,
-        candidates,
-        least_gain=least_gain,
-        probe_steps=probe_steps,
-        every_steps=every_steps,
-        enabled=enabled,
-        log=logger.info if log is None else log,
-        # An accelerator's messages travel while the host has gone on.
-        sees_waiting=all(each.device.type == "cpu" for each in trained),
+        Training.of(model, name, engine.transport.size),
+        rules,
+        [*optimizer_notes(optimizer)],
+        log or logger.info,
+        lambda: (time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan),
     )
+
+
+@dataclass(frozen=True)
+class Rules:
+    """As of `auto`."""
+
+    budget_loss: float
+    least_gain: float
+    probe_steps: int
+    every_steps: int | None
+    enabled: bool
+
+
+@dataclass(frozen=True)
+class Trial(Prediction):
+    """Steps of the run itself with one algorithm, on the slowest process."""
+
+    # How long the process waited for messages that waited least: the others waited for it as well. NaN where
+    # the host can't see it.
+    waited_seconds: float = math.nan
+
+    def __str__(self) -> str:
+        waits = "" if math.isnan(self.waited_seconds) else f" ({1e3 * self.waited_seconds:.3g} ms waiting)"
+        return f"{1e3 * self.step_seconds:.3g} ms{waits}"
+
+    def differs_from(self, before: Trial) -> bool:
+        """Return whether steps take a different time, for sure, than when the algorithm was chosen."""
+        # If the quartiles of then and now overlap, it may be what else the machine does.
+        is_apart = self.low_seconds > before.high_seconds or self.high_seconds < before.low_seconds
+        return is_apart and abs(self.step_seconds - before.step_seconds) > CHANGE * before.step_seconds
 
 
 class Auto:
     """Chooses the algorithm of a handle; `thinwire.auto` makes one. Printing it tells the choice and why.
 
-    Args:
-        sync: The handle.
-        candidates: What may be chosen.
-        least_gain: As of `auto`.
-        probe_steps: As of `auto`.
-        every_steps: As of `auto`.
-        enabled: As of `auto`.
-        log: Gets what was chosen and why, on the first process.
-        sees_waiting: Whether the host waits for messages where the device does.
-        clock: Is read at the end of each step; None for that of the machine.
-
     Attributes:
         sync: The handle: what `attach` would have returned.
         trials: What was measured in the choice under way, or the last one, in the order of the trials.
         chosen: What the run goes on with; None while the first choice is under way, and if not enabled.
-
-    Raises:
-        AgreementError: The processes were given different arguments.
+        is_choosing: Whether trials are under way.
     """
 
     def __init__(
-        self,
-        sync: GradientSync,
-        candidates: Candidates,
-        *,
-        least_gain: float,
-        probe_steps: int,
-        every_steps: int | None,
-        enabled: bool,
-        log: Callable[[str], object],
-        sees_waiting: bool,
-        clock: Callable[[], Reading] | None = None,
+        self, sync: GradientSync, training: Training, rules: Rules, notes: list[str], log: Log, clock: Clock
     ) -> None:
         self.sync = sync
         self.trials: tuple[Trial, ...] = ()
         self.chosen: Trial | None = None
-        self._engine = engine_of(sync)
-        self._least_gain, self._log = least_gain, log
-        self._probe_steps, self._every_steps = probe_steps, every_steps
-        self._sees_waiting = sees_waiting
-        traffic = self._engine.traffic
-        self._clock = clock or (lambda: Reading(time.perf_counter(), traffic.waiting_seconds))
-        self._candidates = candidates
-        self._why = ["off: exact averaging"]
-        self._is_trying = False
+        self.is_choosing = rules.enabled
+        self._engine, self._rules, self._notes = engine_of(sync), rules, notes
+        self._log, self._clock = log, clock
+        variants, losses = priced(), expected_losses(training)
+        self._rough = {code: losses[code] for code, each in variants.items() if not each.keeps_16_bits}
+        within = [code for code, loss in self._rough.items() if loss.order <= 100 * rules.budget_loss]
+        # Of the two kinds of 16 bits the one that no gradient is too large for; then what loses least.
+        names = [EXACT, BASELINE, *sorted(within, key=lambda code: losses[code].order)]
+        self._candidates, self._losses = {name: variants[name] for name in names}, losses
         # The replicas' group, and the shards' group if the model is sharded.
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
         # All must make the same steps with the same algorithms, or they would wait for each other for ever.
-        described = {
-            CALL: "auto()",
-            "enabled": str(enabled),
-            "probe_steps": str(probe_steps),
-            "every_steps": str(every_steps),
-            "least_gain": str(least_gain),
-            "budget_loss": str(candidates.budget_loss),
-            "optimizer": str(candidates.optimizer),
-            "candidates": "; ".join(each.name for each in candidates.within),
-        }
+        described = {name: str(value) for name, value in asdict(rules).items()}
+        described |= {"optimizer": str(training.optimizer), "candidates": "; ".join(self._candidates)}
         for group in self._groups:
-            agree(group, described, "auto()")
-        self._course: Course | None = None
-        if enabled:
-            self._why = ["no choice yet"]
-            self._course = self._follow()
+            agree(group, {CALL: "auto()", **described}, "auto()")
+        if rules.enabled:
+            self._course, self._last = self._follow(), clock()
             # To its first `yield`, which receives the first step.
             next(self._course)
-            self._last = self._clock()
             self._engine.observers.append(self._after_step)
 
     def __str__(self) -> str:
         """Return what was chosen and why, in lines."""
-        return "\n".join(self._why)
-
-    @property
-    def is_choosing(self) -> bool:
-        """Whether trials are under way."""
-        return self._course is not None and self._is_trying
-
-    def stop(self) -> None:
-        """Choose no more, and go on with the algorithm in use; call it on all processes after the same step.
-
-        May be called twice.
-        """
-        if self._course is not None:
-            self._engine.observers.remove(self._after_step)
-            self._course = None
+        if self.chosen is None or self.is_choosing:
+            return "no choice yet" if self.is_choosing else "off: exact averaging"
+        chosen, rules = self.chosen, self._rules
+        lines = [f"{chosen.name}: a step takes {chosen}."]
+        if chosen.is_lossy:
+            lines.append(f"Its loss gap: {losses_of(chosen)}.")
+        elif self._can_win_nothing():
+            lines.append("Rougher messages can win nothing.")
+        elif len(self.trials) == 2:
+            lines.append(none_within(self._rough, rules.budget_loss))
+        else:
+            lines.append(f"Nothing rougher within the budget wins more than {rules.least_gain:.0%} for sure.")
+        local = nearest({each.name: self._losses[each.name] for each in LOCAL_VARIANTS})
+        if local is not None and chosen.waited_seconds > rules.least_gain * chosen.step_seconds:
+            waits = f"It still waits {chosen.waited_seconds / chosen.step_seconds:.0%} of a step for messages"
+            lines.append(f"{waits}; averaging models less often waits less: {local} is for you to choose.")
+        tried = ", ".join(f"{each.name} {each}" for each in self.trials)
+        return "\n".join([*lines, *self._notes, f"Tried: {tried}."])
 
     # As a generator: trials and looks read from top to bottom, and each `yield` is a step of the run.
     def _follow(self) -> Course:
+        rules = self._rules
         while True:
-            self._is_trying, self.trials = True, ()
-            for candidate in self._candidates.within:
-                self.sync.use(candidate.algorithm)
-                self.trials += ((yield from self._tried(candidate, self._probe_steps)),)
-                if nothing_to_win(self.trials, self._least_gain):
+            self.is_choosing, self.trials = True, ()
+            for name in self._candidates:
+                self.trials += ((yield from self._tried(name, rules.probe_steps)),)
+                if self._can_win_nothing():
                     break
-            self.chosen = chosen = best_of(self.trials, self._least_gain)
-            self.sync.use(chosen.candidate.algorithm)
-            self._is_trying = False
-            self._why = why(chosen, self.trials, self._candidates, self._least_gain)
+            self.chosen, self.is_choosing = choose(self.trials, rules.least_gain), False
+            self.sync.use(self._candidates[self.chosen.name].algorithm)
             self._tell(f"from step {self.sync.steps} on, {self}")
-            if self._every_steps is None:
+            if rules.every_steps is None:
                 return
-            before, now = yield from self._until_changed(chosen, self._every_steps)
-            self._tell(
-                f"a step with {now.candidate.name} takes {now.in_words}, in its trial {before.in_words}: "
-                "choosing again"
-            )
+            before, now = yield from self._until_changed(self.chosen, rules.every_steps)
+            self._tell(f"a step with {now.name} takes {now}, in its trial {before}: choosing again")
 
-    def _until_changed(
-        self, chosen: Trial, every_steps: int
-    ) -> Generator[None, Reading, tuple[Trial, Trial]]:
-        """Go on with what was chosen until the link is another one; return a trial of then and one of now."""
-        careful = [each for each in self.trials if not each.candidate.is_lossy][-1]
+    def _can_win_nothing(self) -> bool:
+        """Return whether exact averaging, or 16 bits, tell already that rougher messages would not pay."""
+        fastest = min(self.trials[:2], key=lambda each: each.step_seconds)
+        # A message of no bytes at all would save no more than that. NaN is no such case.
+        return fastest.waited_seconds <= self._rules.least_gain * fastest.step_seconds
+
+    def _until_changed(self, chosen: Trial, every_steps: int) -> Course:
+        """Go on with what was chosen until it no longer is; return a trial of then and one of now."""
+        careful = [each for each in self.trials if not each.is_lossy][-1]
         while True:
-            now = yield from self._tried(chosen.candidate, every_steps)
-            if not chosen.candidate.is_lossy:
-                if has_changed(chosen, now):
-                    return chosen, now
-                continue
-            # Small messages hardly wait, whatever the link, and what their arithmetic takes is no news of it:
-            # large ones tell.
-            self.sync.use(careful.candidate.algorithm)
-            careful_now = yield from self._tried(careful.candidate, self._probe_steps)
-            if has_changed(careful, careful_now):
-                return careful, careful_now
-            if best_of([careful_now, now], self._least_gain) is not now:
+            now = yield from self._tried(chosen.name, every_steps)
+            before, seen = chosen, now
+            if chosen.is_lossy:
+                # Small messages hardly wait, whatever the link: large ones tell.
+                before, seen = careful, (yield from self._tried(careful.name, self._rules.probe_steps))
+            if seen.differs_from(before):
+                return before, seen
+            if choose([seen, now], self._rules.least_gain) is not now:
                 return chosen, now
-            self.sync.use(chosen.candidate.algorithm)
 
-    def _tried(self, candidate: Candidate, num_steps: int) -> Generator[None, Reading, Trial]:
-        """Make steps with the algorithm in use; return what all processes have measured."""
+    def _tried(self, name: str, num_steps: int) -> Generator[None, Reading, Trial]:
+        """Make steps with a candidate; return what all processes have measured."""
+        candidate, traffic = self._candidates[name], self._engine.traffic
+        # After a switch all processes are compared again.
+        if self.sync.algorithm != candidate.algorithm:
+            self.sync.use(candidate.algorithm)
         for _ in range(UNTIMED_STEPS):
             yield
-        bytes_before, steps_before = self._engine.traffic.message_bytes, self.sync.steps
+        bytes_before, steps_before = traffic.message_bytes, self.sync.steps
         readings = []
         for _ in range(num_steps):
             readings.append((yield))
-        sent = (self._engine.traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
+        message_bytes = (traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
+        seconds, waited = zip(*readings, strict=True)
+        low_seconds, step_seconds, high_seconds = quantiles(seconds, n=4, method="inclusive")
         # The slowest sets the pace. Who waits least waits for the network alone, the others for it as well:
         # its is the largest of the negative ones.
-        numbers = [
-            *quartiles_of([each.seconds for each in readings]),
-            *(-each for each in quartiles_of([each.waited_seconds for each in readings])),
-        ]
+        numbers = [step_seconds, low_seconds, high_seconds, -median(waited)]
         for group in self._groups:
-            numbers = worst_of(gather_numbers(numbers, group, PURPOSE))
-        step_seconds, low_seconds, high_seconds, *negative = numbers
-        waited, low_waited, high_waited = (-each if self._sees_waiting else math.nan for each in negative)
+            everyone = gather_numbers(numbers, group, "auto: what the processes have measured")
+            numbers = [max(column) for column in zip(*everyone, strict=True)]
+        step_seconds, low_seconds, high_seconds, negative = numbers
         return Trial(
-            candidate, step_seconds, low_seconds, high_seconds, waited, low_waited, high_waited, sent
+            name,
+            f"thinwire.attach(model, thinwire.{name})",
+            step_seconds,
+            low_seconds,
+            high_seconds,
+            message_bytes=message_bytes,
+            memory_bytes=self._engine.memory_bytes(),
+            is_lossy=not candidate.keeps_16_bits,
+            loss=self._losses[name],
+            waited_seconds=-negative,
         )
 
     def _after_step(self, committed: bool) -> None:
         now = self._clock()
-        step = Reading(now.seconds - self._last.seconds, now.waited_seconds - self._last.waited_seconds)
         # A step that was dropped tells nothing, and is dropped on all processes alike.
-        if committed and self._course is not None:
-            try:
-                self._course.send(step)
-            except StopIteration:
-                self.stop()
+        if committed:
+            with suppress(StopIteration):
+                self._course.send((now[0] - self._last[0], now[1] - self._last[1]))
         # Read again: what was compared in between is no part of the next step.
         self._last = self._clock()
 

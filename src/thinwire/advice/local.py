@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,31 +19,18 @@ from thinwire.sync import engine_of
 
 @dataclass(eq=False)
 class Averaging:
-    """A front that averages a whole model after every step of an optimizer which changes nothing.
-
-    Attributes:
-        make: Makes it, for an optimizer.
-        trained: What the optimizer holds.
-        stopwatch: Times it.
-        timelines: Of all averagings that were timed so far.
-        memory_bytes: Kept between steps, as last counted.
-        residual_bytes: As of `Prediction`.
-    """
+    """A front that averages a whole model after every step of an optimizer which changes nothing."""
 
     make: Callable[[torch.optim.Optimizer], LocalSGD]
     trained: list[torch.Tensor]
     stopwatch: Stopwatch
     timelines: list[Timeline] = field(default_factory=list)
+    # As of `Prediction`, as last counted.
     memory_bytes: int = 0
     residual_bytes: int = 0
 
     def take_turn(self, untimed: int, timed: int) -> None:
-        """Average some times, with a front that is made for this turn alone.
-
-        Args:
-            untimed: Averagings before those that are timed.
-            timed: Those.
-        """
+        """Average some times, with a front that is made for this turn alone."""
         optimizer = torch.optim.SGD(self.trained, lr=0.0)
         with self.make(optimizer) as front:
             for number in range(untimed + timed):
@@ -59,48 +45,32 @@ class Averaging:
 
 def _kept_bytes(front: LocalSGD) -> int:
     """Return what is kept between steps: last averages, outer optimizer's state, algorithm's memory."""
-    kept: list[Any] = [] if front.outer is None else list(front.outer.state.values())
-    state_bytes = sum(
-        _held_bytes(value)
-        for of_parameter in kept
-        for value in of_parameter.values()
-        if isinstance(value, torch.Tensor)
-    )
+    kept = [] if front.outer is None else list(front.outer.state.values())
+    states = [each for state in kept for each in state.values() if isinstance(each, torch.Tensor)]
     # Each averaged tensor has a copy of what all held after the last averaging, in at least 32 bits.
     last_bytes = sum(
-        _held_bytes(each) * max(4, each.itemsize) // each.itemsize
+        _held(each).numel() * max(4, each.itemsize)
         for each in front.module.parameters()
         if each.requires_grad
     )
-    return engine_of(front).memory_bytes() + state_bytes + last_bytes
+    return engine_of(front).memory_bytes() + sum(_held(each).nbytes for each in states) + last_bytes
 
 
-def _held_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of what this process holds of a tensor: of a sharded one its shard."""
-    held: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return held.nbytes
+def _held(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor: of a sharded one its shard."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 @dataclass(frozen=True, eq=False)
 class LocalBench:
-    """A way of averaging now and then, and what times its averagings.
-
-    Attributes:
-        way: What is priced.
-        averaging: Of the whole model at once, with its algorithm.
-    """
+    """A way of averaging now and then, and what times averagings of the whole model with its algorithm."""
 
     way: LocalVariant
     averaging: Averaging
 
     def extra_seconds(self, network: Network, own_seconds: float) -> float:
-        """Return what averaging adds to a step, mean: its arithmetic, and what of its messages is waited for.
-
-        Args:
-            network: Tells how long messages take.
-            own_seconds: A step without averaging.
-        """
-        timelines, fragments = self.averaging.timelines, self.way.fragments
+        """Return what averaging adds to a step, mean: arithmetic, and what of its messages is waited for."""
+        timelines, fragments = self.averaging.timelines, self.way.options.get("fragments", 1)
         arithmetic_seconds = median(each.seconds for each in timelines)
         # Each fragment has messages of its own: with fewer bytes in each, but as many of them.
         waited_seconds = fragments * median(
@@ -110,58 +80,32 @@ class LocalBench:
         )
         # A fragment's messages travel while its delay is computed. The link carries one after the other, so
         # what all fragments hide is no more than the steps between two averagings.
-        hidden_steps = min(self.way.every_steps, fragments * self.way.delay_steps)
+        hidden_steps = min(self.way.every_steps, fragments * self.way.options.get("delay_steps", 0))
         exposed_seconds = max(0.0, waited_seconds - hidden_steps * own_seconds)
-        return (arithmetic_seconds + exposed_seconds) / self.way.every_steps
+        return float(arithmetic_seconds + exposed_seconds) / self.way.every_steps
 
     def bytes_per_step(self, members: int) -> tuple[float, float]:
-        """Return mean bytes per step: counted as of an all-reduce, and on the wire, each way.
-
-        Args:
-            members: Of the group.
-        """
+        """Return mean bytes per step: counted as of an all-reduce, and on the wire, each way."""
         # In the first one processes compare settings as well.
-        last = self.averaging.timelines[-1]
-        return (
-            last.message_bytes(members) / self.way.every_steps,
-            last.wire_bytes(members) / self.way.every_steps,
-        )
+        last, every_steps = self.averaging.timelines[-1], self.way.every_steps
+        return last.message_bytes(members) / every_steps, last.wire_bytes(members) / every_steps
 
 
 def local_benches(module: nn.Module, stopwatch: Stopwatch) -> list[LocalBench]:
-    """Return a bench for each way that this model allows.
-
-    Args:
-        module: Is averaged; its parameters stay what they are.
-        stopwatch: Of the steps.
-    """
+    """Return a bench for each way that this model allows."""
     trained: list[torch.Tensor] = [each for each in module.parameters() if each.requires_grad]
-    found: list[LocalBench] = []
+    # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
+    averagings: dict[object, Averaging] = {}
+    benches = []
     for way in LOCAL_VARIANTS:
+        make = partial(way.front, module, process_group=stopwatch.transport)
         try:
             # With all its settings: what a model does not allow (more fragments than layers) is not offered.
-            way.front(
-                module,
-                torch.optim.SGD(trained, lr=0.0),
-                every_steps=way.every_steps,
-                process_group=stopwatch.transport,
-                **way.options,
-            )
+            make(torch.optim.SGD(trained, lr=0.0), every_steps=way.every_steps, **way.options)
         except (ConfigError, GradientError):
             continue
-        # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
-        alike = next(
-            (
-                each.averaging
-                for each in found
-                if each.way.front is way.front
-                and each.way.options.get("algorithm") == way.options.get("algorithm")
-            ),
-            None,
-        )
-        if alike is None:
-            given = {"algorithm": way.options["algorithm"]} if "algorithm" in way.options else {}
-            make = partial(way.front, module, every_steps=1, process_group=stopwatch.transport, **given)
-            alike = Averaging(make, trained, stopwatch)
-        found.append(LocalBench(way, alike))
-    return found
+        algorithm = {name: value for name, value in way.options.items() if name == "algorithm"}
+        averaging = Averaging(partial(make, every_steps=1, **algorithm), trained, stopwatch)
+        alike = way.front, algorithm.get("algorithm")
+        benches.append(LocalBench(way, averagings.setdefault(alike, averaging)))
+    return benches

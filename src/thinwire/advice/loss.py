@@ -16,20 +16,16 @@ from typing import Literal
 import torch
 from torch import nn
 
-from thinwire.checks import number
 from thinwire.errors import ConfigError
 
 # Bf16 and 8 bits, which change nothing, moved single runs by as much (docs/adamw.md). Smaller gaps count as
 # none.
 NOISE_PERCENT = 0.5
 
-# More than that nobody gives up for speed, but may have typed in percent.
-MAX_BUDGET_LOSS = 0.2
-
 # With which all of the project's trainings with SGD were made.
 SGD_MOMENTUM = 0.9
 
-# It is printed, and put on a page.
+# It is printed.
 MAX_NAME_LENGTH = 100
 
 Kind = Literal["exact", "measured", "between", "published", "above", "unknown"]
@@ -93,15 +89,7 @@ class LossGap:
 
 @dataclass(frozen=True)
 class Training:
-    """For which a loss gap is looked up.
-
-    Attributes:
-        optimizer: As of `optimizer_name`; of one that is not in the table, and of None, the largest gap of
-            all that are counts.
-        members: That train together.
-        parameters: Of the model, that are trained.
-        is_recurrent: Whether there is an RNN in it, such as an LSTM: those lose more in few bits.
-    """
+    """For which a loss gap is looked up; with None for an optimizer, the worst of all counts."""
 
     optimizer: str | None
     members: int
@@ -110,13 +98,7 @@ class Training:
 
     @classmethod
     def of(cls, model: nn.Module, optimizer: str | None, members: int) -> Training:
-        """Return that of a model.
-
-        Args:
-            model: Whose trained parameters are averaged.
-            optimizer: As of `optimizer_name`.
-            members: That train together.
-        """
+        """Return that of a model."""
         return cls(
             optimizer,
             members,
@@ -169,8 +151,7 @@ class ExpectedLoss:
             least = "" if self.low_percent is None else f", but more than {self.low_percent:.1f} %"
             return f"What it loses is not known{least}: compare losses."
         if self.order == 0:
-            high = self.percent + NOISE_PERCENT if self.high_percent is None else self.high_percent
-            return f"It may lose {max(0.0, high):.1f} %, though no loss could be measured."
+            return f"It may lose {max(0.0, self._interval[1]):.1f} %, though no loss could be measured."
         most = "up to " if self.kind == "between" else ""
         who = ", as others have published" if self.kind == "published" else ""
         return f"It may lose {most}{self.percent:.1f} %{who}: compare losses."
@@ -211,9 +192,6 @@ def known_optimizers() -> list[str]:
 def optimizer_name(optimizer: object) -> str:
     """Return under which name an optimizer's loss gaps are looked up.
 
-    Args:
-        optimizer: The optimizer, or a framework's wrapper of it, or its name in any case.
-
     Raises:
         ConfigError: It is neither an optimizer nor a name.
     """
@@ -233,11 +211,7 @@ def optimizer_name(optimizer: object) -> str:
 
 
 def optimizer_notes(optimizer: object) -> tuple[str, ...]:
-    """Return how what the user trains with differs from what gaps were measured with, in words.
-
-    Args:
-        optimizer: As of `optimizer_name`, or None.
-    """
+    """Return how what the user trains with differs from what gaps were measured with, in words."""
     known = known_optimizers()
     if optimizer is None:
         return (f"Loss gaps are the largest of {' and '.join(known)}; name your optimizer for its own.",)
@@ -266,33 +240,12 @@ def unwrapped_optimizer(optimizer: object) -> object:
     return optimizer
 
 
-def checked_budget(budget_loss: object) -> float:
-    """Return a loss budget as a share; `math.inf` for any.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    budget = number("budget_loss", budget_loss, minimum=0)
-    if MAX_BUDGET_LOSS < budget < math.inf:
-        raise ConfigError(
-            f"budget_loss must be a share of at most {MAX_BUDGET_LOSS}, or math.inf for any, got "
-            f"{budget_loss}; if that is meant as percent, write 0.01 for one percent"
-        )
-    return budget
-
-
 def expected_loss(
     name: str, training: Training, *, loses_more_than: str = "", loses_less_than: str = ""
 ) -> ExpectedLoss:
     """Return what is known of a way of averaging.
 
     The project's own measurements come first, then what surely loses less and more, then what was published.
-
-    Args:
-        name: As it is written in code.
-        training: Of the user.
-        loses_more_than: What loses less, where this was not measured.
-        loses_less_than: What loses more.
     """
     # One's own first: how they were made is known here, and none was chosen to look well.
     own = _own_gaps(name, training)
@@ -313,12 +266,7 @@ def expected_loss(
 
 
 def published_gap(name: str, training: Training) -> LossGap | None:
-    """Return what others have measured, nearest in members and then in the model's size; None if nothing.
-
-    Args:
-        name: As it is written in code.
-        training: Of the user.
-    """
+    """Return what others have measured, nearest in members and then in the model's size; None if nothing."""
     rows = [each for each in loss_gaps() if each.name == name and each.is_published]
     return _worst_of_optimizers(rows, training)
 

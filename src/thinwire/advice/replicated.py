@@ -13,21 +13,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.advice.result import Prediction
-from thinwire.algorithms import registry
+from thinwire.advice.variants import BASELINE, priced
 from thinwire.algorithms.registry import Variant
 from thinwire.channel import Transport, own_subgroup
 from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
 from thinwire.fronts.ddp_model import register
 from thinwire.sync import Engine
-
-# 16 bits lose nothing that was measured, and every backend carries them: that is what compression must beat.
-EXACT, BASELINE, OVERFLOWING = "AllReduce()", 'Cast("bf16")', 'Cast("fp16")'
-
-
-def priced() -> dict[str, Variant]:
-    """Return the algorithms that are priced, as they are written in code."""
-    return {variant.code: variant for each in registry.REGISTRY for variant in each.priced}
 
 
 class Subject(Protocol):
@@ -53,22 +44,9 @@ class Subject(Protocol):
         Its engine is made for this turn alone: what algorithms remember is as large as the model.
         """
 
-    def line(self, prediction: Prediction) -> str:
-        """Return what to write.
-
-        Args:
-            prediction: Whose `code` is the algorithm, or the lines around a training loop.
-        """
-
 
 class Replicated:
-    """A model in a DDP group of this process only; see `Subject`.
-
-    Args:
-        module: Is given hooks: a copy of the user's.
-        transport: Takes all messages.
-        entered: Ends the group.
-    """
+    """A model, a copy of the user's, in a DDP group of this process only; see `Subject`."""
 
     shards: int | None = None
     baseline = BASELINE
@@ -83,7 +61,7 @@ class Replicated:
         self.variants: Mapping[str, Variant] = priced()
         self._transport = transport
         self._front: BucketFront | None = None
-        # DDP takes one hook, and never another one: whose turn it is changes behind it.
+        # DDP takes one hook for good: whose turn it is changes behind it.
         register(self._ddp, self, thinwire_hook)
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
@@ -105,9 +83,3 @@ class Replicated:
             yield self._front.engine
         finally:
             self._front = None
-
-    def line(self, prediction: Prediction) -> str:
-        """As `Subject.line`."""
-        if prediction.averages_less_often:
-            return prediction.code
-        return f"thinwire.attach(ddp_model, {prediction.code})"

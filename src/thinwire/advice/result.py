@@ -5,9 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from thinwire.advice.loss import UNKNOWN_LOSS, ExpectedLoss, LossGap
+from thinwire.checks import number
+from thinwire.errors import ConfigError
 
+# More than that nobody gives up for speed, but may have typed in percent.
+MAX_BUDGET_LOSS = 0.2
 # Of approximations that tie, none is advised that is predicted to be slower than the fastest by more.
 MAX_SLOWDOWN = 1.1
 
@@ -49,6 +54,10 @@ class Prediction:
     residual_bytes: int = 0
     loss: ExpectedLoss = UNKNOWN_LOSS
     published: LossGap | None = None
+
+
+# Predicted, or measured in the run.
+AnyPrediction = TypeVar("AnyPrediction", bound=Prediction)
 
 
 @dataclass(frozen=True)
@@ -133,9 +142,6 @@ class Advice:
         compressed = [each for each in self.predictions if each.is_lossy and not each.averages_less_often]
         return min(each.message_bytes for each in compressed)
 
-    # Its name before there were others.
-    low_rank_bytes = compressed_bytes
-
     @property
     def frontier(self) -> tuple[Prediction, ...]:
         """Time against loss, fastest first: what loses less than all that are faster, where it is known."""
@@ -146,13 +152,6 @@ class Advice:
             if not found or each.loss.order < found[-1].loss.order:
                 found.append(each)
         return tuple(found)
-
-    @property
-    def nearest(self) -> Prediction | None:
-        """Of approximations with a known gap the one that loses least; None if there is none."""
-        # 16 bits and exact averaging are always within a budget, and nobody asks for them.
-        lossy = [each for each in self.predictions if each.is_lossy and each.loss.percent is not None]
-        return min(lossy, key=lambda each: each.loss.order, default=None)
 
     def is_within_budget(self, prediction: Prediction) -> bool:
         """Return whether a way of averaging is exact or 16 bits, or its expected gap is no larger."""
@@ -170,28 +169,46 @@ class Advice:
         ]
 
 
-def is_within(prediction: Prediction, budget_loss: float) -> bool:
-    """Return whether a way of averaging may be advised.
+def checked_budget(budget_loss: object) -> float:
+    """Return a loss budget as a share; `math.inf` for any.
 
-    Args:
-        prediction: What it costs.
-        budget_loss: The largest gap, as a share; without a bound, what has no known gap is within it too.
+    Raises:
+        ConfigError: It is none.
     """
-    return not prediction.is_lossy or math.isinf(budget_loss) or prediction.loss.order <= 100 * budget_loss
+    budget = number("budget_loss", budget_loss, minimum=0)
+    if MAX_BUDGET_LOSS < budget < math.inf:
+        raise ConfigError(
+            f"budget_loss must be a share of at most {MAX_BUDGET_LOSS}, or math.inf for any, got "
+            f"{budget_loss}; if that is meant as percent, write 0.01 for one percent"
+        )
+    return budget
 
 
-def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float = math.inf) -> Prediction:
+def checked_gain(least_gain: object) -> float:
+    """Return what an approximation must win, as a share of a step.
+
+    Raises:
+        ConfigError: It is no share.
+    """
+    gain = number("least_gain", least_gain, minimum=0)
+    if gain >= 1:
+        raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")
+    return gain
+
+
+def is_within(prediction: Prediction, budget_loss: float) -> bool:
+    """Return whether a way of averaging may be advised: without a bound, also what has no known gap."""
+    return not prediction.is_lossy or prediction.loss.order <= 100 * budget_loss
+
+
+def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
     Of what is within the budget and about as fast as the fastest, at most a tenth slower, it is what loses
     least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
     nothing. Anything rougher must win more than `least_gain` over the faster of those two.
-
-    Args:
-        ranked: Predictions, fastest first.
-        least_gain: What an approximation must win at least, as a share of the step.
-        budget_loss: The largest gap, as a share.
     """
+    ranked = sorted(found, key=lambda each: each.step_seconds)
     within = [each for each in ranked if is_within(each, budget_loss)]
     careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds
@@ -208,13 +225,8 @@ def choose(ranked: Sequence[Prediction], least_gain: float, budget_loss: float =
     )
 
 
-def tied(ranked: Sequence[Prediction], least_gain: float) -> list[Prediction]:
-    """Return the fastest, and those over which it wins at most `least_gain`, or nothing for sure.
-
-    Args:
-        ranked: Predictions, fastest first.
-        least_gain: A share of a step.
-    """
+def tied(ranked: Sequence[AnyPrediction], least_gain: float) -> list[AnyPrediction]:
+    """Return the fastest (the first) and those over which it wins at most `least_gain`, or not for sure."""
     fastest = ranked[0]
     return [
         each

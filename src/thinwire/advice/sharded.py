@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.advice.lines import SHARDING
-from thinwire.advice.replicated import BASELINE, priced
-from thinwire.advice.result import Prediction
+from thinwire.advice.variants import BASELINE, NATIVE, priced
 from thinwire.algorithms.registry import Variant
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, gather_bytes
 from thinwire.errors import ConfigError
@@ -23,20 +20,12 @@ from thinwire.probe import Probe
 from thinwire.probe import probe as measure_network
 from thinwire.sync import Engine, Settings
 
-# It sends what `Cast("bf16")` sends, at the same moments, and needs no Thinwire.
-NATIVE = "native HSDP in bf16"
-
 
 class Sharded:
     """A model of `fully_shard`, whose replicas' messages go to a stopwatch; see `Subject`.
 
     FSDP2's own messages are sent, between the processes of the replica. A sharded model can't be copied, so
     parameters, buffers and gradients are put back when it is left.
-
-    Args:
-        model: Of which `fully_shard` holds all trained parameters.
-        transport: Takes all messages between replicas.
-        entered: Takes the hooks off again.
 
     Raises:
         AttachError: It is not sharded as `attach` needs it, or attached already.
@@ -46,27 +35,17 @@ class Sharded:
     baseline = NATIVE
 
     def __init__(self, model: nn.Module, transport: Transport, entered: ExitStack) -> None:
-        sharded = ShardedModel(model)
-        shards, pieces = shards_of(model), pieces_of(model, sharded)
-        refuse_attached(pieces, "ask for advice before it is attached")
+        self._sharded, self._transport = ShardedModel(model), transport
+        self._shards, self._pieces = shards_of(model), pieces_of(model, self._sharded)
+        refuse_attached(self._pieces, "ask for advice before it is attached")
         entered.enter_context(_put_back(model))
-        together = shards if shards.size > 1 else None
         self.model = self.module = model
-        self.shards: int | None = shards.size
-        variants: dict[str, Variant] = {}
-
-        def front_for(code: str) -> ShardedFront:
-            algorithm = variants[code].algorithm
-            engine = Engine(algorithm, transport, specs_of(pieces), Settings(together=together))
-            return ShardedFront(engine, shards, sharded, pieces)
-
-        for code, variant in priced().items():
-            named = replace(variant, code=NATIVE) if code == BASELINE else variant
-            variants[named.code] = named
-        self.variants: Mapping[str, Variant] = variants
-        self._front_for = front_for
+        self.shards: int | None = self._shards.size
+        self.variants: Mapping[str, Variant] = {
+            NATIVE if code == BASELINE else code: variant for code, variant in priced().items()
+        }
         self._front: ShardedFront | None = None
-        for piece in pieces:
+        for piece in self._pieces:
             if piece.parameter.requires_grad:
                 parameter = piece.parameter
                 hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
@@ -79,29 +58,20 @@ class Sharded:
     @contextmanager
     def turn_of(self, name: str | None) -> Iterator[Engine | None]:
         """As `Subject.turn_of`."""
-        self._front = None if name is None else self._front_for(name)
+        if name is None:
+            yield None
+            return
+        settings = Settings(together=self._shards if self._shards.size > 1 else None)
+        engine = Engine(self.variants[name].algorithm, self._transport, specs_of(self._pieces), settings)
+        self._front = ShardedFront(engine, self._shards, self._sharded, self._pieces)
         try:
-            yield None if self._front is None else self._front.engine
+            yield engine
         finally:
             self._front = None
-
-    def line(self, prediction: Prediction) -> str:
-        """As `Subject.line`."""
-        if prediction.name == NATIVE:
-            return (
-                "from torch.distributed.fsdp import MixedPrecisionPolicy\n"
-                "fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
-            )
-        if prediction.averages_less_often:
-            return f'{SHARDING}{prediction.code.removesuffix("):")}, mesh=mesh["replicate"]):'
-        return f'{SHARDING}thinwire.attach(model, {prediction.code}, replicas=mesh["replicate"])'
 
 
 def shards_of(model: nn.Module) -> Transport:
     """Return what joins the processes of a replica.
-
-    Args:
-        model: Of `fully_shard`.
 
     Raises:
         AttachError: PyTorch itself averages over replicas, or parts of the model have other meshes.
@@ -121,10 +91,6 @@ def shards_of(model: nn.Module) -> Transport:
 
 def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
     """Probe the links between replicas, by the first process of each; the same on all of a replica.
-
-    Args:
-        model: Of `fully_shard`.
-        replicas: As of `attach`.
 
     Raises:
         ConfigError: It is not known where the other replicas are.

@@ -19,14 +19,7 @@ Network = Callable[[Collective, int], float]
 
 @dataclass(frozen=True)
 class Sent:
-    """A message.
-
-    Attributes:
-        at_seconds: Since the step began.
-        handed_bytes: What the process handed over.
-        waited_seconds: When the process waited for the answer, since the step began.
-        collective: What carries it.
-    """
+    """A message."""
 
     at_seconds: float
     handed_bytes: int
@@ -50,11 +43,7 @@ class Timeline:
         return sum(wire_bytes(each.collective, each.handed_bytes, members) for each in self.sent)
 
     def step_seconds(self, message_seconds: Network) -> float:
-        """Return how long it would have taken on a network, one message after the other.
-
-        Args:
-            message_seconds: How long a collective takes, by the bytes that each process hands over.
-        """
+        """Return how long it would have taken on a network, one message after the other."""
         # A wait that is too early for its message delays all that comes after it, later messages included.
         delay = busy_until = 0.0
         arrivals: list[float] = []
@@ -78,13 +67,7 @@ class Timeline:
 class Stopwatch:
     """Times steps on one process, which sends to nobody: the others of the group send what it sends itself.
 
-    Args:
-        size: Members of the group. What they bring is handled as if it had come.
-        device: That computes. On an accelerator its own events are timed: when it has made a message, and
-            when its stream would wait for one.
-
-    Attributes:
-        transport: To send steps' messages through.
+    On an accelerator its own events are timed: when it has made a message, and when its stream would wait.
     """
 
     def __init__(self, size: int, device: torch.device | None = None) -> None:
@@ -127,11 +110,7 @@ class Stopwatch:
 
 
 class Echo(Transport):
-    """A group in which all members send what this one sends, at once.
-
-    Args:
-        size: Members of the group.
-    """
+    """A group in which all members send what this one sends, at once."""
 
     def __init__(self, size: int) -> None:
         self._size = size

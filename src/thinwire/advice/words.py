@@ -1,10 +1,11 @@
-"""Advice in sentences: what the command prints and the page shows."""
+"""Advice in sentences: what the command prints, and what a run says that chose by itself."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from thinwire.advice.loss import NOISE_PERCENT, signed
+from thinwire.advice.loss import NOISE_PERCENT, ExpectedLoss, signed
 from thinwire.advice.result import Advice, Prediction
 
 LOSS_LEGEND = (
@@ -63,6 +64,20 @@ def losses_of(prediction: Prediction) -> str:
     return "; ".join(sentences)
 
 
+def nearest(losses: Mapping[str, ExpectedLoss]) -> str | None:
+    """Return what loses least, by what is known, and its gap; None if nothing is."""
+    known = {name: loss for name, loss in losses.items() if loss.percent is not None}
+    name = min(known, key=lambda name: known[name].order, default=None)
+    return None if name is None else f"{name} ({known[name].short} % loss)"
+
+
+def none_within(losses: Mapping[str, ExpectedLoss], budget_loss: float) -> str:
+    """Return that nothing meets the budget, and what is nearest to it."""
+    found = nearest(losses)
+    told = "of none is a gap known" if found is None else f"the nearest is {found}"
+    return f"Nothing rougher than 16 bits is known to lose at most {100 * budget_loss:g} %: {told}."
+
+
 def sources(advice: Advice) -> list[str]:
     """Return a line for each training that losses are known from, with the gaps that it tells."""
     by_training: dict[str, dict[str, None]] = {}
@@ -103,13 +118,8 @@ def _about_losses(advice: Advice) -> list[str]:
     if advice.best.is_lossy:
         lines.append(f"Its loss gap: {losses_of(advice.best)}.")
     elif not any(each.is_lossy and advice.is_within_budget(each) for each in advice.predictions):
-        nearest = advice.nearest
-        known = (
-            "of none is a gap known"
-            if nearest is None
-            else f"the nearest is {nearest.name}, {losses_of(nearest)}"
-        )
-        lines.append(f"Nothing rougher than 16 bits is known to lose at most {budget}: {known}.")
+        lossy = {each.name: each.loss for each in advice.predictions if each.is_lossy}
+        lines.append(none_within(lossy, advice.budget_loss))
     # Worth a word only if it is faster for sure, and by as much as counts.
     beyond = [
         each

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -18,19 +17,18 @@ from rich.console import Console
 from torch import nn
 
 from thinwire.advice.lines import lines_to_paste
-from thinwire.advice.loss import MAX_BUDGET_LOSS
 from thinwire.advice.measure import advise as measure
-from thinwire.advice.result import Advice
+from thinwire.advice.result import MAX_BUDGET_LOSS, Advice, Prediction
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
-from thinwire.cli.advice_table import table_lines
 from thinwire.cli.job import alone, joined_job
-from thinwire.cli.output import check_output, tell_without_numba
+from thinwire.cli.output import tell_without_numba
 from thinwire.cli.progress import shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2
 from thinwire.local_job import run_here
 from thinwire.probe import Probe
 
+COLUMNS = ("ms", "between", "%", "MB", "kept", "loss")
 COLUMNS_LEGEND = (
     "between: the quartiles; %: of a step with 16 bits; MB: what leaves a {place} per step, and as much "
     "reaches it; kept: MB between steps"
@@ -66,9 +64,6 @@ def advise(
             show_default="each process holds all of it",
         ),
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a page as well, with a picture.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as JSON.")] = False,
 ) -> None:
     """Predict what each algorithm would make of a step of your model on the network that was probed.
@@ -79,11 +74,10 @@ def advise(
 
     Example: `… --sharded 8`, with a probe of one process on each machine
 
-    Example: `… --optimizer AdamW --budget-loss 0.5% --html advice.html`
+    Example: `… --optimizer AdamW --budget-loss 0.5%`
     """
     # What can be refused at once is, before anything is measured.
     share = _share(budget_loss)
-    check_output("--html", html)
     found = Probe.load(probe)
     found.known_rate()
     # As `python -m` does: a user's modules lie where the command is called.
@@ -116,20 +110,11 @@ def advise(
         print(json.dumps(_plain(advice)))
     else:
         show(advice, Console())
-    # Last: where the page can't be written, the advice has been printed all the same.
-    if html is not None:
-        from thinwire.report.advice import advice_page  # noqa: PLC0415 - needed here alone
-
-        html.write_text(advice_page(advice), encoding="utf-8")
     tell_without_numba()
 
 
 def _shard(model: nn.Module) -> None:
-    """Shard a model as its owner would: block by block, then the rest.
-
-    Args:
-        model: On the device that trains it.
-    """
+    """Shard a model as its owner would: block by block, then the rest."""
     # DTensors take seconds to import.
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
 
@@ -164,10 +149,6 @@ def _share(text: str) -> float:
 def _function(place: str, option: str) -> Callable[..., Any]:
     """Return a user's function.
 
-    Args:
-        place: As MODULE:FUNCTION.
-        option: That named it.
-
     Raises:
         ConfigError: It is not written so, can't be imported, or is no function.
     """
@@ -192,10 +173,6 @@ def _function(place: str, option: str) -> Callable[..., Any]:
 
 def _called(function: Callable[[], Any], place: str) -> Any:
     """Call a user's function.
-
-    Args:
-        function: To be called without arguments.
-        place: What the user has called it.
 
     Raises:
         ConfigError: It failed; in one line.
@@ -222,39 +199,52 @@ def _plain(advice: Advice) -> dict[str, Any]:
 
 
 def show(advice: Advice, console: Console) -> None:
-    """Print the headline, a table, in which less is better everywhere, why, and lines to paste.
-
-    Args:
-        advice: What was predicted.
-        console: Where to.
-    """
-    width = console.width
+    """Print the headline, a table, in which less is better everywhere, why, and lines to paste."""
     do, *others = advice.headline
-    table = ["", "Predicted steps, fastest first", "", *table_lines(advice, width), ""]
     place = "process" if advice.shards is None else "machine"
     said = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
     said += [*_frontier(advice), *verdict(advice)]
-    if console.is_terminal:  # in a pipe a sentence is a line
-        others, said = ([part for line in each for part in _wrapped(line, width)] for each in (others, said))
-    # Code to copy is not wrapped.
-    lines = [do, *others, *table, *said]
-    for front, pasted in lines_to_paste(advice).items():
-        lines += ["", f"{front}:", *(f"    {line}" for line in pasted.splitlines())]
-    # Not as markup: an algorithm's settings may stand in brackets.
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    table = ["", "Predicted steps, fastest first", "", *_table(advice, console.width), ""]
+    pasted = [
+        line
+        for front, text in lines_to_paste(advice).items()
+        for line in ("", f"{front}:", *(f"    {each}" for each in text.splitlines()))
+    ]
+    # Prose wraps on a terminal; code to copy does not, and in a pipe a sentence is a line.
+    for lines, is_prose in (([do], False), (others, True), (table, False), (said, True), (pasted, False)):
+        # Not as markup: an algorithm's settings may stand in brackets.
+        is_whole = not (is_prose and console.is_terminal)
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=is_whole)
 
 
-def _wrapped(line: str, width: int) -> list[str]:
-    """Return a line in several, broken between words only, and not before a percent sign."""
-    indent = " " * (len(line) - len(line.lstrip()) + 2 * line.startswith(" "))
-    lines = textwrap.wrap(
-        line.replace(" %", "\N{NO-BREAK SPACE}%"),
-        width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
+def _table(advice: Advice, width: int) -> list[str]:
+    """Return a heading, and a line for each prediction; two if the name has no room beside the numbers."""
+    names = [each.name for each in advice.predictions]
+    rows = [COLUMNS, *(_cells(each, advice.baseline) for each in advice.predictions)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    heading, *numbers = (
+        "  ".join(cell.rjust(size) for cell, size in zip(cells, widths, strict=True)) for cells in rows
     )
-    return [each.replace("\N{NO-BREAK SPACE}", " ") for each in lines] or [""]
+    room = max(map(len, names))
+    if room + 2 + len(heading) > width:
+        above = zip(names, numbers, strict=True)
+        return [f"  {heading}", *(line for name, cells in above for line in (name, f"  {cells}"))]
+    return [f"{name:<{room}}  {cells}" for name, cells in zip(["", *names], [heading, *numbers], strict=True)]
+
+
+def _cells(each: Prediction, baseline: Prediction) -> tuple[str, ...]:
+    """Return what stands in the columns of numbers."""
+    megabytes = each.sent_bytes / 1e6
+    return (
+        f"{1e3 * each.step_seconds:.1f}",
+        f"{1e3 * each.low_seconds:.1f} – {1e3 * each.high_seconds:>6.1f}",
+        f"{100 * each.step_seconds / baseline.step_seconds:.0f}",
+        # What leaves a process and what reaches it are as much, in all collectives that there are. Digits
+        # enough for what is sent once in many steps.
+        f"{megabytes:.2f}" if megabytes >= 1 else f"{megabytes:.2g}",
+        f"{each.memory_bytes / 1e6:.1f}",
+        each.loss.short,
+    )
 
 
 def _frontier(advice: Advice) -> list[str]:

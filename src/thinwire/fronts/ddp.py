@@ -154,42 +154,23 @@ class BucketFront:
             CommunicationError: A collective failed; memory is as it was.
         """
         flat = dense_buffer(bucket)
-        num_trained = _num_trained(bucket.parameters())
-        if self._num_expected is None:
-            self._num_expected = self._num_in_first_step(bucket.parameters())
-            self._is_static = self._num_expected > 0
-        is_begun = self._step is not None and self._step.is_open
-        if self._is_static and not num_trained and not (bucket.is_last() and is_begun):
-            # Only frozen parameters: after the trained ones, this bucket would begin a step of its own.
+        if self._is_left_out(bucket):
             return completed_future(flat)
         try:
-            # Check at the end of each backward pass, also of a nested one, that all buckets came. -1: outside
-            # of any pass, where a process without input shadows the others.
-            current = torch._C._current_graph_task_id()
-            if current not in (-1, self._watched_pass):
-                self._watched_pass = current
-                Variable._execution_engine.queue_callback(self._check_finished)
+            self._watch_pass()
             divide_by_contributors(bucket.parameters(), flat)
             # Timed as one: while a lane is opened, and processes agree, the gradients are ready and wait.
             with self.engine.clock.inside(self.engine.traffic):
                 lane = self._lane_of(bucket)
-                if self._step is None or not self._step.is_open:
-                    # The model of a user's own hook is unknown; it may average within a machine only.
-                    if self._model is not None:
-                        refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
-                    self._step, self._num_taken = self.engine.begin(pipelined=True), 0
-                self._step.start(lane, flat)
+                step = self._open_step(bucket)
+                step.start(lane, flat)
             future = new_future(flat.device)
             self._waiting.append((future, flat))
-            self._num_taken += num_trained
-            # In a static graph's first pass DDP calls every bucket its first, and none the last.
-            if bucket.is_last() or 0 < self._num_expected == self._num_taken:
-                self._num_expected = 0
-                self._all_named = True
+            if self._has_all(bucket):
                 self._refuse_outside()
                 # Here, and not in a callback of a future: those run on threads of their own, so that
                 # processes could issue collectives in different orders and wait for each other for ever.
-                self._finish(self._step)
+                self._finish(step)
                 self._release()
         except BaseException:
             # Leave the futures unset: the exception ends the backward pass before DDP waits for them.
@@ -197,6 +178,34 @@ class BucketFront:
             self.engine.abandon()
             raise
         return future
+
+    def _open_step(self, bucket: GradBucket) -> Step:
+        """Return the step under way, or begin one."""
+        if self._step is None or not self._step.is_open:
+            # The model of a user's own hook is unknown; it may average within a machine only.
+            if self._model is not None:
+                refuse_averaged_twice(bucket.parameters(), self.engine.transport, StepError)
+            self._step, self._num_taken = self.engine.begin(pipelined=True), 0
+        return self._step
+
+    def _is_left_out(self, bucket: GradBucket) -> bool:
+        """Return whether a static graph's bucket is frozen: after the others it would begin a new step."""
+        if self._num_expected is None:
+            self._num_expected = self._num_in_first_step(bucket.parameters())
+            self._is_static = self._num_expected > 0
+        if not self._is_static or _num_trained(bucket.parameters()):
+            return False
+        is_begun = self._step is not None and self._step.is_open
+        return not (bucket.is_last() and is_begun)
+
+    def _has_all(self, bucket: GradBucket) -> bool:
+        """Count a bucket that was started; return whether it is the step's last."""
+        self._num_taken += _num_trained(bucket.parameters())
+        # In a static graph's first pass DDP calls every bucket its first, and none the last.
+        if not bucket.is_last() and not 0 < (self._num_expected or 0) == self._num_taken:
+            return False
+        self._num_expected, self._all_named = 0, True
+        return True
 
     def _num_in_first_step(self, parameters: Iterable[torch.Tensor]) -> int:
         """Return how many parameters complete the first step of a static graph; 0 if DDP says which is last.
@@ -210,6 +219,14 @@ class BucketFront:
             return 0
         check_options(model)
         return _num_trained(model._module_parameters) if model.static_graph else 0
+
+    def _watch_pass(self) -> None:
+        """Check at the end of each backward pass, also of a nested one, that all buckets came."""
+        # -1: outside of any pass, where a process without input shadows the others.
+        current = torch._C._current_graph_task_id()
+        if current not in (-1, self._watched_pass):
+            self._watched_pass = current
+            Variable._execution_engine.queue_callback(self._check_finished)
 
     def _check_finished(self) -> None:
         """Be sure, at the end of a backward pass whose buckets have not all come, that it ends.

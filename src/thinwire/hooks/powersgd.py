@@ -26,9 +26,8 @@ from thinwire.fronts.ddp import BucketFront, front_of
 from thinwire.fronts.ddp_model import ddp_models_with, dense_buffer, refuse_training_of_copies
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
-from thinwire.sync.checked_state import checked_state
 from thinwire.sync.nonfinite import OnNonfinite
-from thinwire.sync.state import packed_state
+from thinwire.sync.state import checked_state, packed_state
 from thinwire.sync.stats import Stats
 
 logger = logging.getLogger(__name__)

@@ -8,19 +8,11 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Annotated, TypedDict
 
 from thinwire.channel import Collective, wire_bytes
 from thinwire.errors import ConfigError
-from thinwire.foreign import (
-    MAX_PROCESSES,
-    MAX_SECONDS,
-    field_of,
-    list_of,
-    number_of,
-    parsed,
-    text_of,
-    whole_number_of,
-)
+from thinwire.json_records import MAX_PROCESSES, Count, Seconds, Whole, parsed, read_record
 
 VERSION = 1
 MAX_FILE_BYTES = 1 << 24
@@ -47,8 +39,8 @@ class Timing:
         seconds: Of each repetition, mean over the processes.
     """
 
-    message_bytes: int
-    seconds: list[float]
+    message_bytes: Count
+    seconds: Annotated[list[Seconds], 1, MAX_REPETITIONS]
 
     @property
     def median_seconds(self) -> float:
@@ -85,9 +77,9 @@ class PairTiming:
         seconds: One direction, the fastest of several.
     """
 
-    processes: tuple[int, int]
-    message_bytes: int
-    seconds: float
+    processes: tuple[Whole, Whole]
+    message_bytes: Count
+    seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -103,16 +95,16 @@ class Probe:
         nodes: Process ranks that are near each other; one list if no structure was seen.
         wire_factors: How much longer a collective takes than an averaging that puts as many bytes on the
             wire, where measured: at least 1; 2 where two processes send one after the other.
-        hosts: Name of each process's machine, by rank; empty where a file of before does not tell.
+        hosts: Name of each process's machine, by rank; empty if not known.
     """
 
-    world_size: int
+    world_size: Annotated[int, 2, MAX_PROCESSES]
     backend: str
     device: str
-    timings: list[Timing]
+    timings: Annotated[list[Timing], 2, MAX_TIMINGS]
     pairs: list[PairTiming]
-    nodes: list[list[int]]
-    wire_factors: dict[Collective, float] = field(default_factory=dict)
+    nodes: list[list[Whole]]
+    wire_factors: dict[Collective, Annotated[float, 1, MAX_WIRE_FACTOR]] = field(default_factory=dict)
     hosts: list[str] = field(default_factory=list)
 
     @property
@@ -243,55 +235,23 @@ class Probe:
             ValueError: It is none, or of another version.
         """
         plain = parsed(text)
-        version = whole_number_of("version", field_of(plain, "version"))
+        version = read_record(_Versioned, plain)["version"]
         if version != VERSION:
             raise ValueError(f"version {version}, expected {VERSION}")
-        world_size = whole_number_of("world_size", field_of(plain, "world_size"), 2, MAX_PROCESSES)
-        timings = [_timing(each) for each in list_of("timings", field_of(plain, "timings"), 2, MAX_TIMINGS)]
+        read = read_record(cls, plain)
         # `average_seconds` divides by the difference of neighbours.
-        if any(small.message_bytes >= large.message_bytes for small, large in pairwise(timings)):
+        if any(small.message_bytes >= large.message_bytes for small, large in pairwise(read.timings)):
             raise ValueError("timings must be of ascending message_bytes")
-        nodes = list_of("nodes", field_of(plain, "nodes"))
-        # Files of before have none of either.
-        later = plain if isinstance(plain, dict) else {}
-        factors, hosts = later.get("wire_factors", {}), later.get("hosts", [])
-        return cls(
-            world_size=world_size,
-            backend=text_of("backend", field_of(plain, "backend")),
-            device=text_of("device", field_of(plain, "device")),
-            timings=timings,
-            pairs=[_pair(each, world_size) for each in list_of("pairs", field_of(plain, "pairs"))],
-            nodes=[_process_ranks("a node", each, world_size) for each in nodes],
-            wire_factors={
-                kind: number_of(f"wire_factors of {kind}", field_of(factors, kind), 1, MAX_WIRE_FACTOR)
-                for kind in TIMED_COLLECTIVES
-                if factors
-            },
-            hosts=[text_of("a host", each) for each in list_of("hosts", hosts, 0, MAX_PROCESSES)],
-        )
+        if any(one == other for one, other in (pair.processes for pair in read.pairs)):
+            raise ValueError("processes of a pair must be two, got one twice")
+        ranks = [rank for group in (*read.nodes, *(pair.processes for pair in read.pairs)) for rank in group]
+        if max(ranks, default=0) >= read.world_size:
+            raise ValueError(f"processes must be from 0 to {read.world_size - 1}, got {max(ranks)}")
+        return read
 
 
-def _timing(plain: object) -> Timing:
-    seconds = list_of("seconds", field_of(plain, "seconds"), 1, MAX_REPETITIONS)
-    return Timing(
-        whole_number_of("message_bytes", field_of(plain, "message_bytes"), 1),
-        [number_of("seconds", each, 0, MAX_SECONDS) for each in seconds],
-    )
-
-
-def _pair(plain: object, world_size: int) -> PairTiming:
-    processes = _process_ranks("processes of a pair", field_of(plain, "processes"), world_size)
-    if len(processes) != 2 or processes[0] == processes[1]:
-        raise ValueError(f"processes of a pair must be two, got {len(set(processes))}")
-    return PairTiming(
-        (processes[0], processes[1]),
-        whole_number_of("message_bytes", field_of(plain, "message_bytes"), 1),
-        number_of("seconds", field_of(plain, "seconds"), 0, MAX_SECONDS),
-    )
-
-
-def _process_ranks(name: str, plain: object, world_size: int) -> list[int]:
-    return [whole_number_of(name, each, 0, world_size - 1) for each in list_of(name, plain)]
+class _Versioned(TypedDict):
+    version: Whole
 
 
 def ring_share(world_size: int) -> float:

@@ -1,4 +1,4 @@
-"""Checksums of saved states, to find damage that a file format does not."""
+"""What holds for saved states of every kind: a version, a checksum, tensors that store what they say."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import ctypes
 import json
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 
+from thinwire.checks import whole_number
 from thinwire.errors import StateError
 
 MAX_NUMBER_BITS = 64
@@ -27,7 +28,51 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
         >>> with_checksum({"step": 3, "error": (("weight", torch.zeros(2)),)})["checksum"]
         'crc32:7022cc1c'
     """
-    return {**state, "checksum": _checksum(state)}
+    return {**state, "checksum": _checksum(state)}  # in place of the one that it has
+
+
+def check_kind(state: object, version: int, keys: Set[str], made_by: str) -> None:
+    """Refuse what is not a state of a kind and version; it may have more keys than those.
+
+    Args:
+        state: As the user gave it.
+        version: Of what is read here.
+        keys: That it must have.
+        made_by: What returns such a state, for errors.
+
+    Raises:
+        StateError: It is not, or can't be read.
+    """
+    check_readable(state)
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise StateError(f"expected a state made by {made_by}, got {shown_kind(state)}")
+    if whole_number("version", state["version"], minimum=0, error=StateError) != version:
+        raise StateError(
+            f"the state is of version {state['version']!r}, this Thinwire reads version {version}; "
+            "load it with the Thinwire that saved it"
+        )
+    if not state.keys() >= keys:
+        raise StateError(f"expected a state made by {made_by}, got {shown_kind(state)}")
+
+
+def shown_kind(value: object) -> str:
+    """Return what was got, in a few words."""
+    if isinstance(value, Mapping):
+        return f"a mapping with keys {sorted(map(str, value))[:8]}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {value.dtype}"
+    return type(value).__name__
+
+
+def check_finite(key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse numbers that are not finite: one would stop all later steps, or spread to the model.
+
+    Raises:
+        StateError: There is one.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
 
 
 def check_readable(state: object) -> None:
@@ -57,7 +102,7 @@ def check_undamaged(state: Mapping[str, object]) -> str:
     # Before anything is read: a file of a few bytes can hold a tensor of any size, without values or with one
     # value expanded.
     _check_stored(tensors)
-    actual = _checksum({key: state[key] for key in state if key != "checksum"})
+    actual = _checksum(state)
     if stated not in (None, actual):
         raise StateError(
             "the state is damaged: it is not what its checksum was made of; load an earlier one. (If you "
@@ -99,7 +144,8 @@ def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
 
 def _checksum(state: Mapping[str, object]) -> str:
     tensors: list[torch.Tensor] = []
-    crc = zlib.crc32(json.dumps(_plain(state, tensors)).encode())
+    rest = {key: state[key] for key in state if key != "checksum"}
+    crc = zlib.crc32(json.dumps(_plain(rest, tensors)).encode())
     for tensor in tensors:
         # A class of its own may have no memory at its address, or less than it says.
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
-from thinwire.algorithms import Algorithm, BucketPlan, Memory
+from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Description, Metered, Traffic, Transport, agree
+from thinwire.channel import Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
-from thinwire.plan import ParameterSpec, Plan
-from thinwire.sync.checked_state import checked_state
+from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes, Parts, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, average_local, packed_state
+from thinwire.sync.state import LoadedState, average_local, checked_state, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
@@ -31,7 +30,7 @@ FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
 """The parameters of each bucket, and their gradients, flat."""
 
 
-class Engine:
+class Engine(Lanes):
     """Averages gradients over a group: an algorithm at work on a model, and the transport it uses.
 
     A front opens a lane for each bucket, begins a step and starts the lanes in it; the user's `GradientSync`
@@ -71,14 +70,13 @@ class Engine:
         clock: StepClock | None = None,
         parts: Parts = (),
     ) -> None:
-        self.transport = transport
         # A wrapper, not a replacement: agreement and checkpoint traffic is neither counted nor
         # fault-injected.
         self.metered = Metered(transport, traffic)
+        super().__init__(algorithm, transport, self.metered.traffic, specs, settings, parts)
         self.wire: Transport = self.metered
         self.clock = StepClock() if clock is None else clock
         self.observers: list[Callable[[bool], None]] = []
-        self._lanes = Lanes(algorithm, transport, self.traffic, specs, settings, parts)
         # Open steps, and finished ones until the next step begins: their messages may still be in flight.
         self._steps: list[Step] = []
         self._gradient_bytes = 0
@@ -95,56 +93,16 @@ class Engine:
         if plan.routes:
             compressed = [name for route in plan.routes if route.is_compressed for name in route.names]
             lines.append(
-                f"plan: {len(compressed)} of {len(self._lanes.specs)} parameters compressed, "
+                f"plan: {len(compressed)} of {len(self.specs)} parameters compressed, "
                 f"{plan.gradient_bytes:,} bytes per step become {plan.message_bytes:,}: "
                 f"compression ratio {plan.compression_ratio:.1f}"
             )
         return "\n".join([*lines, f"so far: {self.counts()}"])
 
-    @property
-    def traffic(self) -> Traffic:
-        """What its steps have sent."""
-        return self.metered.traffic
-
-    @property
-    def settings(self) -> Settings:
-        """How steps are treated."""
-        return self._lanes.settings
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """The algorithm in use."""
-        return self._lanes.algorithm
-
-    @property
-    def plan(self) -> Plan:
-        """As of `GradientSync`."""
-        return self._lanes.plan
-
-    @property
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """All parameters that are known, in the order of the model."""
-        return tuple(self._lanes.specs.values())
-
-    @property
-    def plans(self) -> Sequence[BucketPlan]:
-        """What is executed: one for each bucket of the last step; before it, one for the model."""
-        return self._lanes.plans
-
-    @property
-    def memory(self) -> Memory:
-        """What the algorithm remembers; to read."""
-        return self._lanes.memory
-
-    @property
-    def steps(self) -> int:
-        """Steps so far, those that were not finite included."""
-        return self._lanes.steps
-
     def use(self, algorithm: Algorithm) -> None:
         """As `GradientSync.use`."""
         self.check_between_steps("use()")
-        self._lanes.use(algorithm)
+        super().use(algorithm)
 
     # Steps.
 
@@ -165,28 +123,7 @@ class Engine:
             CommunicationError: The comparison failed.
         """
         with self.clock.inside(self.traffic), full_precision(device):
-            return self._lanes.open({specs: device}, is_agreed=is_agreed)[specs]
-
-    def opened(self, specs: Specs) -> Lane | None:
-        """Return the lane of a bucket; None if it is not open."""
-        return self._lanes.opened(specs)
-
-    @property
-    def has_agreed(self) -> bool:
-        """Whether nothing has changed since the processes were compared by `agree`."""
-        return self._lanes.has_agreed
-
-    def agree(self, device: torch.device) -> None:
-        """Compare the processes, without a bucket. Collective, once after each change.
-
-        Args:
-            device: Of the gradients.
-
-        Raises:
-            AgreementError: The processes have other algorithms, parameters, kernels or loaded states.
-            CommunicationError: The comparison failed.
-        """
-        self._lanes.agree(device)
+            return self.open_all({specs: device}, is_agreed=is_agreed)[specs]
 
     def begin(self, *, pipelined: bool = False) -> Step:
         """Return a new step. Several may be open side by side, over lanes of their own.
@@ -207,9 +144,7 @@ class Engine:
         self._steps = [step for step in self._steps if step.is_open]
         # Count open steps too, so that errors of steps side by side name different numbers.
         number = self.steps + len(self._steps)
-        step = Step(
-            self._lanes, self.wire, self.traffic, self.clock, number, self._ended, pipelined=pipelined
-        )
+        step = Step(self, self.wire, self.traffic, self.clock, number, self._ended, pipelined=pipelined)
         self._steps.append(step)
         return step
 
@@ -228,7 +163,7 @@ class Engine:
         try:
             with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
                 given = list(buckets)
-                lanes = self._lanes.open({specs: flat.device for specs, flat in given}, is_agreed=is_agreed)
+                lanes = self.open_all({specs: flat.device for specs, flat in given}, is_agreed=is_agreed)
                 for specs, flat in given:
                     step.start(lanes[specs], flat)
         # An interrupt, too: lanes left in flight would refuse every later step.
@@ -325,12 +260,12 @@ class Engine:
         Cost: one norm for each compressed parameter and one host synchronisation.
         """
         relative_error, error_norm = self._errors()
-        unseen_steps = self._lanes.unseen_nonfinite_steps()
+        unseen_steps = self.unseen_nonfinite_steps()
         if unseen_steps:
             self.warn_of_nonfinite()
         return replace(
             self.counts(),
-            nonfinite_steps=self._lanes.nonfinite_steps + unseen_steps,
+            nonfinite_steps=self.nonfinite_steps + unseen_steps,
             relative_error=relative_error,
             error_norm=error_norm,
         )
@@ -345,21 +280,21 @@ class Engine:
         traffic = self.traffic
         return Stats(
             steps=self.steps,
-            nonfinite_steps=self._lanes.nonfinite_steps,
+            nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
             message_bytes=traffic.message_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
             arithmetic_seconds=self.clock.arithmetic_seconds,
             exposed_seconds=self.clock.exposed_seconds,
-            shortfalls=tuple(self._lanes.shortfalls),
+            shortfalls=tuple(self.shortfalls),
         )
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
         if self._kept_errors is not None:
             return self._kept_errors
-        diagnosed = [plan.diagnose(self._lanes.memory) for plan in self._lanes.plans]
+        diagnosed = [plan.diagnose(self.memory) for plan in self.plans]
         diagnoses = [diagnosis for diagnosis in diagnosed if diagnosis is not None]
         if not diagnoses:
             return {}, {}
@@ -375,14 +310,14 @@ class Engine:
 
     def memory_bytes(self) -> int:
         """Return the bytes of all that the algorithm remembers on this process."""
-        slots = self._lanes.memory.slots.values()
+        slots = self.memory.slots.values()
         return sum(tensor.nbytes for tensors in slots for tensor in tensors.values())
 
     def residual_bytes(self) -> int:
         """Return the bytes that `state_dict` averages, exactly: of what differs between the processes."""
         return sum(
             tensor.nbytes
-            for slot, tensors in self._lanes.memory.slots.items()
+            for slot, tensors in self.memory.slots.items()
             if slot.is_local and slot.is_elementwise and slot.is_saved
             for tensor in tensors.values()
         )
@@ -396,13 +331,12 @@ class Engine:
             fp32 (fp64 of fp64 gradients), shape (elements,), in the parameter's order of memory, in units
             of the unscaled loss.
         """
-        lanes = self._lanes
-        lanes.differing.add(name)
+        self.differing.add(name)
         # What else is local belongs to this residual, and would be wrong beside another.
-        for slot in lanes.memory.slots:
+        for slot in self.memory.slots:
             if slot.is_local and slot != ERROR:
-                lanes.memory[slot].pop(name, None)
-        return lanes.memory[ERROR].pop(name, None)
+                self.memory[slot].pop(name, None)
+        return self.memory[ERROR].pop(name, None)
 
     def put_error(self, name: str, error: torch.Tensor) -> None:
         """Make a tensor the residual of a parameter.
@@ -411,8 +345,8 @@ class Engine:
             name: Of the parameter.
             error: As from `take_error`; the engine's from now on.
         """
-        self._lanes.differing.add(name)
-        self._lanes.memory[ERROR][name] = error
+        self.differing.add(name)
+        self.memory[ERROR][name] = error
 
     # Members that come and go.
 
@@ -427,7 +361,7 @@ class Engine:
             StepError: A step is under way.
         """
         self.check_between_steps("regroup()")
-        self._lanes.regroup(error_scale)
+        super().regroup(error_scale)
         self._kept_errors = None
 
     def common_state(self) -> dict[str, Any]:
@@ -435,31 +369,13 @@ class Engine:
 
         As `state_dict`, without residuals and what else differs between processes.
         """
-        lanes = self._lanes
-        common = {slot: tensors for slot, tensors in lanes.memory.slots.items() if not slot.is_local}
-        return packed_state(
-            lanes.algorithm,
-            Memory(lanes.memory.step, common),
-            lanes.specs,
-            lanes.shapes,
-            {},
-            skipped_steps=lanes.nonfinite_steps,
-        )
-
-    def described(self, call: str, device: torch.device) -> Description:
-        """Return how this process is configured, by subject, without how far it is.
-
-        Args:
-            call: What it is about to do.
-            device: Of the gradients.
-        """
-        return self._lanes.described(call, device, has_progress=False)
+        common = {slot: tensors for slot, tensors in self.memory.slots.items() if not slot.is_local}
+        return self._packed(Memory(self.memory.step, common), {})
 
     def error_norm(self) -> float:
         """Return the norm of this process's residual. Cost: a norm, and a host synchronisation."""
         errors = [
-            error.to(accelerators.widest_dtype(error.device)).norm()
-            for error in self._lanes.memory[ERROR].values()
+            error.to(accelerators.widest_dtype(error.device)).norm() for error in self.memory[ERROR].values()
         ]
         return float(torch.stack(errors).norm()) if errors else 0.0
 
@@ -468,30 +384,33 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`."""
         self.check_between_steps("state_dict()")
-        lanes, purpose = self._lanes, f"state_dict() after {self.steps} steps"
+        purpose = f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
             # First of all: where processes differ, none has changed its memory.
-            agree(self.transport, lanes.described("state_dict()", lanes.device), purpose)
+            agree(self.transport, self.described("state_dict()", self.device, has_progress=True), purpose)
             # Before the residual is averaged, which changes what they are made of.
             self._kept_errors = self._errors()
             # Drop these here too: a resumed run won't have them, and both must continue bit for bit alike.
-            for slot, tensors in lanes.memory.slots.items():
+            for slot, tensors in self.memory.slots.items():
                 if slot.is_local and not slot.is_saved:
                     tensors.clear()
-            if lanes.differing:
+            if self.differing:
                 # Only those: what has been averaged and is averaged again may change in its last bits, and of
                 # parameters whose bucket has not come since a load nothing is in memory.
-                specs = [spec for name, spec in lanes.specs.items() if name in lanes.differing]
-                average_local(lanes.memory, specs, lanes.device, self.transport, purpose)
-                lanes.differing.clear()
-            return packed_state(
-                lanes.algorithm,
-                lanes.memory,
-                lanes.specs,
-                lanes.shapes,
-                lanes.unclaimed,
-                skipped_steps=lanes.nonfinite_steps,
-            )
+                specs = [spec for name, spec in self.known_specs.items() if name in self.differing]
+                average_local(self.memory, specs, self.device, self.transport, purpose)
+                self.differing.clear()
+            return self._packed(self.memory, self.unclaimed)
+
+    def _packed(self, memory: Memory, unclaimed: Mapping[Slot, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        return packed_state(
+            self.algorithm,
+            memory,
+            self.known_specs,
+            self.shapes,
+            unclaimed,
+            skipped_steps=self.nonfinite_steps,
+        )
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`."""
@@ -499,7 +418,7 @@ class Engine:
 
     def load(self, loaded: LoadedState) -> None:
         """Go on from what `check_state_dict` has returned, or a part of it."""
-        self._lanes.load(loaded)
+        super().load(loaded)
         self._kept_errors = None  # they were of a step that this memory has not seen
 
     def check_state_dict(
@@ -521,7 +440,6 @@ class Engine:
             StepError: A step is under way.
         """
         self.check_between_steps("load_state_dict()")
-        lanes = self._lanes
-        if specs is None and lanes.all_known:
-            specs = lanes.specs
-        return checked_state(state, specs, slots=lanes.algorithm.slots, strict=strict)
+        if specs is None and self.all_known:
+            specs = self.known_specs
+        return checked_state(state, specs, slots=self.algorithm.slots, strict=strict)

@@ -1,4 +1,4 @@
-"""An algorithm at work on a model: what is planned and remembered, bucket by bucket."""
+"""What an engine plans and remembers, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Parts: TypeAlias = Sequence[Sequence[Specs]]
 
 
 class Lanes:
-    """Opens a lane for each bucket, and closes them all when what they are made of changes.
+    """What an `Engine` plans and remembers: a lane for each bucket, closed when what it is made of changes.
 
     Args:
         algorithm: How gradients become their mean.
@@ -49,10 +49,11 @@ class Lanes:
     Attributes:
         algorithm: The algorithm in use.
         memory: What it remembers.
-        specs: All parameters that are known, by name, in the order of the model.
+        known_specs: All parameters that are known, by name, in the order of the model.
         settings: As given.
         nonfinite_steps: Steps that were not finite, as far as the host knows.
         differing: Parameters whose local slots may differ between members: changed since they were averaged.
+        unclaimed: What was loaded and is not in memory yet, by slot and parameter, in the parameter's shape.
         device: Of the last bucket.
         shortfalls: Why slower kernels than those made for the device have served steps.
         num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
@@ -71,8 +72,8 @@ class Lanes:
         settings: Settings,
         parts: Parts = (),
     ) -> None:
-        self.specs = {spec.name: spec for spec in specs}
-        self.all_known = bool(self.specs)
+        self.known_specs = {spec.name: spec for spec in specs}
+        self.all_known = bool(self.known_specs)
         self.settings = settings
         self.memory = Memory()
         self.nonfinite_steps = 0
@@ -81,15 +82,15 @@ class Lanes:
         self.shortfalls: dict[str, None] = {}
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
-        self._transport = transport
-        self._traffic = traffic
+        self.transport = transport
+        self.traffic = traffic
         self._open: dict[Specs, Lane] = {}
         self._plans: tuple[BucketPlan, ...] = ()  # of the last step; of parts, all
         self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
         self._shown: tuple[Sequence[BucketPlan], Plan] = (self._plans, Plan(()))
         self.has_agreed = False  # without a bucket
         self.num_parts = max(1, len(parts))
-        self._unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
+        self.unclaimed: dict[Slot, dict[str, torch.Tensor]] = {}
         self._unchecked: LoadedState | None = None
         self._loaded_checksum: str | None = None
         self._take(algorithm)
@@ -102,11 +103,15 @@ class Lanes:
                 "expected an algorithm such as thinwire.PowerSGD(matrix_rank=4), got "
                 f"{no_algorithm(algorithm)}"
             )
-        specs = tuple(self.specs.values())
-        if specs:  # else they are checked bucket by bucket, when lanes are opened
-            algorithm.check_model(specs)
+        if self.known_specs:  # else they are checked bucket by bucket, when lanes are opened
+            algorithm.check_model(self.specs)
         # Last: what was refused above has changed nothing.
         self.algorithm: Algorithm = algorithm
+
+    @property
+    def specs(self) -> Specs:
+        """All parameters that are known, in the order of the model."""
+        return tuple(self.known_specs.values())
 
     @property
     def steps(self) -> int:
@@ -151,8 +156,9 @@ class Lanes:
 
     def _plans_of_model(self) -> tuple[BucketPlan, ...]:
         if not self._model_plans:
-            every = self.specs.values()
-            parts = [tuple(spec for spec in every if spec.is_statistic is kind) for kind in (False, True)]
+            parts = [
+                tuple(spec for spec in self.specs if spec.is_statistic is kind) for kind in (False, True)
+            ]
             self._model_plans = tuple(self._prepared(part) for part in parts if part)
         return self._model_plans
 
@@ -161,19 +167,14 @@ class Lanes:
         """How each parameter travels, in the order of the model."""
         plans, plan = self._shown
         if plans is not self.plans:  # asked in every step, and seldom another one
-            order = {name: position for position, name in enumerate(self.specs)}
+            order = {name: position for position, name in enumerate(self.known_specs)}
             routes = [route for each in self.plans for route in each.routes]
             plan = Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
             self._shown = self.plans, plan
         return plan
 
     def use(self, algorithm: Algorithm) -> None:
-        """Go on with another algorithm.
-
-        Raises:
-            ConfigError: It is not an algorithm, or does not fit the model.
-            GradientError: A parameter's gradient can't be averaged by it.
-        """
+        """As `GradientSync.use`."""
         self._take(algorithm)
         self._close_all()
         if self._plans:  # before the first step nobody knows what is stale
@@ -188,7 +189,7 @@ class Lanes:
                 tensor.mul_(error_scale)
         # Only some members may have loaded a state or averaged their residuals; both must be the same on all
         # members, so reset them.
-        self._loaded_checksum, self.differing = None, set(self.specs)
+        self._loaded_checksum, self.differing = None, set(self.known_specs)
         self._close_all()
 
     def _close_all(self) -> None:
@@ -202,7 +203,7 @@ class Lanes:
 
     def _prepared(self, specs: Specs) -> BucketPlan:
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, num_members=self._transport.size)
+        return algorithm.prepare(specs, num_members=self.transport.size)
 
     def note(self, lanes: Sequence[Lane]) -> None:
         """Take note of the buckets of a step that has ended."""
@@ -242,7 +243,9 @@ class Lanes:
         """Return the lane of a bucket; None if it is not open."""
         return self._open.get(specs)
 
-    def open(self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False) -> Mapping[Specs, Lane]:
+    def open_all(
+        self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False
+    ) -> Mapping[Specs, Lane]:
         """Return the lanes of buckets. Collective where some were not open: once, however many.
 
         Args:
@@ -258,8 +261,8 @@ class Lanes:
         plans = [self._prepared(specs) for specs in buckets if specs not in self._open]
         for plan in plans:
             self.device = buckets[plan.specs]
-            if any(spec.name not in self.specs for spec in plan.specs):
-                self.specs.update((spec.name, spec) for spec in plan.specs)
+            if any(spec.name not in self.known_specs for spec in plan.specs):
+                self.known_specs.update((spec.name, spec) for spec in plan.specs)
                 self._model_plans = ()
         # Before the first message of any: members whose messages have other lengths would wait for ever, or
         # add up what does not belong together. And by a gather, which is never taken for an average: where
@@ -272,7 +275,7 @@ class Lanes:
 
     def _open_one(self, plan: BucketPlan, device: torch.device) -> None:
         # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
-        for slot, tensors in self._unclaimed.items():
+        for slot, tensors in self.unclaimed.items():
             for spec in plan.specs:
                 if spec.name in tensors:
                     loaded = tensors.pop(spec.name)
@@ -304,10 +307,14 @@ class Lanes:
             f"bucket {number} with": ", ".join(spec.name for spec in specs)
             for number, specs in enumerate(buckets)
         }
-        agree(self._transport, {**self.described("a step", self.device), **named}, f"step {self.steps}")
-        self._traffic.waiting_seconds += time.perf_counter() - start
+        agree(
+            self.transport,
+            {**self.described("a step", self.device, has_progress=True), **named},
+            f"step {self.steps}",
+        )
+        self.traffic.waiting_seconds += time.perf_counter() - start
 
-    def described(self, call: str, device: torch.device, *, has_progress: bool = True) -> Description:
+    def described(self, call: str, device: torch.device, *, has_progress: bool = False) -> Description:
         """Return what must be the same on every process before a call, by subject.
 
         Args:
@@ -334,7 +341,7 @@ class Lanes:
                 "loaded state": self._loaded_checksum or "none",
                 "averaged error": str(not self.differing),
             }
-        for spec in self.specs.values():
+        for spec in self.specs:
             shape = "×".join(map(str, spec.shape)) or "scalar"
             dtype = str(spec.dtype).removeprefix("torch.")
             described[f"parameter {spec.name}"] = f"{shape} {dtype}, strides {spec.stride}"
@@ -345,15 +352,10 @@ class Lanes:
     # A loaded state.
 
     @property
-    def unclaimed(self) -> Mapping[Slot, Mapping[str, torch.Tensor]]:
-        """What was loaded and is not in memory yet, by slot and parameter, in the parameter's shape."""
-        return self._unclaimed
-
-    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Of all parameters, as far as the model or the loaded state has them."""
         loaded = {} if self._unchecked is None else self._unchecked.shapes
-        return {**loaded, **{name: spec.shape for name, spec in self.specs.items()}}
+        return {**loaded, **{name: spec.shape for name, spec in self.known_specs.items()}}
 
     def load(self, loaded: LoadedState) -> None:
         """Go on from a checked state.
@@ -362,11 +364,11 @@ class Lanes:
         """
         loaded = without_shards(loaded)
         if self.all_known:
-            loaded = fitting(loaded, self.specs)
+            loaded = fitting(loaded, self.known_specs)
         memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})
         self.memory = memory
         # Into memory when lanes are opened: its order there, and the device, are not known before.
-        self._unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
+        self.unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
         self.differing, self._loaded_checksum = set(), loaded.checksum
         self._close_all()
@@ -383,5 +385,5 @@ class Lanes:
             StateError: It is.
         """
         if self._unchecked is not None:
-            check_model(self._unchecked, self.specs, by_position=True)
+            check_model(self._unchecked, self.known_specs, by_position=True)
             self._unchecked = None

@@ -63,6 +63,7 @@ class Step:
         self._buckets: list[Bucket] = []
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
+        self._loss_scale = lanes.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
         self._finds_unused = False
@@ -138,13 +139,12 @@ class Step:
 
         One tensor for all buckets on a device: only what has the same scale shares launches.
         """
-        scale = self._all_lanes.settings.loss_scale
-        if scale is None:
+        if self._loss_scale is None:
             return None
         # Asked in each step, since a `GradScaler` changes it. Kept as a tensor: reading it would wait for the
         # device.
         if device not in self._scales:
-            self._scales[device] = scale(device).reshape(())
+            self._scales[device] = self._loss_scale(device).reshape(())
         return self._scales[device]
 
     def advance(self) -> bool:
@@ -192,7 +192,7 @@ class Step:
     def _send_held(self) -> None:
         """Send the buckets that waited, after one comparison of the processes for all of them."""
         lanes = self._all_lanes
-        opened = lanes.open({bucket.specs: bucket.flat.device for bucket in self._held})
+        opened = lanes.open_all({bucket.specs: bucket.flat.device for bucket in self._held})
         # If parameters become known bucket by bucket, the state of a different model can't be refused sooner.
         # Nothing has been written yet.
         lanes.check_loaded()
@@ -245,7 +245,7 @@ class Step:
         self._clock.end_step()
         self._ended(self, committed)
         # The engine keeps the step until the next one: a way back would keep its memory past its own end.
-        del self._ended
+        del self._ended, self._all_lanes
         return committed
 
     def _commit(self) -> bool:

@@ -89,7 +89,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     Memory: about three times the file.
 
     Raises:
-        ConfigError: It can't be read, or not even its first line is a `Watch`'s, or it is of a later version.
+        ConfigError: It can't be read, or not even its first line is a `Watch`'s, or it is of another format.
     """
     path = Path(path)
     run, shown = Run(path, printable(path.stem)), printable(path)
@@ -101,12 +101,13 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if not segments:
         why = (run.damage or "it is empty").removesuffix(READ_UP_TO_THERE)
         raise ConfigError(f"{shown} is no file of a thinwire.Watch: {why}; give one that a Watch has written")
-    # Of any start: training may have been resumed with a later version.
-    later = max(segment[0]["format"] for segment in segments)
-    if later > FORMAT:
-        raise ConfigError(
-            f"{shown} has format {later}, this Thinwire reads up to {FORMAT}: install a later version"
-        )
+    # Of every start: training may have been resumed with a different version.
+    for segment in segments:
+        if segment[0]["format"] != FORMAT:
+            raise ConfigError(
+                f"{shown} has format {segment[0]['format']}, this Thinwire reads format {FORMAT}; "
+                "read it with the Thinwire that wrote it"
+            )
     undone: list[tuple[int, int]] = []
     for segment in segments:
         _append(run, segment, undone)

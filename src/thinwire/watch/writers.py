@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.errors import ConfigError, MissingExtraError
-from thinwire.foreign import MAX_NUMBER
+from thinwire.json_records import MAX_NUMBER
 from thinwire.sync.stats import Stats
-from thinwire.watch.records import MAX_LINE_BYTES, RESERVED, record_of
+from thinwire.watch.records import FORMAT, MAX_LINE_BYTES, RESERVED, record_of
 
 Metrics = dict[str, float]
 
@@ -63,6 +63,11 @@ class JSONLWriter:
             if first is None or first["kind"] != "run":
                 raise ConfigError(
                     f"{self.path} is there, and is no file of a thinwire.Watch; give another path"
+                )
+            if first["format"] != FORMAT:
+                raise ConfigError(
+                    f"{self.path} has format {first['format']}, this Thinwire writes format {FORMAT}; "
+                    "give a different path"
                 )
             # A killed process may have left half a line; a record behind it would be damage, and end reading.
             with self.path.open("r+b") as file:

@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 from thinwire.algorithms import Slot
 from thinwire.channel import Transport, gather_bytes
 from thinwire.channel.agreement import alike_on_all_shards
-from thinwire.errors import StateError
 from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
-from thinwire.sync.checksum import with_checksum
+from thinwire.sync.checksum import check_finite, with_checksum
 from thinwire.sync.state import LoadedState
 
 
@@ -59,11 +58,13 @@ class ShardedSync(GradientSync):
         replicas can go on from it, or one with DDP. Cost: the residual of the whole model on the CPU of each
         process, besides that of `GradientSync`.
         """
-        engine, shards = self._engine, self._shards
-        own = alike_on_all_shards(
-            shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
+        return _whole_state(self._own_state(), self._pieces, self._shards)
+
+    def _own_state(self) -> dict[str, Any]:
+        engine = self._engine
+        return alike_on_all_shards(
+            self._shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
         )
-        return _whole_state(own, self._pieces, shards)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """As `GradientSync.load_state_dict`.
@@ -89,17 +90,13 @@ class ShardedSync(GradientSync):
         All parameters have one, of zeros where nothing is remembered: `torch.distributed.checkpoint` fills in
         only what a fresh run has as well.
         """
-        engine, shards = self._engine, self._shards
-        own = alike_on_all_shards(
-            shards, "state_dict()", lambda: {"steps": str(engine.steps)}, engine.state_dict
-        )
+        own = self._own_state()
         elementwise = [name for name, kind in own["slots"] if kind[1]]
-        rest = {**own, **dict.fromkeys(elementwise, ())}
-        rest = _whole_state(rest, self._pieces, shards)
+        rest = _whole_state({**own, **dict.fromkeys(elementwise, ())}, self._pieces, self._shards)
         kept = {slot: dict(own[slot]) for slot in elementwise}
-        specs = {spec.name: spec for spec in engine.specs}
+        specs = {spec.name: spec for spec in self._engine.specs}
         return {
-            "rest": with_checksum({key: value for key, value in rest.items() if key != "checksum"}),
+            "rest": with_checksum(rest),
             "kept": tuple((slot, tuple(sorted(tensors))) for slot, tensors in kept.items()),
             "tensors": {
                 _key(slot, name): sharded_like(
@@ -125,11 +122,7 @@ class ShardedSync(GradientSync):
         tensors = dict(loaded.slots)
         for slot, names in state["kept"]:
             held = {name: local_of(state["tensors"][_key(slot, name)]).cpu().clone() for name in names}
-            broken = [name for name, tensor in held.items() if not tensor.isfinite().all()]
-            if broken:
-                raise StateError(
-                    f"{slot} of {broken[0]} is not finite: the state is damaged; load an earlier one"
-                )
+            check_finite(slot, held)
             tensors[slots[slot]] = held
         self._engine.load(loaded._replace(slots=tensors))
 
@@ -176,7 +169,7 @@ def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Tr
             pieces[label].cut(shard, shards.size)(into).copy_(tensor)
     return with_checksum(
         {
-            **{key: value for key, value in own.items() if key != "checksum"},
+            **own,
             "parameters": tuple(sorted((name, piece.shape) for name, piece in pieces.items())),
             **{slot: tuple(sorted(tensors.items())) for slot, tensors in whole.items()},
         }

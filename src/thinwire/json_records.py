@@ -1,0 +1,154 @@
+"""JSON that may come from anywhere, read into a dataclass or a TypedDict by its annotations."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
+MAX_WHOLE_NUMBER = 1 << 53  # a float holds every one up to here
+MAX_SECONDS = 1e10  # three centuries
+MAX_TEXT_LENGTH = 10_000
+MAX_PROCESSES = 1 << 20
+
+# A second and a third argument of Annotated are bounds: of a number, or of a list's length.
+Whole = Annotated[int, 0, MAX_WHOLE_NUMBER]
+Count = Annotated[int, 1, MAX_WHOLE_NUMBER]
+Processes = Annotated[int, 1, MAX_PROCESSES]
+Amount = Annotated[float, 0, MAX_WHOLE_NUMBER]
+Seconds = Annotated[float, 0, MAX_SECONDS]
+
+Reader: TypeAlias = Callable[[str, Any], Any]
+Read = TypeVar("Read")
+
+
+def parsed(line: str) -> Any:
+    """Return what a text in JSON says. A lone surrogate, which no file can hold, becomes a question mark.
+
+    Raises:
+        ValueError: It is no JSON, or is nested too deeply, or has NaN or an infinity.
+    """
+    try:
+        value = json.loads(line, parse_constant=_refuse)
+        # Only if there may be one: to write all of it again and read that takes as long as the first time.
+        if "\\ud" in line or "\\uD" in line:
+            value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return value
+
+
+def read_record(kind: type[Read], plain: Any) -> Read:
+    """Return the fields that `kind` has, each checked, and no others.
+
+    Raises:
+        ValueError: A field is missing, or not of its type or within its bounds.
+    """
+    readers = _readers(cast(Any, kind))  # to mypy a type is not hashable
+    for name in readers:
+        if type(plain) is not dict or name not in plain:
+            raise ValueError(f"there is no {name}")
+    return kind(**{name: reader(name, plain[name]) for name, reader in readers.items()})
+
+
+def value_of(hint: Any, name: str, value: object) -> Any:
+    """Return a value if it is of a type; `name` is for the error."""
+    return _reader(hint)(name, value)
+
+
+@cache
+def _readers(kind: Any) -> Mapping[str, Reader]:
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: _reader(hint) for name, hint in hints.items()}
+
+
+@cache
+def _reader(hint: Any) -> Reader:
+    """Return what checks a value of a type, given the field's name and the value."""
+    bounds: tuple[Any, ...] = ()
+    if get_origin(hint) is Annotated:
+        hint, bounds = get_args(hint)[0], get_args(hint)[1:]
+    arguments, origin = get_args(hint), get_origin(hint) or hint
+    reader: Reader = {str: _text, bool: _flag}.get(origin, lambda name, value: read_record(hint, value))
+    if origin in (Union, UnionType):
+        of_value = _reader(arguments[0])
+        reader = lambda name, value: None if value is None else of_value(name, value)  # noqa: E731
+    elif origin is Literal:
+        reader = partial(_one_of, arguments)
+    elif origin is list:
+        reader = partial(_list_of, _reader(arguments[0]), *(bounds or (0, MAX_WHOLE_NUMBER)))
+    elif origin is tuple:
+        items = partial(_list_of, _reader(arguments[0]), len(arguments), len(arguments))
+        reader = lambda name, value: tuple(items(name, value))  # noqa: E731
+    elif origin is dict:
+        reader = partial(_mapping_of, _reader(arguments[0]), _reader(arguments[1]))
+    elif origin in (int, float):
+        reader = partial(_number, origin, *(bounds or (-MAX_NUMBER, MAX_NUMBER)))
+    return reader
+
+
+def _number(kind: type, minimum: float, maximum: float, name: str, value: Any) -> Any:
+    # By type: to `isinstance` True is a whole number.
+    if type(value) not in (int, kind) or not minimum <= value <= maximum:
+        whole, digits = ("whole ", "d") if kind is int else ("", "g")
+        raise _expected(name, f"a {whole}number from {minimum:{digits}} to {maximum:{digits}}", value)
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if type(value) is not str or len(value) > MAX_TEXT_LENGTH:
+        raise _expected(name, f"text of at most {MAX_TEXT_LENGTH} characters", value)
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if type(value) is not bool:
+        raise _expected(name, "true or false", value)
+    return value
+
+
+def _one_of(choices: tuple[str, ...], name: str, value: Any) -> str:
+    if type(value) is not str or value not in choices:
+        raise _expected(name, f"one of {', '.join(choices)}", value)
+    return value
+
+
+def _list_of(reader: Reader, minimum: int, maximum: int, name: str, value: Any) -> list[Any]:
+    if type(value) is not list or not minimum <= len(value) <= maximum:
+        got = f"one of {len(value)}" if type(value) is list else reprlib.repr(value)
+        raise ValueError(f"{name} must be a list of {minimum} to {maximum}, got {got}")
+    return [reader(name, each) for each in value]
+
+
+def _mapping_of(key_reader: Reader, reader: Reader, name: str, value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise _expected(name, "an object", value)
+    # Each record has the same names: interned, they are kept once for all records.
+    return {
+        sys.intern(key_reader(f"a name in {name}", key)): reader(reprlib.repr(key), each)
+        for key, each in value.items()
+    }
+
+
+def _expected(name: str, expected: str, value: object) -> ValueError:
+    return ValueError(f"{name} must be {expected}, got {reprlib.repr(value)}")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"it has {constant}, expected finite numbers")

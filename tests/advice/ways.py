@@ -1,0 +1,94 @@
+"""Probes, loss gaps, predictions and advice that are made up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from thinwire.advice import Advice, ExpectedLoss, LossGap, Prediction
+from thinwire.advice.loss import EXACT_LOSS
+from thinwire.advice.result import choose, is_within, tied
+from thinwire.probe import Probe, Timing
+from thinwire.probe.result import ring_share
+
+
+def network(
+    bits_per_second: float,
+    latency_seconds: float = 0.001,
+    world_size: int = 2,
+    nodes: list[list[int]] | None = None,
+) -> Probe:
+    """What a probe would have found."""
+    timings = [
+        Timing(size, [latency_seconds + ring_share(world_size) * 8 * size / bits_per_second])
+        for size in (4, 1 << 20, 1 << 24)
+    ]
+    return Probe(world_size, "gloo", "cpu", timings, [], nodes or [list(range(world_size))])
+
+
+def row(name: str, optimizer: str, members: int, percent: float, **others: Any) -> LossGap:
+    plain = LossGap(
+        name, optimizer, members, 1_000_000, 2000, 3, percent, percent - 0.2, percent + 0.2, "here", False
+    )
+    return replace(plain, **others)
+
+
+def measured(percent: float) -> ExpectedLoss:
+    gap = row("it", "AdamW", 4, percent)
+    return ExpectedLoss("measured", percent, gap.low_percent, gap.high_percent, (gap,))
+
+
+def way(name: str, low_ms: float, high_ms: float, loss: ExpectedLoss, **others: Any) -> Prediction:
+    plain = Prediction(
+        name,
+        f"thinwire.attach(ddp_model, thinwire.{name})",
+        step_seconds=(low_ms + high_ms) / 2000,
+        low_seconds=low_ms / 1000,
+        high_seconds=high_ms / 1000,
+        message_bytes=10,
+        memory_bytes=0,
+        is_lossy=True,
+        loss=loss,
+    )
+    return replace(plain, **others)
+
+
+EXACT = way("AllReduce()", 180, 190, EXACT_LOSS, is_lossy=False, message_bytes=1000)
+SIXTEEN = way('Cast("bf16")', 99, 101, measured(-0.1), is_lossy=False, message_bytes=500)
+FOUR = way("Quantize(bits=4)", 60, 62, measured(0.1))
+TWO = way("Quantize(bits=2)", 50, 52, measured(0.3))
+ONE = way("Quantize(bits=1)", 40, 42, measured(4.5))
+ALSO_ONE = way("PowerSGD(matrix_rank=1)", 41, 43, measured(4.6))
+UNKNOWN = way("TopK()", 20, 21, ExpectedLoss("unknown"))
+LOCAL = way(
+    "DiLoCo(every_steps=30)",
+    30,
+    31,
+    measured(12.0),
+    code="with thinwire.DiLoCo(model, optimizer, every_steps=30):",
+    averages_less_often=True,
+)
+EVERYTHING = (FOUR, TWO, ONE, ALSO_ONE, UNKNOWN, LOCAL)
+
+
+def advice_of(
+    *predictions: Prediction,
+    budget: float = math.inf,
+    careful: tuple[Prediction, ...] = (EXACT, SIXTEEN),
+    compute_ms: float = 10,
+) -> Advice:
+    """By the rule; the last of `careful` is the baseline."""
+    ranked = sorted([*careful, *predictions], key=lambda each: each.step_seconds)
+    within = [each for each in ranked if is_within(each, budget)]
+    return Advice(
+        tuple(ranked),
+        careful[-1],
+        choose(ranked, 0.05, budget),
+        tuple(tied(within, 0.05)),
+        1e8,
+        compute_ms / 1000,
+        0.05,
+        budget_loss=budget,
+        optimizer="AdamW",
+    )
