@@ -11,28 +11,19 @@ from mkdocs.exceptions import PluginError
 
 SOURCE = Path(__file__).parents[1] / "src"
 
-# What users, and those who write an algorithm, import from. Everything in their `__all__` must be rendered.
-PUBLIC = [
-    "thinwire",
-    "thinwire.advice",
-    "thinwire.algorithms",
-    "thinwire.checkpoint",
-    "thinwire.ddp_comm_hooks",
-    "thinwire.elastic",
-    "thinwire.errors",
-    "thinwire.hooks",
-    "thinwire.hooks.post_local_sgd",
-    "thinwire.hooks.stateless",
-    "thinwire.integrations.accelerate",
-    "thinwire.integrations.lightning",
-    "thinwire.integrations.transformers",
-    "thinwire.plan",
-    "thinwire.powersgd",
-    "thinwire.probe",
-    "thinwire.simulation",
-    "thinwire.testing",
-    "thinwire.watch",
-]
+
+def listed_in(module: str, variable: str) -> tuple[str, ...]:
+    """Return the names that a variable of a module has, without importing it."""
+    path = SOURCE.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == variable:
+            return tuple(ast.literal_eval(node.value))
+    raise PluginError(f"{module} has no {variable}")
+
+
+# Everything in their `__all__` must be rendered.
+PUBLIC = ["thinwire", *(f"thinwire.{name}" for name in listed_in("thinwire", "PUBLIC_MODULES"))]
 
 # Accelerate's own, which is only handed on.
 ELSEWHERE = {"thinwire.integrations.accelerate.DDPCommunicationHookType"}
@@ -57,9 +48,4 @@ def on_post_build(config: Any) -> None:
 
 def public_names(module: str) -> list[str]:
     """Return what a module has in its `__all__`, without importing it."""
-    path = SOURCE.joinpath(*module.split("."))
-    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return [f"{module}.{name}" for name in ast.literal_eval(node.value)]
-    raise PluginError(f"{module} has no __all__")
+    return [f"{module}.{name}" for name in listed_in(module, "__all__")]

@@ -27,7 +27,8 @@ import peers
 from pages import markdown_table, page, save
 from progress import Progress
 from shapes import SHAPE_SETS, Shape
-from thinwire import BatchedPowerSGD, PowerSGD, Quantize
+from thinwire import PowerSGD, Quantize
+from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
@@ -143,7 +144,7 @@ class FewBits(Contender):
         self.flat, self.compiled = bucket.flat, compiled
         gradients = enumerate(bucket.gradients())
         self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
-        self.engine = Engine(Quantize(bits), ProcessGroupTransport(), self.specs)
+        self.engine = Engine(Quantize(bits=bits), ProcessGroupTransport(), self.specs)
 
     def step(self) -> None:
         dispatch.backends = (dispatch.NUMBA, dispatch.TORCH) if self.compiled else (dispatch.TORCH,)

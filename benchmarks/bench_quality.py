@@ -22,8 +22,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from pages import markdown_table, page, save
 from progress import TERMINAL_EVERY_SECONDS, Kept, Progress
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.demo.model import GPT, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.plan import ParameterSpec

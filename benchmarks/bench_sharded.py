@@ -100,7 +100,7 @@ class NativeBf16(Native):
 def attached(algorithm: Algorithm) -> type[Trainer]:
     class Attached(Trainer):
         def attach(self) -> None:
-            thinwire.attach(self.model, algorithm, mesh=self.mesh["replicate"])
+            thinwire.attach(self.model, algorithm, replicas=self.mesh["replicate"])
 
     return Attached
 

@@ -29,8 +29,8 @@ from thinwire.watch import Writer
 UNTIMED_STEPS = 20
 BATCH_SIZE = 8
 WRITERS: dict[str, Callable[[Path], Writer]] = {
-    "JSONLWriter": lambda folder: thinwire.JSONLWriter(folder / "run.jsonl"),
-    "TensorBoardWriter": thinwire.TensorBoardWriter,
+    "JSONLWriter": lambda folder: thinwire.watch.JSONLWriter(folder / "run.jsonl"),
+    "TensorBoardWriter": thinwire.watch.TensorBoardWriter,
 }
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from in_turn import InTurn
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.lowrank.config import LowRankRoute
 from thinwire.kernels.dispatch import orthonormal_rows
 from thinwire.plan import ParameterSpec, Plan
@@ -58,7 +58,7 @@ ENTRIES = [
     Entry(PowerSGD(matrix_rank=2, alternating=True, wire_dtype="bf16"), feedback=True, tolerance=2e-2),
     Entry(BatchedPowerSGD(), feedback=True, same_in_any_buckets=False),
     Entry(BatchedPowerSGD(matrix_rank=3, error_feedback=False), same_in_any_buckets=False),
-    Entry(TopK(1 / 100, bits=4, chunk=1000, error_decay=1, merge="members"), feedback=True),
+    Entry(TopK(density=1 / 100, bits=4, chunk=1000, error_decay=1, merge="members"), feedback=True),
     Entry(Quantize(bits=8, block=32)),
     Entry(Quantize(bits=4)),
     Entry(Quantize(bits=3, block=128, rounding="stochastic")),

@@ -29,7 +29,7 @@ def compile_passes() -> None:
     for matrix_rank in (1, 2, 3, 4):
         algorithms += [
             thinwire.PowerSGD(matrix_rank=matrix_rank, min_compression_ratio=1),
-            thinwire.BatchedPowerSGD(matrix_rank=matrix_rank),
+            thinwire.algorithms.BatchedPowerSGD(matrix_rank=matrix_rank),
         ]
     for algorithm in algorithms:
         simulation = Simulation(algorithm, [tuple(bucket)], num_workers=1)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import thinwire
 from pool import Pool
-from thinwire import AllGatherGrad, all_gather_grad
 from thinwire.channel import ProcessGroupTransport, Recording
+from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 
 
 def inputs(world_size: int, shape: tuple[int, ...]) -> list[Tensor]:
@@ -71,7 +71,7 @@ def _messages() -> list[tuple[str, int]]:
         recordings.append(Recording(ProcessGroupTransport(*arguments)))
         return recordings[-1]
 
-    with patch("thinwire.all_gather.ProcessGroupTransport", recorded):
+    with patch("thinwire.integrations.all_gather.ProcessGroupTransport", recorded):
         torch.autograd.backward(all_gather_grad(torch.ones(1000, requires_grad=True)).square().sum())
     return [(note.collective, note.handed_bytes) for note in recordings[0].notes[1:]]
 

@@ -16,7 +16,7 @@ import torch
 
 import in_turn
 import thinwire
-from thinwire import algorithms, elastic, epfml, errors, hooks, testing
+from thinwire import algorithms, elastic, errors, hooks, powersgd, testing
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
@@ -63,7 +63,7 @@ def test_the_small_algorithm_is_small_and_does_what_its_page_says() -> None:
 def offered() -> dict[str, list[set[str] | None]]:
     """The parameters of what pages call, by its last name, which several modules may have; None: any."""
     found: dict[str, list[set[str] | None]] = {}
-    for module in (thinwire, algorithms, elastic, epfml, hooks, testing):
+    for module in (thinwire, algorithms, elastic, powersgd, hooks, testing):
         for name in module.__all__:
             each = getattr(module, name)
             is_error = inspect.isclass(each) and issubclass(each, Exception)  # which has no signature

@@ -9,9 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from thinwire import hooks
-from thinwire.advice import Advice, Auto, advise, auto
-from thinwire.algorithms import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize, TopK
-from thinwire.all_gather import AllGatherGrad, all_gather_grad
+from thinwire.advice import advise, auto
+from thinwire.algorithms import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.errors import (
     AgreementError,
     AttachError,
@@ -34,16 +33,12 @@ from thinwire.plan import Plan
 from thinwire.sync import GradientSync
 from thinwire.sync.stats import Stats
 from thinwire.version import __version__
-from thinwire.watch import JSONLWriter, MetricsWriter, TensorBoardWriter, Watch, read_run
+from thinwire.watch import Watch
 
 __all__ = [
-    "Advice",
     "AgreementError",
-    "AllGatherGrad",
     "AllReduce",
     "AttachError",
-    "Auto",
-    "BatchedPowerSGD",
     "Cast",
     "CheckpointError",
     "CommunicationError",
@@ -51,10 +46,8 @@ __all__ = [
     "DiLoCo",
     "GradientError",
     "GradientSync",
-    "JSONLWriter",
     "LeftError",
     "LocalSGD",
-    "MetricsWriter",
     "MissingExtraError",
     "Nesterov",
     "NonfiniteError",
@@ -65,39 +58,55 @@ __all__ = [
     "Stats",
     "StepError",
     "Streaming",
-    "TensorBoardWriter",
     "ThinwireError",
     "TopK",
     "Warmup",
     "Watch",
     "__version__",
     "advise",
-    "all_gather_grad",
     "attach",
     "auto",
     "check_replicas",
     "hooks",
     "join",
-    "read_run",
 ]
 
-# What users import from besides, of which the reference tells.
-PUBLIC_MODULES = ("advice", "algorithms", "errors", "plan", "probe", "watch")
+# All that users import from. What is public is what these list in their `__all__`, and nothing else is.
+PUBLIC_MODULES = (
+    "advice",
+    "algorithms",
+    "checkpoint",
+    "ddp_comm_hooks",
+    "elastic",
+    "errors",
+    "hooks",
+    "hooks.post_local_sgd",
+    "hooks.stateless",
+    "integrations.accelerate",
+    "integrations.lightning",
+    "integrations.transformers",
+    "plan",
+    "powersgd",
+    "probe",
+    "simulation",
+    "testing",
+    "testing.faults",
+    "watch",
+)
+_SHOWN = {name.split(".")[0] for name in PUBLIC_MODULES}
 
 
 def __dir__() -> list[str]:
     """Return the public names: what completes `thinwire.` in an editor."""
-    return sorted({*__all__, *PUBLIC_MODULES, *ON_DEMAND, *(name for name in globals() if name[:2] == "__")})
+    return sorted({*__all__, *_SHOWN, *(name for name in globals() if name[:2] == "__")})
 
-
-# Not at import: few need them, and some import packages of others.
-ON_DEMAND = ("checkpoint", "ddp_comm_hooks", "elastic", "integrations", "powersgd", "simulation", "testing")
 
 # Not seen by type checkers, to which any name would then be an attribute of this module.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
         """Import a part of the package where it is named without an import: `thinwire.checkpoint`, say."""
-        if name in ON_DEMAND:
+        # Not at import: few need these, and some import packages of others.
+        if name in _SHOWN:
             return import_module(f"thinwire.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,8 @@ from typing import Any
 import torch
 
 from thinwire.errors import CheckpointError, ConfigError, MissingExtraError, StateError
-from thinwire.sync.state import checked_state, slot_names
+from thinwire.sync.checksum import check_readable, check_undamaged
+from thinwire.sync.state import checked_state
 
 __all__ = ["load", "save"]
 
@@ -47,7 +48,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     Cost: the file is flushed to the disk; safetensors' format needs the state's size in memory meanwhile.
 
     Args:
-        state: Of `GradientSync`, `PowerSGDState` or `thinwire.powersgd.PowerSGD`.
+        state: Of a `GradientSync`, a `LocalSGD`, a `PowerSGDState` or an aggregator.
         path: With the suffix ".safetensors", in that format; otherwise as `torch.save` writes.
 
     Raises:
@@ -56,12 +57,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
         CheckpointError: It can't be written, such as to a full disk. What was there before is there still.
         MissingExtraError: safetensors is not installed.
     """
-    if isinstance(state, Mapping) and state.keys() >= {"sync", "last_average"}:
-        raise StateError(
-            "expected a state of gradients, got that of a LocalSGD or DiLoCo; it belongs to a model and an "
-            "optimizer of the same step: write all three into one file with torch.save"
-        )
-    checked_state(state, specs=None)  # before a good file makes room for what could not be loaded
+    _check(state)  # before a good file makes room for what could not be loaded
     path = Path(path)
     if not path.name:
         raise ConfigError(f"path must be that of a file, got {str(path)!r}")
@@ -75,7 +71,9 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
                 if safetensors is None:
                     torch.save(dict(state), file)
                 else:
-                    file.write(safetensors.save(*_flat(state)))
+                    tensors: dict[str, torch.Tensor] = {}
+                    plain = _plain(state, "", tensors)
+                    file.write(safetensors.save(tensors, {"thinwire": json.dumps(plain)}))
                 # On the disk before it has the name: else a crash could leave the name with an empty file.
                 file.flush()
                 os.fsync(file.fileno())
@@ -113,34 +111,52 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
                 state = torch.load(file, weights_only=True, map_location="cpu")
             else:
                 data = file.read()
-                state = _nested(safetensors.load(data), data)
-            checked_state(state, specs=None)
+                # A header of JSON, and before it its length in 8 bytes.
+                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+                state = _nested(json.loads(header["__metadata__"]["thinwire"]), safetensors.load(data))
+            _check(state)
         except Exception as error:  # readers raise what they like for what they can't read
             raise StateError(f"{path} can't be read: {error}; load an earlier one") from error
     return dict(state)
 
 
-def _flat(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return tensors by name, and all else as JSON, which is what safetensors holds."""
-    slots = slot_names(state)
-    tensors = {f"{key}/{name}": tensor for key in slots for name, tensor in state[key]}
-    plain = {key: value for key, value in state.items() if key not in slots}
-    return tensors, {"thinwire": json.dumps(plain)}
+def _check(state: object) -> None:
+    """Refuse what is no state, or damaged.
+
+    Raises:
+        StateError: It is.
+    """
+    if isinstance(state, Mapping) and state.keys() >= {"sync", "last_average", "checksum"}:
+        # Of a LocalSGD: shapes are its model's to say, when it is loaded.
+        check_readable(state)
+        check_undamaged(state)
+        state = state["sync"]
+    checked_state(state, specs=None)
 
 
-def _nested(tensors: Mapping[str, torch.Tensor], data: bytes) -> dict[str, Any]:
-    """Return what `_flat` was given: `tensors` as safetensors has read them from `data`."""
-    # A header of JSON, and before it its length in 8 bytes.
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    state = dict(json.loads(header["__metadata__"]["thinwire"]))
-    # JSON has lists for tuples, and the checksum is of tuples as of lists; but a state is to be what it was.
-    state["parameters"] = tuple((name, tuple(shape)) for name, shape in state["parameters"])
-    state["slots"] = tuple((name, tuple(kind)) for name, kind in state["slots"])
-    stored = sorted(tensors)
-    for key, _ in state["slots"]:
-        names = [name.removeprefix(f"{key}/") for name in stored if name.startswith(f"{key}/")]
-        state[key] = tuple((name, tensors[f"{key}/{name}"]) for name in names)
-    return state
+def _plain(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return a value as JSON holds it; each tensor stands there by its path, and is put into `tensors`."""
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value.contiguous()
+        return {"tensor": path}
+    if isinstance(value, Mapping):
+        return {"mapping": [[key, _plain(each, f"{path}/{key}", tensors)] for key, each in value.items()]}
+    if isinstance(value, list | tuple):
+        listed = [_plain(each, f"{path}/{number}", tensors) for number, each in enumerate(value)]
+        return {"list" if isinstance(value, list) else "tuple": listed}
+    return value
+
+
+def _nested(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what `_plain` was given."""
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, held),) = plain.items()
+    if kind == "tensor":
+        return tensors[held]
+    if kind == "mapping":
+        return {key: _nested(each, tensors) for key, each in held}
+    return {"list": list, "tuple": tuple}[kind](_nested(each, tensors) for each in held)
 
 
 def _safetensors() -> Any:

@@ -10,17 +10,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.errors import ConfigError, ThinwireError
 
-__all__ = [
-    "checked_scaler",
-    "cores",
-    "number",
-    "processes_here",
-    "shown",
-    "true_or_false",
-    "whole_count",
-    "whole_number",
-]
-
 PROCESSES_PER_CORE = 8
 MAX_SHOWN_LENGTH = 100
 

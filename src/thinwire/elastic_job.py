@@ -14,8 +14,6 @@ from thinwire.elastic.torchft_group import HOSTNAME, LIGHTHOUSE, MEMBER, MIN_MEM
 from thinwire.errors import ConfigError
 from thinwire.launch import EndSignals, Output, Process, loopback_interface
 
-__all__ = ["ElasticJob"]
-
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT_MS = 60_000
 LAST_WORDS_SECONDS = 5.0  # for a member's output to end: what it has started may have that open still

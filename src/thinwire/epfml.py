@@ -19,8 +19,6 @@ from thinwire.plan import ParameterSpec, Plan
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
 
-__all__ = ["Aggregator", "AlgorithmAggregator", "AllReduce", "Config", "PowerSGD", "optimizer_step"]
-
 
 class Aggregator(ABC):
     """Averages gradients over processes; your own may derive from it."""
@@ -115,6 +113,7 @@ class AllReduce(_Synchronised):
         process_group: None for the default one; without any, this process is the only worker.
         grad_scaler: The `GradScaler` that scales the loss, if there is one; `optimizer_step` steps through
             it.
+        host_check: As of `AlgorithmAggregator`.
         on_nonfinite: With "zero" or "raise", means that are not finite are zeros, or raise `NonfiniteError`,
             on all processes; and `optimizer_step` skips the step. With "nan" nobody looks at them.
 
@@ -127,11 +126,16 @@ class AllReduce(_Synchronised):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
+        host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         self.grad_scaler = checked_scaler(grad_scaler)
-        self._on_nonfinite = checked_on_nonfinite(on_nonfinite, grad_scaler)
-        self._process_group = process_group
+        checked_on_nonfinite(on_nonfinite, grad_scaler)
+        self._options: dict[str, Any] = {
+            "process_group": process_group,
+            "host_check": host_check,
+            "on_nonfinite": on_nonfinite,
+        }
         self._front: StepFront | None = None
 
     def aggregate(self, gradients: Gradients) -> list[Any]:
@@ -148,12 +152,7 @@ class AllReduce(_Synchronised):
         if len(given) < len(tensors):
             raise ConfigError("AllReduce does not know the shape of a gradient that is None; leave it out")
         if self._front is None or _kinds(self._front.parameters) != _kinds(given):
-            self._front = StepFront(
-                given,
-                algorithms.AllReduce(),
-                process_group=self._process_group,
-                on_nonfinite=self._on_nonfinite,
-            )
+            self._front = StepFront(given, algorithms.AllReduce(), **self._options)
         return self._front
 
 
@@ -167,6 +166,8 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         process_group: None for the default one; without any, this process is the only worker.
         grad_scaler: The `GradScaler` that scales the loss, if there is one. The residual is then kept in
             unscaled units, and `optimizer_step` steps through the scaler.
+        host_check: As of `thinwire.attach`. Without it `optimizer_step` can't skip a step that is not finite:
+            give a `GradScaler`, which does, or "zero" for the means.
         on_nonfinite: What `aggregate` gives back where a mean is not finite: NaN, or zeros ("zero"); or it
             raises `NonfiniteError` ("raise"), as `optimizer_step` does. That else skips the step, on all
             processes; with "nan" only if the algorithm keeps a residual, for else nobody looks at the means
@@ -200,6 +201,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
+        host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         self.grad_scaler = checked_scaler(grad_scaler)
@@ -208,6 +210,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
             algorithm,
             process_group=process_group,
             grad_scaler=grad_scaler,
+            host_check=host_check,
             on_nonfinite=on_nonfinite,
         )
 
@@ -252,6 +255,7 @@ class PowerSGD(AlgorithmAggregator):
         config: The settings.
         process_group: As of `AlgorithmAggregator`.
         grad_scaler: As of `AlgorithmAggregator`.
+        host_check: As of `AlgorithmAggregator`.
         on_nonfinite: As of `AlgorithmAggregator`.
 
     Raises:
@@ -281,6 +285,7 @@ class PowerSGD(AlgorithmAggregator):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: GradScaler | None = None,
+        host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         super().__init__(
@@ -288,6 +293,7 @@ class PowerSGD(AlgorithmAggregator):
             _algorithm_of(config),
             process_group=process_group,
             grad_scaler=grad_scaler,
+            host_check=host_check,
             on_nonfinite=on_nonfinite,
         )
         self.config = config

@@ -21,11 +21,6 @@ from typing import (
     get_type_hints,
 )
 
-__all__ = [
-    "MAX_NUMBER", "MAX_PROCESSES", "Amount", "Count", "Processes", "Seconds", "Whole",
-    "parsed", "read_record", "value_of",
-]  # fmt: skip
-
 MAX_NUMBER = 1e100  # sums and squares of many such are finite, and can be drawn
 MAX_WHOLE_NUMBER = 1 << 53  # a float holds every one up to here
 MAX_SECONDS = 1e10  # three centuries

@@ -30,20 +30,6 @@ from thinwire.checks import processes_here
 from thinwire.errors import ConfigError
 from thinwire.lifeline import LAUNCHER_VARIABLE, following
 
-__all__ = [
-    "EndSignals",
-    "LocalJob",
-    "Output",
-    "Process",
-    "Terminated",
-    "is_in_local_job",
-    "join_local_job",
-    "loopback_interface",
-    "python_module",
-    "run_here",
-    "terminated_as_interrupted",
-]
-
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
 LOOPBACKS = ("lo", "lo0")
 LOOK_EVERY_SECONDS = 0.1

@@ -28,8 +28,8 @@ import thinwire
 from advice.ways import advice_of, network, way
 from launcher import run_python
 from pool import Pool
-from thinwire import Advice, AttachError, ConfigError
-from thinwire.advice import notes
+from thinwire import AttachError, ConfigError
+from thinwire.advice import Advice, notes
 from thinwire.advice.bench import Bench, slowest_of
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss
 from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, others_share

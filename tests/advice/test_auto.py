@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import buckets, random_gradients, true_means
 from pool import Pool
-from thinwire import AllReduce, ConfigError, PowerSGD, Watch, read_run
+from thinwire import AllReduce, ConfigError, PowerSGD, Watch
 from thinwire.advice import automatic
 from thinwire.advice.automatic import Auto, Reading, Rules, Trial
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training, optimizer_notes
@@ -29,6 +29,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.channel import run_members
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, engine_of
+from thinwire.watch import read_run
 from training import error_of
 
 # What is chosen, from numbers
@@ -479,6 +480,6 @@ def _sharded() -> dict[str, Any]:
     model = layers()
     fully_shard(model, mesh=mesh["shard"])
     told: list[str] = []
-    chooser = _trained(model, told, mesh=mesh)
+    chooser = _trained(model, told, replicas=mesh)
     assert engine_of(chooser.sync).settings.together is not None
     return _found(chooser, told)

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 import thinwire
 from advice.ways import network
 from pool import Pool
-from thinwire import Advice, ConfigError
-from thinwire.advice import local, sharded
+from thinwire import ConfigError
+from thinwire.advice import Advice, local, sharded
 from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.measure import Link
 from thinwire.advice.timeline import Sent, Timeline
@@ -93,11 +93,11 @@ def _advised() -> tuple[Advice, Advice, Advice, list[Any]]:
         first = advise(network(1e6))
         of_all = advise(network(1e6, world_size=4, nodes=[[0, 1], [2, 3]]))
         states.append(_state(model))
-        probed = advise(mesh=mesh["replicate"])
+        probed = advise(replicas=mesh["replicate"])
     states.append(_state(model))
     with pytest.raises(ConfigError, match="pass a probe of one process per replica"):
         advise()
-    sync = thinwire.attach(model, thinwire.AllReduce(), mesh=mesh)
+    sync = thinwire.attach(model, thinwire.AllReduce(), replicas=mesh)
     with pytest.raises(AttachError, match="ask for advice before it is attached"):
         advise(network(1e6))
     assert sync.steps == 0
@@ -118,8 +118,8 @@ def _state(model: nn.Module) -> Any:
 
 
 def test_a_mesh_is_for_sharded_models_only() -> None:
-    with pytest.raises(ConfigError, match="mesh is for models of fully_shard; leave it out"):
-        thinwire.advise(nn.Linear(2, 2), one_step, network(1e6), mesh=object())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="replicas is for models of fully_shard; leave it out"):
+        thinwire.advise(nn.Linear(2, 2), one_step, network(1e6), replicas=object())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from in_turn import InTurn
 from pool import Pool
-from thinwire import AllReduce, AttachError, BatchedPowerSGD, Cast, ConfigError, PowerSGD, Quantize, TopK
+from thinwire import AllReduce, AttachError, Cast, ConfigError, PowerSGD, Quantize, TopK
+from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 
 
@@ -102,6 +103,8 @@ def test_settings_are_kept_as_pythons_own_types(setting: str, value: Any, kept: 
         (lambda: BatchedPowerSGD(quux=True), "'quux'; it has matrix_rank, .*wire_dtype"),  # type: ignore[call-arg]
         (lambda: Quantize(bit=4), r"Quantize has no setting 'bit'; write Quantize\(bits=4\)"),  # type: ignore[call-arg]
         (lambda: Quantize(4, bits=4), r"got 4 without one; write Quantize\(bits=4\)"),  # type: ignore[misc]
+        (lambda: Quantize(4), r"takes settings by name, got 4 without one; write Quantize\(bits=4\)"),  # type: ignore[call-arg]
+        (lambda: TopK(1 / 64), r"takes settings by name.*write TopK\(density=0.015625\)"),  # type: ignore[call-arg]
         (lambda: TopK(ratio=0.1), "TopK has no setting 'ratio'; it has density, bits"),  # type: ignore[call-arg]
         (lambda: Cast(bits=16), "Cast has no setting 'bits'; it has dtype"),  # type: ignore[call-arg]
         (lambda: AllReduce(bits=16), "AllReduce has no setting 'bits'; it has none"),

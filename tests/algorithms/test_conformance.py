@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
-from thinwire import AllReduce, BatchedPowerSGD
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.errors import ConfigError
 from thinwire.kernels import dispatch

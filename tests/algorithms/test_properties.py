@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from catalog import flat_error, random_gradients, true_means
-from thinwire import AllReduce, BatchedPowerSGD, PowerSGD
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, PowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 

@@ -101,11 +101,11 @@ def _averaged_less_often(member: members.Member) -> tuple[bool, float]:
 def test_watched_and_reported(tmp_path: Path) -> None:
     simulation = Simulation(AroundTrend(), buckets(), num_workers=2)
     with thinwire.Watch(
-        simulation.syncs[0], thinwire.JSONLWriter(tmp_path / "run.jsonl"), norms_every_steps=2
+        simulation.syncs[0], thinwire.watch.JSONLWriter(tmp_path / "run.jsonl"), norms_every_steps=2
     ):
         for step in range(6):
             assert simulation.step(random_gradients(buckets(), num_workers=2, seed=step))
-    run = thinwire.read_run(tmp_path / "run.jsonl")
+    run = thinwire.watch.read_run(tmp_path / "run.jsonl")
     assert len(run.steps) == 6
     page = report_page([run])
     assert "8 bits around a trend" in page

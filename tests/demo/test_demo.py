@@ -21,7 +21,7 @@ import crash
 import forking
 from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
-from thinwire import cli, launch, read_run
+from thinwire import cli, launch
 from thinwire.cli.demo import FOOTNOTE, summary_table
 from thinwire.cli.progress import shown_progress
 from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss, next_byte_loss
@@ -37,7 +37,7 @@ from thinwire.demo.text import (
 )
 from thinwire.demo.train import JobError, run_job
 from thinwire.errors import ConfigError
-from thinwire.watch import JSONLWriter
+from thinwire.watch import JSONLWriter, read_run
 
 
 def make_record(**changes: object) -> TrainedStep:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic.in_turns import InTurns, Killed, Reached, Turn, clean_lives
-from thinwire import Nesterov, Streaming, Watch, read_run
+from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Work
@@ -39,6 +39,7 @@ from thinwire.elastic.plain import packed, unpacked
 from thinwire.elastic.presence import MembershipStats, Presence, count_changes
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.fragment import Fragment
+from thinwire.watch import read_run
 
 EVERY = 2
 VOTE = "whether all have received everything"

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import Pool, Pools
-from thinwire import AllReduce, BatchedPowerSGD, Cast, GradientSync, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, GradientSync, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.errors import GradientError
 from thinwire.sync.step import Step
@@ -533,7 +533,7 @@ def test_resume_into_a_new_ddp_with_other_buckets(pool2: Pool, algorithm: Algori
         assert torch.equal(straight, resumed)
 
 
-@pytest.mark.parametrize("algorithm", [Quantize(bits=4), TopK(1 / 16)], ids=str)
+@pytest.mark.parametrize("algorithm", [Quantize(bits=4), TopK(density=1 / 16)], ids=str)
 def test_three_processes_resume_to_the_bit(pools: Pools, algorithm: Algorithm) -> None:
     results = pools.of(3).run(_resume, algorithm, 0.005)
     assert len(results) == 3

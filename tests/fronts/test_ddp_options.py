@@ -468,7 +468,7 @@ def test_what_is_not_ddp_is_told_what_to_do(pool2: Pool) -> None:
         assert 'give mesh["shard"] to fully_shard' in sharded
         assert "got FSDPLinear" in joined
         assert "thinwire.attach takes models of fully_shard (FSDP2)" in joined
-        assert 'mesh=mesh["replicate"] to thinwire.attach or LocalSGD' in local
+        assert 'mesh["replicate"] to thinwire.attach or LocalSGD' in local
         assert "the Embedding that is the model makes sparse gradients" in embedding
         assert 'the Embedding "layers.0" of the Tabled makes sparse gradients' in table
         assert "step an optimizer after backward()" in inside

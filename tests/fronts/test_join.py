@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import Pool
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, hooks
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD, hooks
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.fronts.contributors import counted, divide_by_contributors
 from thinwire.sync.engine import Engine

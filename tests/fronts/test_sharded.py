@@ -110,7 +110,7 @@ def sharded(model: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
 
 def attached(algorithm: Algorithm, model: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
     model = sharded(language() if model is None else model, mesh_of()["shard"], **options)
-    return model, attach(model, algorithm, mesh=mesh_of())
+    return model, attach(model, algorithm, replicas=mesh_of())
 
 
 def tokens_of(step: int, rank: int | None = None) -> Tensor:
@@ -179,7 +179,7 @@ def _with_timeout() -> tuple[list[timedelta], float, bool]:
     groups: list[Any] = [mesh[name].get_group() for name in ("replicate", "shard")]
     timeouts = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     model = sharded(wide(), mesh["shard"])
-    sync = attach(model, POWER, mesh=mesh["replicate"])
+    sync = attach(model, POWER, replicas=mesh["replicate"])
     train(model, range(2))
     return timeouts, sync.stats().compression_ratio, agreed(model)
 
@@ -357,7 +357,7 @@ def _elsewhere(replicas: int) -> tuple[float, float, float]:
     mesh = mesh_of(replicas, 4 // replicas)
     missing = []
     for other in (sharded(wide(), mesh["shard"]), DistributedDataParallel(wide())):
-        its = attach(other, POWER) if hasattr(other, "module") else attach(other, POWER, mesh=mesh)
+        its = attach(other, POWER) if hasattr(other, "module") else attach(other, POWER, replicas=mesh)
         its.load_state_dict(saved)
         total = gradients_of(other, range(2, 3))
         for name, error in its.state_dict()["error"]:
@@ -382,7 +382,7 @@ def _dcp(folder: Path, in_shards: bool) -> tuple[float, bool, bool, bool, set[An
     for replicas in (2, 1, 4):
         mesh = mesh_of(replicas, 4 // replicas)
         model: Any = sharded(wide(seed=replicas), mesh["shard"])
-        sync = attach(model, POWER, mesh=mesh)
+        sync = attach(model, POWER, replicas=mesh)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         if replicas == 2:
             backward(model, 0)
@@ -416,48 +416,46 @@ def _dcp(folder: Path, in_shards: bool) -> tuple[float, bool, bool, bool, set[An
 
 
 def test_what_is_complete_travels_while_the_backward_pass_goes_on(pool4: Pool) -> None:
-    for with_overlap, without in pool4.run(_overlap):
-        assert with_overlap == [0, 1, 1]  # in the first step it is seen what comes when
-        assert without == [0, 0, 0]
+    for early in pool4.run(_early_messages):
+        assert early == [0, 1, 1]  # in the first step it is seen what comes when
 
 
-def _overlap() -> tuple[list[int], list[int]]:
-    return early_messages(overlap=True), early_messages(overlap=False)
-
-
-def early_messages(*, overlap: bool) -> list[int]:
+def _early_messages(repeats: tuple[int, ...] = (1, 1, 1)) -> list[int]:
     """Messages that have left in each step before the embedding, the last module, has its gradient."""
     model = sharded(language(), mesh_of()["shard"])
-    sync = attach(model, AllReduce(), mesh=mesh_of(), overlap=overlap)
+    sync = attach(model, AllReduce(), replicas=mesh_of())
     before, early = 0, []
 
     def look(_: Tensor) -> None:
         early.append(sync.stats().messages - before)
 
     model.embed.register_forward_hook(lambda _, __, x: x.register_hook(look) and None)
-    for step in range(3):
+    for step, model.repeats in enumerate(repeats):
         before = sync.stats().messages
         backward(model, step)
     return early
 
 
-def test_modules_that_are_called_several_times(pool4: Pool) -> None:
-    for difference, refused in pool4.run(_repeated):
+def test_modules_that_are_called_now_more_now_less_often(pool4: Pool) -> None:
+    for difference, early, refused in pool4.run(_repeated):
         assert difference <= 1e-9
-        assert "pass overlap=False to attach" in refused
+        # What comes in parts leaves with its last one, before the pass ends.
+        assert early == [0, 1, 1, 1]
+        assert "call backward() once for the forward passes of a step" in refused
 
 
-def _repeated() -> tuple[float, str]:
-    """Also what is said where FSDP2 reduces a gradient in parts, as if its hook came a second time."""
-    models = [language(), language()]
-    for model in models:
-        model.repeats = 2
-    native, (ours, _) = sharded(models[0], mesh_of()), attached(AllReduce(), models[1])
-    for each in (native, ours):
-        train(each, range(3), micro_steps=1)
+def _repeated() -> tuple[float, list[int], str]:
+    """Also what is said where a gradient comes after all, as if its hook came again."""
+    native, (ours, _) = sharded(language(), mesh_of()), attached(AllReduce())
+    for model in (native, ours):
+        for step, model.repeats in enumerate((1, 3, 1, 2)):
+            # A pass that no backward pass follows: its calls never come back.
+            with torch.no_grad():
+                model(tokens_of(step))
+            train(model, range(step, step + 1), micro_steps=1)
     difference = (flat(ours) - flat(native)).abs().max().item()
     ours.blocks[0][1].bias.register_post_accumulate_grad_hook(again)
-    return difference, error_of(lambda: backward(ours, 0))
+    return difference, _early_messages((1, 3, 1, 2)), error_of(lambda: backward(ours, 0))
 
 
 def again(parameter: Any) -> None:
@@ -550,7 +548,7 @@ def _unused() -> tuple[list[float], bool, float]:
     torch.manual_seed(3)
     model = Branches()
     fully_shard(model, mesh=mesh_of()["shard"])
-    sync = attach(model, AllReduce(), mesh=mesh_of())
+    sync = attach(model, AllReduce(), replicas=mesh_of())
     state = sync.state_dict()
     owed = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
     state["error"] = (("branches.2.weight", owed),)
@@ -597,7 +595,7 @@ def _start() -> bool:
     model: Any = wide(seed=dist.get_rank() // 2)
     model.seen.fill_(dist.get_rank() // 2)
     model = sharded(model, mesh_of()["shard"])
-    attach(model, POWER, process_group=mesh_of()["replicate"].get_group())
+    attach(model, POWER, replicas=mesh_of()["replicate"].get_group())
     return agreed(model) and all(torch.equal(model.seen, other) for other in everyones(model.seen))
 
 
@@ -648,9 +646,8 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
         for case, words in {
             "native HSDP": 'fully_shard(module, mesh=mesh["shard"])',
             "replicas of one shard": "wrap the plain module in DistributedDataParallel",
-            "no replicas": 'mesh=mesh["replicate"] to thinwire.attach or LocalSGD',
+            "no replicas": 'mesh["replicate"] to thinwire.attach or LocalSGD',
             "world": "different shards of one replica",
-            "both": "pass one of them",
             "plain parameter": "embed.weight is trained, but no fully_shard holds it",
             "meta": "embed.weight is on the meta device",
             "meta buffer": "seen is on the meta device",
@@ -663,7 +660,7 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "FSDP1": "shard it with fully_shard",
             "unlike": "process 0 has embed.weight of shape (11, 8)",
             "DDP": "for sharded models",
-            "no mesh": 'expected a DeviceMesh such as mesh["replicate"], got str',
+            "no mesh": "replicas must be a torch.distributed process group or None, got 'replicate'",
             "the shards": "hold different shards of one replica",
             "no names": "got a mesh of dimensions (2, 2)",
             "other names": "got a mesh of dimensions ('machines', 'devices')",
@@ -675,9 +672,8 @@ def test_what_cant_be_attached_is_told_what_to_do(pool4: Pool) -> None:
             "DDP's module sharded": "(the whole model) since it was attached, so neither DDP nor Thinwire",
             "DDP sharded": "(the whole model) since it was attached",
             "a block of DDP's sharded": "(blocks.0) since it was attached",
-            "no group": "embed.weight is sharded, so processes hold different shards; pass process_group=",
+            "no group": "embed.weight is sharded, so processes hold different shards; pass replicas=mesh",
             "unlike algorithm": "process 0 has algorithm PowerSGD(matrix_rank=1",
-            "option": "overlap must be True or False, got 'yes'",
         }.items():
             assert words in found[case], (case, found[case])
 
@@ -693,7 +689,7 @@ def _refused() -> dict[str, str]:
         empty = sharded(Language(8), mesh["shard"])
     later: Any = language().requires_grad_(False)
     fully_shard(later.blocks[0].requires_grad_(), mesh=mesh["shard"])
-    attach(later, POWER, mesh=mesh)
+    attach(later, POWER, replicas=mesh)
     fully_shard(later.requires_grad_(), mesh=mesh["shard"])
     unlike = sharded(language(width=8 + dist.get_rank() // 2), mesh["shard"])
     assigned, _ = attached(POWER)
@@ -702,7 +698,7 @@ def _refused() -> dict[str, str]:
     without_values = sharded(language(), mesh["shard"])
     without_values.register_buffer("seen", torch.zeros(3, device="meta"))
     whole = sharded(language(), mesh["shard"])
-    attach(whole.blocks[0], POWER, mesh=mesh)
+    attach(whole.blocks[0], POWER, replicas=mesh)
     steps_inside, _ = attached(POWER)
     taken = steps_inside.blocks[0][0].weight
     taken.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
@@ -722,30 +718,29 @@ def _refused() -> dict[str, str]:
         fully_shard(block, mesh=mesh["shard"])
     fully_shard(parts_otherwise, mesh=mesh["shard"])
     return {
-        "native HSDP": error_of(lambda: attach(sharded(language(), mesh), POWER, mesh=mesh)),
+        "native HSDP": error_of(lambda: attach(sharded(language(), mesh), POWER, replicas=mesh)),
         "replicas of one shard": error_of(lambda: attach(sharded(language(), alone), POWER)),
         "no replicas": error_of(lambda: attach(plain, POWER)),
-        "world": error_of(lambda: attach(plain, POWER, process_group=dist.group.WORLD)),
-        "both": error_of(lambda: attach(plain, POWER, mesh=mesh, process_group=dist.group.WORLD)),
-        "plain parameter": error_of(lambda: attach(partly, POWER, mesh=mesh)),
-        "meta": error_of(lambda: attach(empty, POWER, mesh=mesh)),
-        "meta buffer": error_of(lambda: attach(without_values, POWER, mesh=mesh)),
+        "world": error_of(lambda: attach(plain, POWER, replicas=dist.group.WORLD)),
+        "plain parameter": error_of(lambda: attach(partly, POWER, replicas=mesh)),
+        "meta": error_of(lambda: attach(empty, POWER, replicas=mesh)),
+        "meta buffer": error_of(lambda: attach(without_values, POWER, replicas=mesh)),
         "part": error_of(lambda: whole(tokens_of(0))),
         "checkpointed whole": error_of(_checkpointed_whole),
         "step inside": error_of(lambda: backward(steps_inside, 0)),
         "advise": error_of(lambda: thinwire.advise(plain, lambda model: backward(model, 0))),
-        "FSDP1": error_of(lambda: attach(old, POWER, mesh=mesh)),
-        "tensor parallel": error_of(lambda: attach(in_columns, POWER, mesh=mesh)),
-        "twice": error_of(lambda: attach(twice, POWER, mesh=mesh)),
-        "unlike": error_of(lambda: attach(unlike, POWER, mesh=mesh)),
-        "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, mesh=mesh)),
-        "no mesh": error_of(lambda: attach(plain, POWER, mesh=cast(Any, "replicate"))),
-        "the shards": error_of(lambda: attach(plain, POWER, mesh=mesh["shard"])),
-        "no names": error_of(lambda: attach(plain, POWER, mesh=unnamed)),
-        "other names": error_of(lambda: attach(plain, POWER, mesh=of_other_names)),
-        "crossed": error_of(lambda: attach(plain, POWER, process_group=crossed)),
-        "unlike cut": error_of(lambda: attach(cut_otherwise, POWER, mesh=mesh)),
-        "unlike parts": error_of(lambda: attach(parts_otherwise, POWER, mesh=mesh)),
+        "FSDP1": error_of(lambda: attach(old, POWER, replicas=mesh)),
+        "tensor parallel": error_of(lambda: attach(in_columns, POWER, replicas=mesh)),
+        "twice": error_of(lambda: attach(twice, POWER, replicas=mesh)),
+        "unlike": error_of(lambda: attach(unlike, POWER, replicas=mesh)),
+        "DDP": error_of(lambda: attach(DistributedDataParallel(language()), POWER, replicas=mesh)),
+        "no mesh": error_of(lambda: attach(plain, POWER, replicas=cast(Any, "replicate"))),
+        "the shards": error_of(lambda: attach(plain, POWER, replicas=mesh["shard"])),
+        "no names": error_of(lambda: attach(plain, POWER, replicas=unnamed)),
+        "other names": error_of(lambda: attach(plain, POWER, replicas=of_other_names)),
+        "crossed": error_of(lambda: attach(plain, POWER, replicas=crossed)),
+        "unlike cut": error_of(lambda: attach(cut_otherwise, POWER, replicas=mesh)),
+        "unlike parts": error_of(lambda: attach(parts_otherwise, POWER, replicas=mesh)),
         "sharded later": error_of(lambda: later(tokens_of(0))),
         "later": error_of(lambda: assigned(tokens_of(0))),
         "DDP's module sharded": _refused_when_sharded(lambda ddp: ddp.module),
@@ -753,9 +748,8 @@ def _refused() -> dict[str, str]:
         "a block of DDP's sharded": _refused_when_sharded(lambda ddp: ddp.module.blocks[0]),
         "no group": error_of(lambda: thinwire.check_replicas(plain)),
         "unlike algorithm": error_of(
-            lambda: attach(plain, PowerSGD(matrix_rank=1 + dist.get_rank() // 2), mesh=mesh)
+            lambda: attach(plain, PowerSGD(matrix_rank=1 + dist.get_rank() // 2), replicas=mesh)
         ),
-        "option": error_of(lambda: attach(plain, POWER, mesh=mesh, overlap=cast(Any, "yes"))),
     }
 
 

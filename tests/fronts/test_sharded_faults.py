@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import crash
 from fronts.test_sharded import backward, flat, language, mesh_of, runs_on_cpus, sharded
 from pool import Pool
-from thinwire import CommunicationError, PowerSGD, Watch, read_run
+from thinwire import CommunicationError, PowerSGD, Watch
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.fronts.attach import attach
 from thinwire.sync import engine_of
 from thinwire.testing import fail_at, faults
+from thinwire.watch import read_run
 
 pytestmark = runs_on_cpus
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
@@ -46,7 +47,7 @@ def _until_lost(setting: crash.Setting) -> tuple[int, str, str, int, bool, bool]
     setting.join_group()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(language(), mesh["shard"])
-    sync = attach(model, POWER, mesh=mesh["replicate"])
+    sync = attach(model, POWER, replicas=mesh["replicate"])
     schedule = [fail_at(1, AT, "kill", after_messages=2)] if setting.process_rank == LOST else []
     error: BaseException | None = None
     with faults(sync, schedule):
@@ -76,7 +77,7 @@ def test_a_message_that_is_not_finite_is_one_step_lost_everywhere(pool4: Pool, o
 
 def _nonfinite(on_nonfinite: Any) -> tuple[int, int, bool, bool, bool]:
     model = sharded(language(), mesh_of()["shard"])
-    sync = attach(model, POWER, mesh=mesh_of(), on_nonfinite=on_nonfinite)
+    sync = attach(model, POWER, replicas=mesh_of(), on_nonfinite=on_nonfinite)
     schedule = [fail_at(1, AT, "non-finite")] if dist.get_rank() == LOST else []
     with faults(sync, schedule) as struck:
         for step in range(4):
@@ -107,7 +108,7 @@ def test_a_watch_sees_what_its_process_sends(pool4: Pool, tmp_path: Path) -> Non
 
 def _watched(folder: Path) -> tuple[Any, ...]:
     model = sharded(language(), mesh_of()["shard"])
-    sync = attach(model, POWER, mesh=mesh_of())
+    sync = attach(model, POWER, replicas=mesh_of())
     path = folder / f"{dist.get_rank()}.jsonl"
     with Watch(sync, path, norms_every_steps=1) as watch:
         for step in range(3):

@@ -313,10 +313,10 @@ def _refused() -> dict[str, str]:
 
     with LocalSGD(model, optimizer, every_steps=2, replicas=mesh) as local:
         joined = error_of(local.join_hook)
-        inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), mesh=mesh["replicate"]))
+        inside = error_of(lambda: attach(model, PowerSGD(matrix_rank=2), replicas=mesh["replicate"]))
     old = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     attached = sharded(language(), mesh["shard"])
-    attach(attached, PowerSGD(matrix_rank=2), mesh=mesh)
+    attach(attached, PowerSGD(matrix_rank=2), replicas=mesh)
     return {
         "attached inside": inside,
         "attached": error(attached, replicas=mesh["replicate"]),

@@ -25,6 +25,9 @@ class NoFSDP:
     parameters: Sequence[nn.Parameter]
     waits_for_more: bool = False
 
+    def has_calls_to_come(self, _: int) -> bool:
+        return False
+
     def is_all_of(self, _: nn.Module) -> bool:
         return True
 
@@ -81,7 +84,7 @@ def test_members_that_see_gradients_in_unlike_orders_send_them_in_one() -> None:
         matrices = {piece.name: piece.parameter for piece in pieces}
         engine = Engine(PowerSGD(matrix_rank=1), between, specs_of(pieces), Settings(together=inside))
         known = cast(ShardedModel, NoFSDP(list(matrices.values())))
-        front = ShardedFront(engine, inside, known, pieces, overlap=True)
+        front = ShardedFront(engine, inside, known, pieces)
         front.register(nn.ParameterDict(matrices))
         process = Process(matrices, front, orders[rank])
         early = [process.backward(10 * step + rank) for step in range(3)]

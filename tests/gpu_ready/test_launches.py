@@ -28,8 +28,8 @@ from gpu_ready.counting import (
     on_meta,
 )
 from kernel_calls import asked
-from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm, Memory
+from thinwire import PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY
@@ -414,7 +414,7 @@ def test_the_front_of_sharded_models(host_check: bool) -> None:
         [piece.spec for piece in pieces],
         Settings(host_check=host_check),
     )
-    front = ShardedFront(engine, OnDevice(), Mock(), pieces, overlap=False)
+    front = ShardedFront(engine, OnDevice(), Mock(), pieces)
     front._has_order = True  # which is agreed upon in the first step, with waits
 
     def step() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from catalog import buckets, random_gradients, spec
-from thinwire import BatchedPowerSGD, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm, Memory
+from thinwire import PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank import residual_layout
 from thinwire.algorithms.lowrank.config import LowRank

@@ -46,7 +46,7 @@ def test_signatures_are_torchs(name: str) -> None:
 def test_the_state_has_torchs_parameters_and_defaults() -> None:
     theirs = inspect.signature(stock_power.PowerSGDState).parameters
     ours = inspect.signature(hooks.PowerSGDState).parameters
-    added = {"grad_scaler": None, "on_nonfinite": "nan"}
+    added = {"grad_scaler": None, "host_check": True, "on_nonfinite": "nan"}
     assert list(ours) == [*theirs, *added]
     assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()} | added
     assert {ours[name].kind for name in added} == {inspect.Parameter.KEYWORD_ONLY}
@@ -176,8 +176,8 @@ def _gradient_through(hook: hooks.Hook, gradient: Tensor) -> Tensor:
 
 def test_the_settings_as_an_algorithm() -> None:
     state = hooks.PowerSGDState(None, 3, 1, random_seed=7)
-    expected = thinwire.BatchedPowerSGD(matrix_rank=3, warmup_steps=1, seed=7, wire_dtype="fp16")
-    assert state.algorithm(thinwire.BatchedPowerSGD, "fp16") == expected
+    expected = thinwire.algorithms.BatchedPowerSGD(matrix_rank=3, warmup_steps=1, seed=7, wire_dtype="fp16")
+    assert state.algorithm(thinwire.algorithms.BatchedPowerSGD, "fp16") == expected
 
 
 def test_the_settings_reach_the_algorithm(pool2: Pool) -> None:
@@ -697,7 +697,7 @@ def _switched(wrapper: str) -> tuple[list[str], float, bool]:
     ddp_model.register_comm_hook(state, hook)
     gradients_of(ddp_model, range(2))
     kinds = [type(state.sync.algorithm).__name__]
-    others = (thinwire.AllReduce(), thinwire.BatchedPowerSGD(), thinwire.PowerSGD(matrix_rank=1))
+    others = (thinwire.AllReduce(), thinwire.algorithms.BatchedPowerSGD(), thinwire.PowerSGD(matrix_rank=1))
     for number, algorithm in enumerate(others):
         state.sync.use(algorithm)
         gradients = gradients_of(ddp_model, range(2 + number, 3 + number))

@@ -35,6 +35,7 @@ from stand_ins import stand_ins
 from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
 from thinwire.integrations.accelerate import DistributedDataParallelKwargs
+from thinwire.sync import engine_of
 from training import agreed
 
 AT_ONCE = {"start_powerSGD_iter": 0}
@@ -128,7 +129,7 @@ CHOICES = [
         Hook.BATCHED_POWER_SGD,
         Hook.NO,
         AT_ONCE,
-        thinwire.BatchedPowerSGD(matrix_rank=1, warmup_steps=0, min_compression_ratio=2),
+        thinwire.algorithms.BatchedPowerSGD(matrix_rank=1, warmup_steps=0, min_compression_ratio=2),
         20,
     ),
 ]
@@ -309,13 +310,14 @@ def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(pool2: Pool
 
 def _zeros() -> tuple[int, bool]:
     with several_processes():
-        handler = new_handler(comm_state_option={**AT_ONCE, "on_nonfinite": "zero"})
+        handler = new_handler(comm_state_option={**AT_ONCE, "on_nonfinite": "zero", "host_check": False})
         accelerator = new_accelerator(handler)
         model, _ = prepared(accelerator)
         loss = model(torch.ones(8, 64)).square().mean()
         accelerator.backward(loss * torch.inf if dist.get_rank() == 1 else loss)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert gradients
+        assert not engine_of(handler.sync).settings.host_check
         return handler.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
 
 

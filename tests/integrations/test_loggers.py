@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from accelerated import several_processes
 from pool import Pool
-from thinwire import MetricsWriter, PowerSGD, Watch
+from thinwire import PowerSGD, Watch
+from thinwire.watch import MetricsWriter
 
 STEPS = 6
 

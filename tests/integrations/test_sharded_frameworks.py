@@ -50,13 +50,13 @@ def _accelerate() -> tuple[float, float, bool, str]:
     native = sharded(language(), mesh_of())
     train(native, range(2))
     model, mesh = prepared(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
-    sync = thinwire.attach(model, AllReduce(), mesh=mesh["dp_replicate"])
+    sync = thinwire.attach(model, AllReduce(), replicas=mesh["dp_replicate"])
     train(model, range(2))
     difference = (flat(model) - flat(native)).abs().max().item()
     sync.use(POWER)
     train(model, range(2, 4))
     stock, theirs = prepared(StockConfig(dp_replicate_size=2, dp_shard_size=2))
-    refused = error_of(lambda: thinwire.attach(stock, POWER, mesh=theirs["dp_replicate"]))
+    refused = error_of(lambda: thinwire.attach(stock, POWER, replicas=theirs["dp_replicate"]))
     return difference, sync.stats().compression_ratio, agreed(model), refused
 
 
@@ -173,7 +173,7 @@ class Sharded(Regression):
         self.replicas = mesh["replicate"]
 
     def on_train_start(self) -> None:
-        self.sync = thinwire.attach(self.layers, POWER, mesh=self.replicas)
+        self.sync = thinwire.attach(self.layers, POWER, replicas=self.replicas)
         if self.loaded is not None:
             self.sync.load_state_dict(self.loaded)
 

@@ -29,6 +29,7 @@ from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import Pool
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
+from thinwire.sync import engine_of
 from training import agreed, flat
 
 ALGORITHM = thinwire.PowerSGD(matrix_rank=1)
@@ -158,8 +159,8 @@ def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(pool2: Pool
 
 def _nonfinite(folder: str) -> tuple[int, bool]:
     with several_processes():
-        trainer = new_trainer(folder, max_steps=1, save_strategy="no")
-        callback = attach(trainer, ALGORITHM, on_nonfinite="zero")
+        trainer = new_trainer(folder, max_steps=1, save_strategy="no", ddp_find_unused_parameters=False)
+        callback = attach(trainer, ALGORITHM, on_nonfinite="zero", host_check=False)
         trainer.train()
         model = trainer.model_wrapped
         model.zero_grad()
@@ -168,6 +169,7 @@ def _nonfinite(folder: str) -> tuple[int, bool]:
         torch.autograd.backward(loss * (torch.inf if dist.get_rank() == 1 else 1.0))
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert gradients
+        assert not engine_of(callback.sync).settings.host_check
         return callback.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
 
 
@@ -393,7 +395,7 @@ def test_misuse_is_refused(tmp_path: Path) -> None:
     for given in ("powersgd", thinwire.PowerSGD):
         with pytest.raises(thinwire.ConfigError, match=r"an algorithm.*functools\.partial\(thinwire\.DiLoCo"):
             attach(trainer, cast(Any, given))
-    with pytest.raises(thinwire.ConfigError, match="have no effect on models that are averaged"):
+    with pytest.raises(thinwire.ConfigError, match="no effect"):
         attach(trainer, thinwire.DiLoCo, strict=False)
     callback = attach(trainer, ALGORITHM)
     assert isinstance(callback, ThinwireCallback)

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from catalog import buckets, random_gradients
-from thinwire import Cast, ConfigError, PowerSGD, Watch, read_run
+from thinwire import Cast, ConfigError, PowerSGD, Watch
 from thinwire.algorithms import Algorithm
 from thinwire.cli.report import write_report
 from thinwire.report import page
 from thinwire.report.figures import VARIABLES
 from thinwire.report.page import report_page
 from thinwire.simulation import Simulation
+from thinwire.watch import read_run
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 

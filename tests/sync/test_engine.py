@@ -15,8 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from catalog import ENTRIES, Entry, buckets, random_gradients, spec
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD, Quantize
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD, Quantize
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Recording, Transport, Work, run_members
 from thinwire.channel.transport import Collective
@@ -227,7 +227,7 @@ class WatchedWork:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "is_early"), [(Quantize(8), True), (PowerSGD(matrix_rank=1), False)], ids=str
+    ("algorithm", "is_early"), [(Quantize(bits=8), True), (PowerSGD(matrix_rank=1), False)], ids=str
 )
 def test_without_memory_means_are_written_while_the_last_messages_travel(
     algorithm: Algorithm, is_early: bool

@@ -12,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from catalog import ENTRIES, Entry, buckets, random_gradients
 from pool import Pool
-from thinwire import AgreementError, AllReduce, BatchedPowerSGD, Cast, ConfigError, PowerSGD
-from thinwire.algorithms import Algorithm
+from thinwire import AgreementError, AllReduce, Cast, ConfigError, PowerSGD, hooks
+from thinwire import powersgd as epfl
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport
 from thinwire.kernels import dispatch
@@ -129,14 +130,29 @@ def test_the_errors_of_a_family_stay_one_batch() -> None:
     assert stacked([error["head.weight"], error["body.weight"]]) is not None
 
 
-def test_processes_that_differ_in_it_are_told(pool2: Pool) -> None:
-    for message in pool2.run(_unlike):
+@pytest.mark.parametrize("front", ["attach", "hook", "aggregator", "exact aggregator"])
+def test_every_front_takes_it_and_processes_that_differ_in_it_are_told(pool2: Pool, front: str) -> None:
+    for message in pool2.run(_unlike, front):
         assert "process 0 has host_check True, process 1 has host_check False" in message
 
 
-def _unlike() -> str:
-    model = DistributedDataParallel(torch.nn.Linear(48, 40))
-    thinwire.attach(model, PowerSGD(), host_check=torch.distributed.get_rank() == 0)
+def _unlike(front: str) -> str:
+    host_check = torch.distributed.get_rank() == 0
+    module = torch.nn.Linear(48, 40)
+    if "aggregator" in front:
+        optimizer = torch.optim.SGD(module.parameters())
+        aggregator: epfl.Aggregator = epfl.AllReduce(host_check=host_check)
+        if front == "aggregator":
+            aggregator = epfl.PowerSGD(module.parameters(), epfl.Config(rank=2), host_check=host_check)
+        torch.autograd.backward(module(torch.ones(2, 48)).sum())
+        with pytest.raises(AgreementError) as caught:
+            epfl.optimizer_step(optimizer, aggregator)
+        return str(caught.value)
+    model = DistributedDataParallel(module)
+    if front == "attach":
+        thinwire.attach(model, PowerSGD(), host_check=host_check)
+    else:
+        model.register_comm_hook(hooks.PowerSGDState(None, host_check=host_check), hooks.powerSGD_hook)
     with pytest.raises(AgreementError) as caught:
         torch.autograd.backward(model(torch.ones(2, 48)).sum())
     return str(caught.value)

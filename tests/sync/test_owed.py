@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from catalog import random_gradients, spec
-from thinwire import AllReduce, BatchedPowerSGD, Cast, PowerSGD
-from thinwire.algorithms import Algorithm
+from thinwire import AllReduce, Cast, PowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.simulation import Simulation
 

@@ -14,7 +14,8 @@ import torch
 
 from algorithms.test_conformance import assert_same_state
 from catalog import buckets, low_rank_routes, random_gradients, spec
-from thinwire import BatchedPowerSGD, PowerSGD
+from thinwire import PowerSGD
+from thinwire.algorithms import BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Recording
 from thinwire.errors import StateError

@@ -23,16 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import thinwire
 from catalog import buckets, random_gradients, spec
 from pool import Pool
-from thinwire import (
-    ConfigError,
-    JSONLWriter,
-    MetricsWriter,
-    MissingExtraError,
-    PowerSGD,
-    Watch,
-    powersgd,
-    read_run,
-)
+from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Commit, Diagnosis, Mean
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Collective, InProcessTransport, Work
@@ -40,7 +31,7 @@ from thinwire.channel.wrapped import Wrapped
 from thinwire.plan import Route
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
-from thinwire.watch import reading
+from thinwire.watch import JSONLWriter, MetricsWriter, read_run, reading
 from thinwire.watch.growth import GrowthAlarm
 
 STEPS = 6
@@ -396,7 +387,7 @@ def test_what_can_not_be_watched(tmp_path: Path) -> None:
         watch.log(loss=1.0, step=3)
     with Watch(sync, Kept()) as watch, pytest.raises(ConfigError, match="loss must be a number that a float"):
         watch.log(loss=10**400)
-    with pytest.raises(ConfigError, match=r"make a thinwire.MetricsWriter"):
+    with pytest.raises(ConfigError, match=r"make a thinwire.watch.MetricsWriter"):
         Watch(sync, print)  # type: ignore[arg-type]
     (tmp_path / "mine.txt").write_text("important\n")
     with pytest.raises(ConfigError, match=r"is no file of a thinwire\.Watch; give another path"):
@@ -444,7 +435,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
     simulated = simulation()
-    with Watch(simulated.syncs[0], thinwire.TensorBoardWriter(tmp_path), norms_every_steps=1) as watch:
+    with Watch(simulated.syncs[0], thinwire.watch.TensorBoardWriter(tmp_path), norms_every_steps=1) as watch:
         train(simulated, range(3))
         watch.log(loss=0.5)
     events = EventAccumulator(str(tmp_path))
@@ -460,7 +451,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"pip install '.\[tensorboard\]' in a clone"):
-        thinwire.TensorBoardWriter(tmp_path)
+        thinwire.watch.TensorBoardWriter(tmp_path)
 
 
 def test_going_back_within_a_run(tmp_path: Path) -> None:

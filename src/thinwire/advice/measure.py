@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +39,7 @@ def advise(
     one_step: OneStep,
     probe: Probe | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
     budget_seconds: float = 30.0,
     least_gain: float = 0.05,
     budget_loss: float = 0.01,
@@ -63,7 +64,7 @@ def advise(
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
         probe: Of the network; None to probe the default process group now, which is collective. Of a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
-        mesh: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
+        replicas: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
             case, of which four are not timed: of a large model, and of a sharded one, they take longer.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
@@ -93,7 +94,7 @@ def advise(
     if not 0 < number("budget_seconds", budget_seconds, minimum=0) < math.inf:
         raise ConfigError(f"budget_seconds must be above 0 and finite, got {budget_seconds}")
     module, device = _trainable(model)
-    link, transport = _link_of(module, probe, mesh), ProcessGroupTransport()
+    link, transport = _link_of(module, probe, replicas), ProcessGroupTransport()
     with ExitStack() as entered:
         stopwatch = Stopwatch(link.members, device)
         kind = _sharded().Sharded if is_fsdp2(module) else Replicated
@@ -190,16 +191,16 @@ def _sharded() -> Any:
     return import_module("thinwire.advice.sharded")
 
 
-def _link_of(module: nn.Module, probe: Probe | None, mesh: DeviceMesh | None) -> Link:
+def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup | DeviceMesh | None) -> Link:
     """Return what joins the replicas, probed now if there is no probe, which is collective."""
     if not isinstance(probe, Probe | None):
         raise ConfigError(f"probe must be what thinwire.probe or Probe.load returned, or None, got {probe!r}")
     if not is_fsdp2(module):
-        if mesh is not None:
-            raise ConfigError("mesh is for models of fully_shard; leave it out")
+        if replicas is not None:
+            raise ConfigError("replicas is for models of fully_shard; leave it out")
         probe, shards = probe or measure_network(), 1
     else:
-        probe = probe or _sharded().probed_between_replicas(module, mesh)
+        probe = probe or _sharded().probed_between_replicas(module, replicas)
         shards = _sharded().shards_of(module).size
     # Without it every large message would seem to take as long as the largest that was probed.
     probe.known_rate()

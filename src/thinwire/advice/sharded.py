@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -62,7 +63,7 @@ class Sharded:
             return
         settings = Settings(together=self._shards if self._shards.size > 1 else None)
         engine = Engine(self.variants[name].algorithm, self._transport, specs_of(self._pieces), settings)
-        self._front = ShardedFront(engine, self._shards, self._sharded, self._pieces, overlap=True)
+        self._front = ShardedFront(engine, self._shards, self._sharded, self._pieces)
         try:
             yield engine
         finally:
@@ -88,21 +89,21 @@ def shards_of(model: nn.Module) -> Transport:
     return ProcessGroupTransport(mesh.get_group(), torch.device(mesh.device_type))
 
 
-def probed_between_replicas(model: nn.Module, mesh: DeviceMesh | None) -> Probe:
+def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
     """Probe the links between replicas, by the first process of each; the same on all of a replica.
 
     Raises:
         ConfigError: It is not known where the other replicas are.
         AttachError: The mesh is not of equal shards.
     """
-    if mesh is None:
+    if replicas is None:
         raise ConfigError(
             "a sharded model does not tell where its other replicas are: pass a probe of one process per "
-            'replica (thinwire probe --save), or mesh=mesh["replicate"] to probe now'
+            'replica (thinwire probe --save), or replicas=mesh["replicate"] to probe now'
         )
-    shards, replicas = shards_of(model), replicas_of(ShardedModel(model), None, mesh)
+    shards, group = shards_of(model), replicas_of(ShardedModel(model), replicas)
     # One shard alone: all at once they would share the link, each at moments of its own.
-    own = measure_network(replicas).to_json() if shards.rank == 0 else ""
+    own = measure_network(group).to_json() if shards.rank == 0 else ""
     first, *_ = gather_bytes(own.encode(), shards, "advise: the probe")
     return Probe.from_json(first.decode())
 

@@ -18,16 +18,6 @@ from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec, Plan, Route
 from thinwire.tensors.layout import fill_alike, in_one_piece
 
-__all__ = [
-    "Algorithm",
-    "Bucket",
-    "BucketPlan",
-    "Diagnosis",
-    "Memory",
-    "Slot",
-    "TravelsBy",
-]
-
 MAX_SETTING_LENGTH = 60
 
 Kind = TypeVar("Kind", bound="Algorithm")

@@ -14,8 +14,6 @@ from thinwire.algorithms.exact import UncompressedPlan
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Cast", "WireDtype", "short_name_of", "wire_dtype_of"]
-
 WireDtype: TypeAlias = Literal["fp16", "bf16", "float16", "bfloat16"] | torch.dtype
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

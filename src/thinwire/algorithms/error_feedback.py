@@ -13,8 +13,6 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory, Slot
 
-__all__ = ["ERROR", "Compensated", "compensated", "keep_remainder"]
-
 ERROR = Slot("error", is_local=True, is_elementwise=True)
 """The residual: what this member's steps have not transmitted so far. fp32 (fp64 of fp64 gradients), in units
 of the unscaled loss."""

@@ -12,8 +12,6 @@ from thinwire.algorithms.error_feedback import ERROR, Compensated, compensated, 
 from thinwire.algorithms.requests import AllFinite, Commit, Mean, Requests
 from thinwire.plan import ParameterSpec, Route
 
-__all__ = ["AllReduce", "UncompressedPlan", "exchange_uncompressed"]
-
 
 @dataclass(frozen=True)
 class AllReduce(Algorithm):

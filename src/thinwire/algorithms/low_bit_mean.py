@@ -16,8 +16,6 @@ from thinwire.tensors.codebooks import Codebook
 from thinwire.tensors.coded import Coded
 from thinwire.tensors.rounding import Draws
 
-__all__ = ["LowBitMean", "low_bit_mean"]
-
 
 @dataclass(frozen=True)
 class LowBitMean:

@@ -24,8 +24,6 @@ from thinwire.tensors.codebooks import CODEBOOKS
 from thinwire.tensors.coded import block_bytes
 from thinwire.tensors.rounding import Draws, draws_for
 
-__all__ = ["Quantize"]
-
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.
 BLOCK_UNIT = 16
 # A scale then adds 0.004 bits to an element, so there is nothing left to save. But each parameter ends with a
@@ -34,7 +32,7 @@ MAX_BLOCK = 4096
 OF_THE_MEAN = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Quantize(Algorithm):
     """Average gradients in few bits: a code for each element, a scale for each block of them.
 

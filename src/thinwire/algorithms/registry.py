@@ -14,8 +14,6 @@ from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.quantize import Quantize
 from thinwire.algorithms.sparse.topk import TopK
 
-__all__ = ["REGISTRY", "SLOTS", "Registered", "Variant"]
-
 
 @dataclass(frozen=True)
 class Variant:

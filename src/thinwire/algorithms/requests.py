@@ -10,19 +10,6 @@ import torch
 
 from thinwire.errors import ConfigError
 
-__all__ = [
-    "AllFinite",
-    "AllGather",
-    "AllToAll",
-    "Commit",
-    "Jointly",
-    "Mean",
-    "Message",
-    "Request",
-    "Requests",
-]
-
-
 # Requests are equal only to themselves (`eq=False`): comparing tensors does not give one bool.
 
 

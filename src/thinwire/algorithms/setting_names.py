@@ -8,8 +8,6 @@ from inspect import signature
 
 from thinwire.errors import ConfigError
 
-__all__ = ["check_names"]
-
 
 def check_names(
     kind: type, args: Sequence[object], settings: Mapping[str, object], elsewhere: Mapping[str, str]

@@ -16,8 +16,6 @@ from thinwire.channel.collectives import gather_bytes
 from thinwire.channel.transport import Transport
 from thinwire.errors import AgreementError
 
-__all__ = ["CALL", "Description", "agree", "alike_on_all_shards", "check_same"]
-
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,6 @@ import torch
 from thinwire.channel.transport import Transport
 from thinwire.errors import CommunicationError
 
-__all__ = ["copy_from", "gather_bytes", "gather_numbers", "gather_stacked", "in_messages", "true_for_all"]
-
 Item = TypeVar("Item")
 
 MAX_DIMENSIONS = 16

@@ -13,8 +13,6 @@ import torch
 from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.errors import CommunicationError
 
-__all__ = ["Awaited", "InProcessTransport", "run_members", "wait_for"]
-
 Result = TypeVar("Result")
 
 LOOK_EVERY_SECONDS = 0.05

@@ -12,8 +12,6 @@ import torch
 from thinwire.channel.transport import Collective, Transport, Work
 from thinwire.channel.wrapped import Wrapped
 
-__all__ = ["CollectiveTraffic", "Metered", "Traffic", "message_bytes_of", "wire_bytes"]
-
 
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
     """Return the bytes that leave, and reach, each member on the wire; of an all-reduce, those of a ring.

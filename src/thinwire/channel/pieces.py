@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-__all__ = ["Pieces", "gathered", "num_pieces", "swapped"]
-
 # Gloo sends a message before it asks for the other's, on one connection. So between two processes of which
 # one comes later, as in training, whole messages would cross the link one after the other; pieces overlap.
 # Shorter ones cost more at 1 Gbit/s than they win at 100 Mbit/s.

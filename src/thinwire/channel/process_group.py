@@ -19,15 +19,6 @@ from thinwire.channel.pieces import Pieces
 from thinwire.channel.transport import Operation, Transport
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
-__all__ = [
-    "ProcessGroupTransport",
-    "ProcessGroupWork",
-    "alone",
-    "checked_group",
-    "named_failure",
-    "own_subgroup",
-]
-
 Result = TypeVar("Result")
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}

@@ -12,8 +12,6 @@ from thinwire.channel import pieces
 from thinwire.channel.process_group import OPERATIONS, ProcessGroupWork, _as_bytes, named_failure
 from thinwire.channel.transport import Operation, Transport
 
-__all__ = ["ReconfigurableTransport"]
-
 WHY = (
     "A member has died, stood still for longer than the timeout, was cut off, or has broken the averaging "
     "off because a message of its own failed"

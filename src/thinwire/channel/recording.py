@@ -12,8 +12,6 @@ import torch
 from thinwire.channel.transport import Collective, Transport, Work
 from thinwire.channel.wrapped import Wrapped
 
-__all__ = ["Note", "Recording"]
-
 
 @dataclass
 class Note:

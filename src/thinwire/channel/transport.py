@@ -7,8 +7,6 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-__all__ = ["Collective", "Operation", "Transport", "Work"]
-
 Operation: TypeAlias = Literal["sum", "max"]
 
 Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
-__all__ = ["members_over_contributors", "notify_of_step"]
-
 
 def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
     """Tell the join context that this process contributes, and learn how many do: shape (1,).

@@ -8,8 +8,6 @@ import torch
 
 from thinwire.channel.transport import Collective, Operation, Transport, Work
 
-__all__ = ["Wrapped"]
-
 
 class Wrapped(Transport):
     """Hands every message to another transport; a subclass says in `send` what happens besides.

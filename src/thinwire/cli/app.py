@@ -13,8 +13,6 @@ from thinwire.version import __version__
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["Settings", "build_app", "main"]
-
 CLI_PACKAGES = ("jinja2", "matplotlib", "numpy", "rich", "typer")
 BROKEN_PIPE_CODE = 128 + 13  # as a shell tells an end by SIGPIPE
 

@@ -27,8 +27,6 @@ from thinwire.selfcheck.checks import CHECKS, Bench, Check
 from thinwire.selfcheck.device import measure, new_page
 from thinwire.selfcheck.page import DevicePage, KeptPage
 
-__all__ = ["check"]
-
 # A collective that some process does not make ends the check.
 TIMEOUT_SECONDS = 60.0
 

@@ -19,8 +19,6 @@ from thinwire.demo.records import Summary, read_records, summarize
 from thinwire.demo.train import JobInterruptedError, run_job
 from thinwire.errors import ConfigError
 
-__all__ = ["FOOTNOTE", "demo", "summary_table"]
-
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
 FOOTNOTE = (
     "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "

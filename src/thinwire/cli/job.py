@@ -17,8 +17,6 @@ from torch._C._distributed_c10d import HashStore
 from thinwire.errors import ConfigError
 from thinwire.launch import is_in_local_job, join_local_job, loopback_interface
 
-__all__ = ["Processes", "alone", "joined_job"]
-
 Processes: TypeAlias = Annotated[
     int | None,
     typer.Option(

@@ -19,8 +19,6 @@ from thinwire.lab.namespace import check_machine
 from thinwire.lab.network import Network
 from thinwire.launch import Output
 
-__all__ = ["lab"]
-
 
 def lab(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="What to run on every host.")],

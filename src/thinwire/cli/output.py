@@ -9,8 +9,6 @@ from pathlib import Path
 
 from thinwire.errors import ConfigError
 
-__all__ = ["check_output", "tell_without_numba"]
-
 
 def check_output(option: str, path: Path | None) -> None:
     """Refuse, before the work, a file that can't be written after it.

@@ -19,8 +19,6 @@ from thinwire.launch import run_here
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, ring_share
 
-__all__ = ["probe"]
-
 BAR_WIDTH = 20
 SHOWN_FACTOR = 1.2
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")

@@ -17,8 +17,6 @@ from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import TrainedStep
 from thinwire.launch import Terminated, terminated_as_interrupted
 
-__all__ = ["shown_checks", "shown_measuring", "shown_progress"]
-
 AVERAGED_STEPS = 20
 PLAIN_LINES = 10
 PLAIN_EVERY_SECONDS = 10.0

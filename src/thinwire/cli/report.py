@@ -13,8 +13,6 @@ from thinwire.errors import ConfigError
 from thinwire.watch import read_run
 from thinwire.watch.reading import printable
 
-__all__ = ["report", "write_report"]
-
 
 def report(
     *,

@@ -13,8 +13,6 @@ from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError
 from thinwire.launch import EndSignals
 
-__all__ = ["run"]
-
 
 def run(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A script with thinwire.elastic.")],

@@ -28,8 +28,6 @@ from thinwire.watch import read_run
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
 
-__all__ = ["main", "run_elastic"]
-
 LINES = 10
 EVERY_STEPS = 10
 BATCH_SIZE = 8

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from thinwire.demo.text import fixed_batches
 
-__all__ = ["GPT", "SIZES", "GPTConfig", "heldout_loss", "next_byte_loss"]
-
 
 @dataclass(frozen=True)
 class GPTConfig:

@@ -12,8 +12,6 @@ from thinwire.checks import processes_here, whole_number
 from thinwire.demo.model import SIZES
 from thinwire.errors import ConfigError
 
-__all__ = ["ALGORITHMS", "DemoOptions"]
-
 ALGORITHMS = {registered.name: registered for registered in REGISTRY}
 SEEDS = 1 << 64
 

@@ -13,8 +13,6 @@ from thinwire.probe.result import ring_share
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
 
-__all__ = ["RecordFile", "Summary", "TrainedStep", "read_records", "summarize"]
-
 COUNTED = ("step_seconds", "waiting_seconds", "message_bytes", "gradient_bytes")
 
 

@@ -12,16 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Text",
-    "batch_generator",
-    "fixed_batches",
-    "load_text",
-    "sample_batch",
-    "source_files",
-    "split_files",
-]
-
 # Other people's packages, tests, and files that are tables of numbers rather than text.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}

@@ -24,8 +24,6 @@ from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.errors import ThinwireError
 from thinwire.launch import EndSignals, LocalJob, join_local_job, python_module
 
-__all__ = ["JobError", "JobInterruptedError", "main", "run_job"]
-
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
 # Of a collective: longer than one process measures the held-out loss, on any machine.

@@ -13,8 +13,6 @@ from thinwire.elastic.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd.outer import Outer
 from thinwire.fronts.local_sgd.settings import Nesterov
 
-__all__ = ["DiLoCo"]
-
 
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple, Protocol
 
 from thinwire.channel import Description
 
-__all__ = ["Front", "Prepared"]
-
 
 class Prepared(NamedTuple):
     """An averaging whose messages have all come, and that has changed nothing yet.

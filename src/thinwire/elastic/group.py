@@ -10,8 +10,6 @@ from thinwire.channel import InProcessTransport
 from thinwire.channel.wrapped import Wrapped
 from thinwire.checks import number, whole_count
 
-__all__ = ["Group"]
-
 
 class Group(ABC):
     """One member's end of a group whose members come and go between averagings.

@@ -14,8 +14,6 @@ from thinwire.channel.reconfigurable import ReconfigurableTransport
 from thinwire.elastic.plain import packed, unpacked
 from thinwire.errors import StateError
 
-__all__ = ["broadcast_residual", "receive_state", "send_state"]
-
 # So that the timeout is one of a part, not of the whole: who stands still is found out, and a slow link is
 # not taken for that. (While a newcomer is served, the other members wait in one message.)
 PART_BYTES = 1 << 22

@@ -10,8 +10,6 @@ from thinwire.elastic.group import Group
 from thinwire.elastic.plain import packed, unpacked
 from thinwire.errors import CommunicationError
 
-__all__ = ["InProcessGroup", "InProcessLighthouse"]
-
 MAX_STANDSTILLS = 8
 
 

@@ -32,8 +32,6 @@ from thinwire.fronts.local_sgd.outer import (
 from thinwire.fronts.local_sgd.schedule import WHOLE, Schedule
 from thinwire.fronts.local_sgd.settings import Nesterov, Streaming
 
-__all__ = ["LocalSGD"]
-
 EXACT = AllReduce()
 
 

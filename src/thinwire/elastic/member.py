@@ -38,8 +38,6 @@ from thinwire.sync.precision import full_precision
 from thinwire.sync.state import LoadedState
 from thinwire.sync.stats import Stats
 
-__all__ = ["Member", "MemberFront"]
-
 Entered = TypeVar("Entered", bound="Member")
 STATE_VERSION = 4
 KEYS = {

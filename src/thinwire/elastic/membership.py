@@ -24,8 +24,6 @@ from thinwire.elastic.presence import MembershipStats, Presence, count_changes, 
 from thinwire.errors import AgreementError, CommunicationError, LeftError, StateError, StepError
 from thinwire.sync import Engine
 
-__all__ = ["Membership"]
-
 logger = logging.getLogger(__name__)
 
 NUMBER_BITS = 52  # a float64 holds every such number

@@ -10,8 +10,6 @@ import torch
 
 from thinwire.errors import StateError
 
-__all__ = ["packed", "plain", "unpacked"]
-
 
 def plain(value: object) -> Any:
     """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["MembershipStats", "Presence", "count_changes", "kept_lineage"]
-
 logger = logging.getLogger(__name__)
 
 

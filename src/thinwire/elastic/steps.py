@@ -17,8 +17,6 @@ from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.fragment import Buckets
 from thinwire.sync.step import Step
 
-__all__ = ["Steps"]
-
 
 class Steps(Member):
     """Average the gradients of every step with whoever is there, and take the optimizer's step.

@@ -27,8 +27,6 @@ from thinwire.elastic.handing import receive_state, send_state
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.lifeline import LAUNCHER_VARIABLE
 
-__all__ = ["HOSTNAME", "LIGHTHOUSE", "MEMBER", "MIN_MEMBERS", "TorchftGroup", "torchft_module"]
-
 logger = logging.getLogger(__name__)
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"

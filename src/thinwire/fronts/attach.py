@@ -16,14 +16,11 @@ from thinwire.algorithms import Algorithm
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import attach_ddp
 from thinwire.fronts.ddp_model import is_fsdp2
-from thinwire.sync import GradientSync
-from thinwire.sync.loss_scale import loss_scale_of
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync import GradientSync, Settings
+from thinwire.sync.nonfinite import OnNonfinite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["attach"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +29,10 @@ def attach(
     model: torch.nn.Module,
     algorithm: Algorithm,
     *,
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
+    replicas: dist.ProcessGroup | DeviceMesh | None = None,
     grad_scaler: GradScaler | Callable[[], float] | None = None,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
-    overlap: bool = True,
 ) -> GradientSync:
     """Let `algorithm` average the gradients of a DDP or FSDP2 model from its next backward pass on.
 
@@ -53,10 +48,10 @@ def attach(
             what differs then; replicas become equal here, parameters and buffers.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
             warns.
-        process_group: Of an FSDP2 model: the processes that hold the same shard of different replicas. Not
-            with DDP, which has its own group; `replicate` has one too.
-        mesh: The same as a mesh: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
-            `fully_shard`, or that mesh of two named dimensions as a whole.
+        replicas: Of an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
+            or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
+            `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, which has its own
+            group; `replicate` has one too.
         grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
             function that returns what the loss of the step under way was multiplied by. Error memory is
             then kept in unscaled units, so that a change of scale changes no result.
@@ -70,9 +65,6 @@ def attach(
             `NonfiniteError` at its end; take no optimizer step, and training may go on. "zero" and "raise"
             are for runs without a `GradScaler`, which would never see an overflow. With them `AllReduce` and
             `Cast` look at the means as well: a pass over the gradients and a host synchronisation per step.
-        overlap: Of an FSDP2 model: whether shards travel as soon as their gradients are there, from the
-            second step on. False: when the backward pass has ended, which a model needs whose modules are
-            called now more, now less often in a forward pass. With DDP they always do.
 
     Returns:
         The handle: plan, statistics, state, and switching the algorithm.
@@ -105,8 +97,7 @@ def attach(
             f"got {type(model).__name__} for the model and {type(algorithm).__name__} for the algorithm; "
             "write attach(model, algorithm)"
         )
-    loss_scale = loss_scale_of(grad_scaler)
-    checked_on_nonfinite(on_nonfinite, grad_scaler)
+    settings = Settings.of(grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite)
     if getattr(algorithm, "sends_few_entries", False):
         logger.warning(
             "%s is meant for models that are averaged every few steps: pass it to LocalSGD or DiLoCo. For "
@@ -118,24 +109,13 @@ def attach(
     if is_fsdp2(plain):
         # DTensors take seconds to import; with a sharded model that is done.
         attach_sharded = import_module("thinwire.fronts.sharded").attach_sharded
-        sync: GradientSync = attach_sharded(
-            plain,
-            algorithm,
-            process_group=process_group,
-            mesh=mesh,
-            loss_scale=loss_scale,
-            host_check=host_check,
-            on_nonfinite=on_nonfinite,
-            overlap=overlap,
-        )
+        sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)
         return sync
     is_ddp = isinstance(plain, DistributedDataParallel)
-    if is_ddp and not (process_group is None and mesh is None and overlap is True):
+    if is_ddp and replicas is not None:
         raise ConfigError(
-            "process_group, mesh and overlap are for sharded models; leave them out: DDP has a group of its "
-            "own, DistributedDataParallel(model, process_group=…), and always overlaps"
+            "replicas is for sharded models; leave it out: DDP has a group of its own, "
+            "DistributedDataParallel(model, process_group=…)"
         )
     # What is neither is refused there, with what was expected.
-    return attach_ddp(
-        model, algorithm, loss_scale=loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
-    )
+    return attach_ddp(model, algorithm, settings)

@@ -13,8 +13,6 @@ from torch import nn
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, StepError
 
-__all__ = ["averaging_model", "refuse_averaged_twice"]
-
 # Weak: who is dropped without being left averages nothing any more.
 _entered: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictionary()
 

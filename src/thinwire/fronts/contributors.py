@@ -9,8 +9,6 @@ import torch
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Shadow", "counted", "divide_by_contributors", "leave_join"]
-
 # A stateless hook sees nothing of its model but the parameters in a bucket.
 _scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 

@@ -3,7 +3,8 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.algorithms import Algorithm
+from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.errors import AttachError, ConfigError, NonfiniteError, StateError, StepError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
@@ -23,10 +24,12 @@ from thinwire.fronts.ddp_model import (
     completed_future,
     ddp_model_of,
     dense_buffer,
+    guard,
     names_of,
     new_future,
     plain_name,
     register,
+    unguard,
     wrong_model,
 )
 from thinwire.fronts.machines import warn_of_shared_cards
@@ -34,31 +37,18 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Specs
-from thinwire.sync.loss_scale import LossScale
-from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.step import Step
-
-__all__ = ["BucketFront", "attach_ddp", "front_of", "thinwire_hook"]
 
 PATIENCE_SECONDS = 10.0
 
 
-def attach_ddp(
-    ddp_model: torch.nn.Module,
-    algorithm: Algorithm,
-    *,
-    loss_scale: LossScale | None = None,
-    host_check: bool = True,
-    on_nonfinite: OnNonfinite = "nan",
-) -> GradientSync:
+def attach_ddp(ddp_model: torch.nn.Module, algorithm: Algorithm, settings: Settings) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model.
 
     Args:
         ddp_model: A `DistributedDataParallel` model, or the result of `torch.compile` on one.
         algorithm: As of `attach`.
-        loss_scale: As of `Settings`.
-        host_check: As of `attach`.
-        on_nonfinite: As of `attach`.
+        settings: Of its steps.
 
     Raises:
         AttachError: The model can't be attached.
@@ -69,23 +59,24 @@ def attach_ddp(
     # Gradients are on the parameters' device, which is known on CPUs too, where DDP has no device_ids.
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
-    front = front_of(
-        model, algorithm, transport, loss_scale, host_check=host_check, on_nonfinite=on_nonfinite
-    )
-    register(model, front, thinwire_hook)
+    front = front_of(model, algorithm, transport, settings)
+    switch = switched(model, lambda: front, ATTACHED)
     warn_of_shared_cards(front.engine, transport)
-    return front.sync
+    owner = weakref.ref(model)
+
+    def detach() -> None:
+        if (still_there := owner()) is not None:
+            switch.free(still_there)
+
+    # Not the front's own: what a handle holds leads back to the front.
+    return GradientSync(front.engine, detach)
 
 
 def front_of(
     model: DistributedDataParallel,
     algorithm: Algorithm,
     transport: Transport,
-    loss_scale: LossScale | None = None,
-    *,
-    host_check: bool = True,
-    on_nonfinite: OnNonfinite = "nan",
-    typed: Mapping[str, str] | None = None,
+    settings: Settings = Settings(),  # noqa: B008 - frozen
 ) -> "BucketFront":
     """Return a front that knows the model's parameters by name; not registered yet.
 
@@ -93,10 +84,7 @@ def front_of(
         model: The DDP model.
         algorithm: How gradients become their mean.
         transport: Over the model's group.
-        loss_scale: As of `Settings`.
-        host_check: As of `attach`.
-        on_nonfinite: As of `attach`.
-        typed: As of `Settings`.
+        settings: Of its steps.
 
     Raises:
         AttachError: The model has an option under which DDP does not hand over all gradients.
@@ -106,13 +94,7 @@ def front_of(
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
-    settings = Settings(
-        loss_scale,
-        may_be_unused=model.find_unused_parameters,
-        host_check=host_check,
-        on_nonfinite=on_nonfinite,
-        typed=typed or {},
-    )
+    settings = replace(settings, may_be_unused=model.find_unused_parameters)
     engine = Engine(algorithm, transport, specs, settings)
     return BucketFront(engine, names, model)
 
@@ -158,19 +140,6 @@ class BucketFront:
         self._outside: list[tuple[torch.Tensor, str]] | None = None
         self._step: Step | None = None
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "DetachedFront":
-        """Return a stand-in: a copied model has a reducer of its own, without a hook.
-
-        Weight averaging makes copies.
-        """
-        return DetachedFront()
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "a DDP model that is attached can't be pickled whole; save model.module.state_dict() and "
-            "sync.state_dict() instead"
-        )
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Take a bucket, and finish them all at the last one; return a future of its mean.
@@ -366,16 +335,73 @@ def _num_trained(parameters: Iterable[torch.Tensor]) -> int:
     return sum(parameter.requires_grad for parameter in parameters)
 
 
-def thinwire_hook(state: BucketFront, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average a bucket: the hook that `attach` registers.
+class Switch:
+    """The state of a DDP model's hook. DDP takes one and never lets go of it, so what it does is switched.
+
+    Attributes:
+        front_now: Returns what averages the gradients of this pass; None leaves them alone.
+        taken_by: Who has put it there; "" if nobody needs it any more.
+    """
+
+    front_now: Callable[[], BucketFront | None]
+    taken_by = ""
+
+    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
+        """As `BucketFront.run`, of the front whose turn it is."""
+        # Asked at every bucket: the same answer throughout a pass.
+        front = self.front_now()
+        return completed_future(dense_buffer(bucket)) if front is None else front.run(bucket)
+
+    def free(self, model: DistributedDataParallel) -> None:
+        """Average as DDP would without a hook, from the next pass on."""
+        unguard(model)
+        transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
+        names = names_of(model.module, model.parameters_to_ignore)
+        front = BucketFront(Engine(AllReduce(), transport), names, model)
+        self.front_now, self.taken_by = lambda: front, ""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> DetachedFront:
+        """Return a stand-in: a copied model has a reducer of its own, without a hook.
+
+        Weight averaging makes copies.
+        """
+        return DetachedFront()
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a DDP model whose gradients Thinwire averages can't be pickled whole; save "
+            "model.module.state_dict(), and the state_dict() of what attach returned, or of the LocalSGD"
+        )
+
+
+ATTACHED = "attach"
+
+
+def switched(
+    model: DistributedDataParallel, front_now: Callable[[], BucketFront | None], taken_by: str
+) -> Switch:
+    """Let fronts average a model's gradients, by the hook that it has from before, or a new one.
 
     Args:
-        state: What averages.
-        bucket: Of DDP.
+        model: The DDP model.
+        front_now: As of `Switch`.
+        taken_by: As of `Switch`.
 
     Raises:
-        ThinwireError: As of `BucketFront.run`.
+        AttachError: Its hook is in use.
     """
+    hooks = [state for _, state in model._comm_hooks if isinstance(state, Switch) and not state.taken_by]
+    switch = hooks[0] if hooks else Switch()
+    if hooks:
+        guard(model)
+    else:
+        register(model, switch, thinwire_hook)
+    switch.front_now, switch.taken_by = front_now, taken_by
+    return switch
+
+
+def thinwire_hook(state: Switch, bucket: GradBucket) -> Future[torch.Tensor]:
+    """As `Switch.run`: the hook that it is registered with."""
     return state.run(bucket)
 
 

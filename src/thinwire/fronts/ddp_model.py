@@ -16,24 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.errors import AttachError, GradientError, StepError
 
-__all__ = [
-    "DetachedFront",
-    "check_options",
-    "completed_future",
-    "ddp_model_of",
-    "ddp_models_with",
-    "dense_buffer",
-    "hook_of",
-    "is_fsdp2",
-    "is_sharded",
-    "names_of",
-    "new_future",
-    "plain_name",
-    "refuse_training_of_copies",
-    "register",
-    "wrong_model",
-]
-
 # What torch puts around a module shows in the names of its parameters.
 WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
@@ -42,9 +24,7 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook.
-
-    If it is Thinwire's, copies of the model refuse to be trained without one, and the model if it is sharded.
+    """Register a communication hook, and `guard` the model if it is Thinwire's.
 
     Args:
         model: The DDP model.
@@ -61,7 +41,7 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
         # DDP notes a hook before it finds that it can't have it.
         model._comm_hooks.pop()
         model.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
-        remedy = "if it is Thinwire's, switch its algorithm with sync.use(…)"
+        remedy = "if it is Thinwire's, switch its algorithm with sync.use(…), or call sync.detach() first"
         if name == _refusing_hook.__qualname__:
             remedy = (
                 "this model is a copy, and since its first forward pass with gradients it has one that "
@@ -72,8 +52,21 @@ def register(model: DistributedDataParallel, state: object, hook: Callable[..., 
             f"the model has a communication hook already, and DDP allows one only; {remedy}"
         ) from error
     if hook_of(model)[1]:
-        refuse_training_of_copies(model)
-        model.register_forward_pre_hook(_StillWhole(model))
+        guard(model)
+
+
+def guard(model: DistributedDataParallel) -> None:
+    """Let copies of an attached model refuse to be trained without a hook, and the model if it is sharded."""
+    refuse_training_of_copies(model)
+    model.register_forward_pre_hook(_StillWhole(model))
+
+
+def unguard(model: DistributedDataParallel) -> None:
+    """Undo `guard`."""
+    model.__dict__.pop("__deepcopy__", None)
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _StillWhole):
+            del model._forward_pre_hooks[number]
 
 
 def check_options(model: DistributedDataParallel) -> None:
@@ -173,7 +166,7 @@ class _StillWhole:
                 f"fully_shard has taken parts of the DDP model ({where}) since it was attached, so neither "
                 "DDP nor Thinwire sees their gradients, and nobody averages them; call fully_shard on the "
                 "plain module, without DDP, then thinwire.attach(module, algorithm, "
-                'mesh=mesh["replicate"]), and make the optimizer last'
+                'replicas=mesh["replicate"]), and make the optimizer last'
             )
 
 
@@ -295,7 +288,7 @@ def wrong_model(given: object) -> str:
         return (
             f"{expected}, which FSDP has sharded; thinwire.attach takes models of fully_shard (FSDP2), not "
             "of FullyShardedDataParallel (FSDP1): shard it with fully_shard over a mesh of one replica, and "
-            'attach(model, algorithm, mesh=mesh["replicate"])'
+            'attach(model, algorithm, replicas=mesh["replicate"])'
         )
     if isinstance(given, torch.nn.DataParallel):
         return (
@@ -307,7 +300,7 @@ def wrong_model(given: object) -> str:
         return (
             f"{expected}, whose parameters lie on several processes (tensor parallelism), which does not go "
             "with Thinwire yet; shard the plain module with fully_shard, and attach(model, algorithm, "
-            'mesh=mesh["replicate"])'
+            'replicas=mesh["replicate"])'
         )
     first = "" if dist.is_initialized() else "call torch.distributed.init_process_group(), then "
     return f"{expected}; {first}wrap it first: torch.nn.parallel.DistributedDataParallel(model)"

@@ -14,11 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.channel.uneven import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.contributors import counted, leave_join
-from thinwire.fronts.ddp import BucketFront
+from thinwire.fronts.ddp import ATTACHED, Switch
 from thinwire.fronts.ddp_model import ddp_models_with, hook_of, wrong_model
-from thinwire.sync import GradientSync
-
-__all__ = ["join"]
+from thinwire.sync import GradientSync, engine_of
 
 
 @contextmanager
@@ -133,7 +131,7 @@ def _counting(model: DistributedDataParallel) -> Iterator[_Counter]:
 
 def _joinable(joined: object) -> Joinable:
     if isinstance(joined, GradientSync):
-        models = ddp_models_with(lambda state: isinstance(state, BucketFront) and state.sync is joined)
+        models = ddp_models_with(lambda state: isinstance(state, Switch) and _is_of(state, joined))
         if not models:
             raise AttachError(
                 "this GradientSync is not attached to a DDP model; pass the object that owns it"
@@ -147,6 +145,11 @@ def _joinable(joined: object) -> Joinable:
             "thinwire.powersgd aggregator"
         )
     return joinable
+
+
+def _is_of(switch: Switch, sync: GradientSync) -> bool:
+    front = switch.front_now() if switch.taken_by == ATTACHED else None
+    return front is not None and front.engine is engine_of(sync)
 
 
 def _is_hooked(model: DistributedDataParallel) -> bool:

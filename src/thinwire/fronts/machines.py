@@ -12,8 +12,6 @@ from thinwire.algorithms.base import TravelsBy
 from thinwire.channel import ProcessGroupTransport
 from thinwire.sync import Engine
 
-__all__ = ["card_bytes", "warn_of_shared_cards"]
-
 
 def card_bytes(message_bytes: float, travels_by: TravelsBy, machines: int, per_machine: int) -> float:
     """Return the bytes that leave a machine's network card.

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.channel import ProcessGroupTransport, gather_stacked
 from thinwire.checks import shown
 from thinwire.errors import AgreementError, AttachError, ConfigError
 from thinwire.fronts.local_sgd.averaged import held_of
-
-__all__ = ["check_replicas"]
 
 # Of the same width as the numbers of a tensor, so that its bits are whole numbers.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,7 +26,7 @@ WORDS_AT_ONCE = 1 << 23
 STRIDE = -0x61C8864680B583EA
 
 
-def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> None:
+def check_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Raise on all processes unless all hold the same parameters, to the bit. Collective.
 
     Nothing in a step looks: the same messages make the same means wherever the arithmetic is the same. On
@@ -36,8 +35,8 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
 
     Args:
         model: Between two steps. Of an FSDP2 model, this process's shards.
-        process_group: The processes that hold the same, None for all: for an FSDP2 model
-            `mesh["replicate"].get_group()`.
+        replicas: The processes that hold the same, as a mesh or a process group, None for all: for an FSDP2
+            model `mesh["replicate"]`.
 
     Cost: one read of the parameters, 16 bytes from each process, and a host synchronisation.
 
@@ -55,15 +54,16 @@ def check_replicas(model: nn.Module, process_group: dist.ProcessGroup | None = N
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected the model, a torch.nn.Module, got {shown(model)}")
-    if process_group is None:
+    if replicas is None:
         sharded = [name for name, parameter in model.named_parameters() if _is_cut(parameter)]
         if sharded:
             raise AttachError(
                 f"{sharded[0]} is sharded, so processes hold different shards; pass "
-                'process_group=mesh["replicate"].get_group()'
+                'replicas=mesh["replicate"]'
             )
     tensors = [held_of(parameter) for parameter in model.parameters()]
-    transport = ProcessGroupTransport(process_group, tensors[0].device if tensors else None)
+    group = replicas.get_group() if isinstance(replicas, DeviceMesh) else replicas
+    transport = ProcessGroupTransport(group, tensors[0].device if tensors else None)
     first, *others = gather_stacked(fingerprint(tensors), transport).tolist()
     unlike = [rank for rank, found in enumerate(others, start=1) if found != first]
     if unlike:

@@ -21,11 +21,8 @@ from thinwire.fronts.contributors import Shadow
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.handle import not_copied
-from thinwire.sync.loss_scale import loss_scale_of
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.tensors import accelerators
-
-__all__ = ["StepFront"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +40,7 @@ class StepFront(Joinable):
             has not started several processes, this process is the only worker: means are its own gradients,
             and what is compressed is compressed all the same.
         grad_scaler: The `GradScaler` that scales the loss, if there is one.
+        host_check: As of `thinwire.attach`.
         on_nonfinite: What the means of a step become that are not finite: see `thinwire.attach`.
         transport: Carries the messages; None for that of `process_group`.
 
@@ -65,6 +63,7 @@ class StepFront(Joinable):
         *,
         process_group: dist.ProcessGroup | None = None,
         grad_scaler: object = None,
+        host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
         transport: Transport | None = None,
     ) -> None:
@@ -82,10 +81,8 @@ class StepFront(Joinable):
                 transport = ProcessGroupTransport(process_group, self.parameters[0].device)
         if isinstance(transport, ProcessGroupTransport):
             self._group = transport.group
-        settings = Settings(
-            loss_scale_of(grad_scaler),
-            on_nonfinite=checked_on_nonfinite(on_nonfinite, grad_scaler),
-            typed=self._typed,
+        settings = Settings.of(
+            grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite, typed=self._typed
         )
         self.engine = Engine(algorithm, transport, self._specs, settings)
         self.sync = GradientSync(self.engine)

@@ -26,12 +26,9 @@ from thinwire.fronts.ddp import BucketFront, front_of
 from thinwire.fronts.ddp_model import ddp_models_with, dense_buffer, refuse_training_of_copies
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
-from thinwire.sync.loss_scale import loss_scale_of
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.state import checked_state, packed_state
 from thinwire.sync.stats import Stats
-
-__all__ = ["PowerSGDState", "batched_powerSGD_hook", "checked_state_of", "powerSGD_hook"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +77,8 @@ class PowerSGDState:
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
         grad_scaler: Not torch's: what scales the loss, so that a change of scale changes no result; see
             `thinwire.attach`. Without it the error is in units of the scaled loss, as in torch's own.
+        host_check: Not torch's: whether the host waits in each step to see whether it is finite; see
+            `thinwire.attach`.
         on_nonfinite: Not torch's: what becomes of a step that is not finite; see `thinwire.attach`.
 
     torch's attributes can all be read. `matrix_approximation_rank`, `start_powerSGD_iter`,
@@ -107,6 +106,7 @@ class PowerSGDState:
         batch_tensors_with_same_shape: bool = False,
         *,
         grad_scaler: GradScaler | Callable[[], float] | None = None,
+        host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         self._orthogonalization_epsilon = number(
@@ -131,10 +131,13 @@ class PowerSGDState:
         self._settings = translated(given)
         self._typed = {ELSEWHERE.get(name, name): name for name in given}
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
-        # Only to be checked: a scale is asked for in each step.
-        loss_scale_of(grad_scaler)
-        self._grad_scaler = grad_scaler
-        self._on_nonfinite = checked_on_nonfinite(on_nonfinite, grad_scaler)
+        # As given: a state is pickled before its first use.
+        self._steps: dict[str, Any] = {
+            "grad_scaler": grad_scaler,
+            "host_check": host_check,
+            "on_nonfinite": on_nonfinite,
+        }
+        Settings.of(**self._steps)  # only to be checked
         self._loaded: dict[str, Any] | None = None
         self._strict = True
         self._numel_before, self._numel_after = 0, 0
@@ -285,8 +288,7 @@ class PowerSGDState:
             orthogonalization_epsilon=self._orthogonalization_epsilon,
             compression_stats_logging_frequency=self._log_every_steps,
             batch_tensors_with_same_shape=self._batch_tensors_with_same_shape,
-            grad_scaler=self._grad_scaler,
-            on_nonfinite=self._on_nonfinite,
+            **self._steps,
         )
         # As they are now, and not as given: `sync.use` may have changed them.
         copied._settings = {name: self._get(name) for name in self._settings}
@@ -404,23 +406,14 @@ class PowerSGDState:
                 f"this PowerSGDState is registered on {len(models)} models; make one state for each model"
             )
         transport = ProcessGroupTransport(self.process_group, device)
-        loss_scale = loss_scale_of(self._grad_scaler)
+        settings = Settings.of(**self._steps, typed=self._typed)
         if models:
-            front = front_of(
-                models[0],
-                algorithm,
-                transport,
-                loss_scale,
-                on_nonfinite=self._on_nonfinite,
-                typed=self._typed,
-            )
+            front = front_of(models[0], algorithm, transport, settings)
             # DDP copies no hook, and the copy would train uncompressed without a word.
             refuse_training_of_copies(models[0])
         else:
             # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
-            settings = Settings(
-                loss_scale, may_be_unused=True, on_nonfinite=self._on_nonfinite, typed=self._typed
-            )
+            settings = replace(settings, may_be_unused=True)
             front = BucketFront(Engine(algorithm, transport, settings=settings))
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
@@ -480,7 +473,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average by PowerSGD on each bucket as one square matrix; see `thinwire.BatchedPowerSGD`.
+    """Average by PowerSGD on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`.
 
     Args:
         state: Settings and memory.

@@ -23,8 +23,6 @@ from thinwire.hooks.stateless import (
     quantization_pertensor_hook,
 )
 
-__all__ = ["Hook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
-
 Hook: TypeAlias = Callable[[Any, GradBucket], Future[torch.Tensor]]
 
 

@@ -56,6 +56,10 @@ CASTS: dict[object, WireDtype] = {
 }
 
 
+# What `attach` takes beside the algorithm; the scaler is the Accelerator's.
+OF_STEPS = ("host_check", "on_nonfinite")
+
+
 class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # accelerate is untyped
     """Accelerate's own, whose replicas are left to Thinwire: FSDP2 shards over the dimension of the shards.
 
@@ -67,7 +71,7 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
         )
         model, optimizer = accelerator.prepare(model, optimizer)
         mesh = accelerator.torch_device_mesh["dp_replicate"]
-        sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), mesh=mesh)
+        sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), replicas=mesh)
         accelerator.register_for_checkpointing(sync)
 
     Without `attach` nobody averages between replicas. Takes what Accelerate's own takes.
@@ -103,8 +107,8 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD travel in 16 bits.
             Those of the hooks FP16 and BF16 do so anyway, as these say.
         comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, by the names of
-            `thinwire.hooks.PowerSGDState`, with its defaults; `on_nonfinite` is one. Note that compression
-            starts after `start_powerSGD_iter` = 1 000 steps.
+            `thinwire.hooks.PowerSGDState`, with its defaults, `host_check` and `on_nonfinite` too. Note that
+            compression starts after `start_powerSGD_iter` = 1 000 steps.
 
     Attributes:
         strict: Whether a state must be of just the parameters that are trained now; may be set to False.
@@ -187,7 +191,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             model,
             algorithm,
             grad_scaler=accelerator.scaler,
-            on_nonfinite=self.comm_state_option.get("on_nonfinite", "nan"),
+            **{name: each for name, each in self.comm_state_option.items() if name in OF_STEPS},
         )
         # Once, however many models: it saves what is registered in this order, and so loads it.
         if self._accelerator is None:

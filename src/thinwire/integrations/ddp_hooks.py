@@ -15,8 +15,6 @@ from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import register, wrong_model
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
 
-__all__ = ["check_period", "checked_hook", "register_ddp_comm_hook"]
-
 # What each hook is registered with: DDP takes any state, and the mistake would show in the first step.
 STATES: dict[type, tuple[Callable[..., Any], ...]] = {
     PowerSGDState: (hooks.powerSGD_hook, hooks.batched_powerSGD_hook),

@@ -24,10 +24,11 @@ from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.hooks import PostLocalSGDState, PowerSGDState
+from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
-from thinwire.integrations.local import Makes, checked_averaging, makes_auto, new_local
+from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.watch.writers import metrics_of
 
 try:
@@ -48,7 +49,13 @@ except ImportError as error:
             "pip install '.[lightning]' in a clone of Thinwire"
         ) from error
 
-__all__ = ["ThinwireCallback", "ThinwireStrategy", "register_ddp_comm_hook"]
+__all__ = [
+    "AllGatherGrad",
+    "ThinwireCallback",
+    "ThinwireStrategy",
+    "all_gather_grad",
+    "register_ddp_comm_hook",
+]
 
 CHECKPOINT_KEY = "thinwire"
 
@@ -75,6 +82,7 @@ class ThinwireStrategy(DDPStrategy):
             validation and checkpoint, and at the end. It is called as
             `make(model, optimizer, grad_scaler=…)`; the module has one optimizer. Or `thinwire.auto`, with
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
+        host_check: With an algorithm: see `thinwire.attach`, whose `grad_scaler` is the Trainer's own.
         on_nonfinite: With an algorithm, what becomes of a step that is not finite; see `thinwire.attach`.
         options: `DDPStrategy`'s own, and DDP's.
 
@@ -86,8 +94,8 @@ class ThinwireStrategy(DDPStrategy):
     Raises:
         ConfigError: Both an algorithm and a hook, a combination that `register_ddp_comm_hook` refuses, or
             `post_localSGD_hook` without `model_averaging_period`, or that without the hook; an option that
-            neither `DDPStrategy` nor DDP has; or `on_nonfinite` with what makes a `LocalSGD` or with `auto`,
-            which take one themselves.
+            neither `DDPStrategy` nor DDP has; or `host_check` or `on_nonfinite` with a hook's state, with
+            what makes a `LocalSGD` or with `auto`, which take their own.
 
     Examples:
         >>> import thinwire
@@ -100,6 +108,7 @@ class ThinwireStrategy(DDPStrategy):
         self,
         *positional: Any,
         algorithm: Algorithm | Makes | None = None,
+        host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
         **options: Any,
     ) -> None:
@@ -122,20 +131,16 @@ class ThinwireStrategy(DDPStrategy):
         checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
-        if checked_on_nonfinite(on_nonfinite) != "nan" and hook is not None:
+        steps = checked_steps(host_check, on_nonfinite)
+        if steps and (hook is not None or not isinstance(algorithm, Algorithm | None)):
             raise ConfigError(
-                f'on_nonfinite="{on_nonfinite}" would have no effect with a ddp_comm_hook; give it to the '
-                "hook's state"
-            )
-        if on_nonfinite != "nan" and not isinstance(algorithm, Algorithm | None):
-            raise ConfigError(
-                f'on_nonfinite="{on_nonfinite}" has no effect here; give it to what is called: '
-                "functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
+                f"{', '.join(steps)} would have no effect here; give it to the hook's state, or to what is "
+                "called: functools.partial(thinwire.auto, on_nonfinite=…)"
             )
         check_period(state, given.get("model_averaging_period"))
         super().__init__(*positional, **options)
         self.algorithm = PowerSGD() if algorithm is None and hook is None else algorithm
-        self._on_nonfinite = on_nonfinite
+        self._steps = steps
         self.local: LocalSGD | None = None
         self.auto: Auto | None = None
         # Whether `local` is entered: it is made before a checkpoint is restored, and outlives the training.
@@ -261,9 +266,7 @@ class ThinwireStrategy(DDPStrategy):
         if not isinstance(self.algorithm, Algorithm):
             return
         scaler = getattr(self.precision_plugin, "scaler", None)
-        self._go_on_with(
-            attach(self.model, self.algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite)
-        )
+        self._go_on_with(attach(self.model, self.algorithm, grad_scaler=scaler, **self._steps))
 
     def _go_on_with(self, sync: GradientSync) -> None:
         """Take what is remembered of the same module's last fit into the handle of this one."""
@@ -286,7 +289,7 @@ class ThinwireCallback(Callback):
 
     Logged are `thinwire/compression_ratio`, `thinwire/total_message_bytes`, `thinwire/total_nonfinite_steps`
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
-    record, see `thinwire.MetricsWriter`. A resumed run is the run that
+    record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
     `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore. Where models
     are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning saves it:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import Parameter, Signature, signature
-from typing import TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -16,8 +16,8 @@ from thinwire.algorithms.base import no_algorithm
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
-
-__all__ = ["Makes", "checked_averaging", "makes_auto", "new_local"]
+from thinwire.sync import Settings
+from thinwire.sync.nonfinite import OnNonfinite
 
 # Such as functools.partial(thinwire.DiLoCo, every_steps=30), or thinwire.auto.
 Makes: TypeAlias = "Callable[..., LocalSGD] | Callable[..., Auto]"
@@ -56,6 +56,21 @@ def checked_averaging(given: object) -> Algorithm | Makes:
                 f"{', '.join(takes.parameters)}"
             ) from error
     return given  # type: ignore[return-value]
+
+
+def checked_steps(host_check: bool, on_nonfinite: OnNonfinite) -> dict[str, Any]:
+    """Return how steps are treated, as `thinwire.attach` takes it, where that is not the default.
+
+    Args:
+        host_check: By the user.
+        on_nonfinite: By the user.
+
+    Raises:
+        ConfigError: One is not such, or they do not go together.
+    """
+    settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
+    chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
+    return {name: each for name, each in chosen.items() if each != getattr(Settings, name)}
 
 
 def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:

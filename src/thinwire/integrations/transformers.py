@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -27,9 +28,9 @@ from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach as attach_model
 from thinwire.fronts.local_sgd import LocalSGD
-from thinwire.integrations.local import Makes, checked_averaging, makes_auto, new_local
+from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.watch.writers import metrics_of
 
 try:
@@ -59,6 +60,7 @@ def attach(
     *,
     checkpoint: str | os.PathLike[str] | None = None,
     strict: bool = True,
+    host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
 ) -> ThinwireCallback:
     """Let `algorithm` average whenever `trainer` trains in several processes.
@@ -74,12 +76,14 @@ def attach(
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
             train on their own, and their models are averaged every so many steps, before each evaluation and
             checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
-            with the replicas' `mesh=…` too, unless a partial has that or a `process_group`. DDP is built
+            with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
             without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
         checkpoint: The folder that `train(resume_from_checkpoint=…)` is going to be given. Only needed if
             it is not one of `args.output_dir`: a Trainer does not pass it to its callbacks.
         strict: Whether a checkpoint must be of just the parameters that are trained now.
+        host_check: See `thinwire.attach`, whose `grad_scaler` is the Trainer's own. False needs
+            `ddp_find_unused_parameters=False` in the arguments.
         on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
 
     Returns:
@@ -87,7 +91,8 @@ def attach(
 
     Raises:
         ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
-            with what makes a `LocalSGD`, or `on_nonfinite` with that or `auto`, where it has no effect.
+            with what makes a `LocalSGD`, or `host_check` or `on_nonfinite` with that or `auto`, where they
+            have no effect.
         AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
             can't be attached shows in `train`.)
     """
@@ -105,19 +110,16 @@ def attach(
                 "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
                 "with the ParallelismConfig of thinwire.integrations.accelerate"
             )
-    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, checked_on_nonfinite(on_nonfinite))
-    if makes_auto(algorithm):
-        if on_nonfinite != "nan":
-            raise ConfigError(
-                "on_nonfinite has no effect here; give it to functools.partial(thinwire.auto, on_nonfinite=…)"
-            )
-    elif not isinstance(algorithm, Algorithm):
-        if not strict or on_nonfinite != "nan":
-            raise ConfigError(
-                "strict and on_nonfinite have no effect on models that are averaged; leave strict out, and "
-                "give on_nonfinite to what makes the LocalSGD: "
-                "functools.partial(thinwire.DiLoCo, on_nonfinite=…)"
-            )
+    steps = checked_steps(host_check, on_nonfinite)
+    callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, **steps)
+    if steps and not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"{', '.join(steps)} would have no effect here; give it to what is called: "
+            "functools.partial(thinwire.auto, on_nonfinite=…)"
+        )
+    if callback.averages_models:
+        if not strict:
+            raise ConfigError("strict has no effect on models that are averaged; leave it out")
         if trainer.args.ddp_find_unused_parameters is None and trainer.accelerator.ddp_handler is not None:
             # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
             trainer.accelerator.ddp_handler.find_unused_parameters = False
@@ -143,7 +145,7 @@ class ThinwireCallback(TrainerCallback):
         algorithm: What averages; see `attach`.
         checkpoint: See `attach`.
         strict: See `attach`.
-        on_nonfinite: See `attach`.
+        steps: What `thinwire.attach` takes besides: `host_check` and `on_nonfinite`.
     """
 
     def __init__(
@@ -152,13 +154,13 @@ class ThinwireCallback(TrainerCallback):
         algorithm: Algorithm | Makes,
         checkpoint: str | os.PathLike[str] | None = None,
         strict: bool = True,
-        on_nonfinite: OnNonfinite = "nan",
+        **steps: Any,
     ) -> None:
         self._trainer = trainer
         self._algorithm = algorithm
         self._checkpoint = checkpoint
         self._strict = strict
-        self._on_nonfinite = on_nonfinite
+        self._steps = steps
         self._model: torch.nn.Module | None = None
         self._sync: GradientSync | None = None
         self.local: LocalSGD | None = None
@@ -200,25 +202,15 @@ class ThinwireCallback(TrainerCallback):
                 "hyperparameter_search is not supported: its checkpoints have folders of their own"
             )
         accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
-        scaler, is_sharded = accelerator.scaler, self._trainer.is_fsdp_enabled
-        # What a partial was given stays.
-        given = getattr(self._algorithm, "keywords", {}).keys() & {"mesh", "process_group"}
-        is_mesh_ours = is_sharded and not given
-        options = {"mesh": accelerator.torch_device_mesh["dp_replicate"]} if is_mesh_ours else {}
-        if not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm):
-            # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
-            if self.local is not None:
-                self.local.__exit__(AttachError, None, None)
-            local = new_local(partial(self._algorithm, **options), model, self._trainer.optimizer, scaler)
-            if state.global_step > 0:
-                local.load_state_dict(self._saved_state(args, state))
-            self.local, self._sync = local.__enter__(), local.sync
+        scaler, options = accelerator.scaler, self._replicas()
+        if self.averages_models:
+            self._enter(args, state, scaler, options)
             return
         # A second train() goes on with the same one.
         if model is not self._model:
             if isinstance(self._algorithm, Algorithm):
                 self._sync = attach_model(
-                    model, self._algorithm, grad_scaler=scaler, on_nonfinite=self._on_nonfinite, **options
+                    model, self._algorithm, grad_scaler=scaler, **self._steps, **options
                 )
             elif makes_auto(self._algorithm):
                 self.auto = self._algorithm(model, self._trainer.optimizer, grad_scaler=scaler, **options)
@@ -227,6 +219,19 @@ class ThinwireCallback(TrainerCallback):
         # The step is the checkpoint's here: the Trainer has resumed.
         if state.global_step > 0:
             self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
+
+    def _enter(
+        self, args: TrainingArguments, state: TrainerState, scaler: Any, options: Mapping[str, Any]
+    ) -> None:
+        # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+        if self.local is not None:
+            self.local.__exit__(AttachError, None, None)
+        trainer = self._trainer
+        make = partial(cast(Makes, self._algorithm), **options)
+        local = new_local(make, trainer.model_wrapped, trainer.optimizer, scaler)
+        if state.global_step > 0:
+            local.load_state_dict(self._saved_state(args, state))
+        self.local, self._sync = local.__enter__(), local.sync
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -288,12 +293,8 @@ class ThinwireCallback(TrainerCallback):
             return
         # On all processes, though one writes: the state is collective.
         remembered, file = self._handle.state_dict(), _folder(args, state) / STATE_NAME
-        if not args.should_save:
-            return
-        if self.local is None:
+        if args.should_save:
             save(remembered, file)
-        else:
-            torch.save(remembered, file)
 
     def on_log(
         self,
@@ -320,6 +321,19 @@ class ThinwireCallback(TrainerCallback):
         state.log_history[-1].update(metrics)
 
     @property
+    def averages_models(self) -> bool:
+        """Whether models are averaged, and not gradients."""
+        return not isinstance(self._algorithm, Algorithm) and not makes_auto(self._algorithm)
+
+    def _replicas(self) -> dict[str, Any]:
+        """Return where an FSDP2 model's replicas are, as an argument; nothing if a partial has it."""
+        given = getattr(self._algorithm, "keywords", {}).keys() & {"replicas", "mesh", "process_group"}
+        if given or not self._trainer.is_fsdp_enabled:
+            return {}
+        mesh = self._trainer.accelerator.torch_device_mesh["dp_replicate"]
+        return {"mesh" if self.averages_models else "replicas": mesh}
+
+    @property
     def _handle(self) -> GradientSync | LocalSGD:
         return self.sync if self.local is None else self.local
 
@@ -337,16 +351,7 @@ class ThinwireCallback(TrainerCallback):
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
                 "from another, or start anew from its weights: Model.from_pretrained(folder)"
             )
-        if isinstance(self._algorithm, Algorithm) or makes_auto(self._algorithm):
-            return load(folder / STATE_NAME)
-        try:
-            remembered: dict[str, Any] = torch.load(folder / STATE_NAME, weights_only=True)
-        # torch raises what it likes for what it can't read.
-        except Exception as error:
-            raise StateError(
-                f"{folder / STATE_NAME} can't be read: {error}; resume from an earlier checkpoint"
-            ) from error
-        return remembered
+        return load(folder / STATE_NAME)
 
 
 def _folder(args: TrainingArguments, state: TrainerState) -> Path:

@@ -9,8 +9,6 @@ import torch
 
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
 
-__all__ = ["Kernels"]
-
 
 class Kernels(Protocol):
     """The arithmetic of a low-rank step, for the groups that its backend serves.

@@ -11,8 +11,6 @@ from thinwire.tensors.codebooks import Codebook
 from thinwire.tensors.coded import Coded
 from thinwire.tensors.rounding import Draws
 
-__all__ = ["CodeKernels"]
-
 
 class CodeKernels(Protocol):
     """The arithmetic of averaging in few bits, for the tensors that its backend serves: fp32 or fp64, flat.

@@ -10,8 +10,6 @@ import torch
 
 from thinwire.tensors.accelerators import sent_to
 
-__all__ = ["number_on", "on_device"]
-
 # Of a step there are tens; those of bucket layouts and addresses that are gone fall out at the other end.
 MAX_TABLES = 1024
 

@@ -25,24 +25,6 @@ from thinwire.kernels.torch_entries import TorchEntries
 from thinwire.kernels.torch_kernels import TorchKernels
 from thinwire.kernels.triton import limits as triton_limits
 
-__all__ = [
-    "NUMBA",
-    "TORCH",
-    "TRITON",
-    "Backend",
-    "backends",
-    "code_kernels_for",
-    "entry_kernels_for",
-    "kernels_for",
-    "name_of_kernels_for",
-    "orthonormal_rows",
-    "products",
-    "projections",
-    "reconstruct",
-    "subtract_own",
-    "write",
-]
-
 
 @dataclass(frozen=True)
 class Backend:

@@ -8,8 +8,6 @@ import torch
 
 from thinwire.tensors.chunks import Chunks
 
-__all__ = ["EntryKernels"]
-
 
 class EntryKernels(Protocol):
     """The arithmetic of averaging few entries, of the tensors that its backend serves: fp32 or fp64, flat.

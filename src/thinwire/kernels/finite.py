@@ -7,8 +7,6 @@ import torch
 from thinwire.kernels.dispatch import kernels_for
 from thinwire.tensors import accelerators
 
-__all__ = ["all_finite"]
-
 
 def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
     """Return whether every element of every tensor is finite, as a tensor of one bool; not read back.

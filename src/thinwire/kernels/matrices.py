@@ -17,25 +17,6 @@ import torch
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import in_one_piece
 
-__all__ = [
-    "DEPENDENT_BELOW",
-    "Asked",
-    "Factors",
-    "MatrixGroup",
-    "Reconstruction",
-    "Terms",
-    "Write",
-    "add_errors",
-    "add_scaled",
-    "joined",
-    "parted",
-    "replaced",
-    "round_all_into",
-    "round_into",
-    "shape_groups",
-    "widened",
-]
-
 # A row is dependent on those before it if the squared sine of its angle to their span is below this.
 # fp32 noise in a dependent row is about 1e-14. Many nearly dependent rows amplify float64's rounding in
 # the coefficients; a second pass over rows that are nearly orthonormal takes out what the first left.

@@ -16,8 +16,6 @@ import torch
 
 from thinwire.kernels.device_cache import number_on, on_device
 
-__all__ = ["Rooms", "move_where", "row_elements"]
-
 # Of shorter rows the numbers, of eight bytes each, would take more than a sixteenth of their memory.
 LEAST_ROW = 32
 # The spare row is memory that is there for nothing else.

@@ -15,8 +15,6 @@ from thinwire.tensors.coded import Coded
 from thinwire.tensors.packing import pack, packed_bytes, unpack
 from thinwire.tensors.rounding import Draws
 
-__all__ = ["TorchCodes", "levels_of"]
-
 # So many are coded at a time on the CPU: they stay in a core's cache.
 CACHED_ELEMENTS = 1 << 16
 MAX_COMPARISONS = 3

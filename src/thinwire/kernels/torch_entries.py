@@ -9,8 +9,6 @@ import torch
 from thinwire.kernels.entries import EntryKernels
 from thinwire.tensors.chunks import Chunks
 
-__all__ = ["TorchEntries"]
-
 
 class TorchEntries(EntryKernels):
     """PyTorch's operations on a row for each chunk; see `EntryKernels` for what each method does."""

@@ -39,8 +39,6 @@ from thinwire.tensors import accelerators
 from thinwire.tensors.joining import as_one
 from thinwire.tensors.layout import fill_alike, in_one_piece, stacked
 
-__all__ = ["TorchKernels"]
-
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024
 

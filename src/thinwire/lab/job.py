@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from thinwire.lab.network import Network
 from thinwire.launch import EndSignals, Output, Process
 
-__all__ = ["run_on_hosts"]
-
 LOOK_EVERY_SECONDS = 0.05
 
 

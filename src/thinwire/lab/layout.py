@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from thinwire.checks import whole_number
 from thinwire.errors import ConfigError
 
-__all__ = ["Layout", "bits_per_second"]
-
 # Addresses end in 1 to 254.
 MAX_HOSTS = 200
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}

@@ -13,8 +13,6 @@ import sys
 
 from thinwire.errors import CommunicationError, ConfigError
 
-__all__ = ["Namespace", "check_machine"]
-
 PACKAGES = {"iproute2": ("ip", "tc"), "util-linux": ("unshare", "nsenter", "setpriv")}
 HOLD_OPEN = ["sh", "-c", "echo it stands; exec sleep infinity"]
 

@@ -14,8 +14,6 @@ from thinwire.errors import CommunicationError
 from thinwire.lab.layout import Layout
 from thinwire.lab.namespace import Namespace
 
-__all__ = ["Network"]
-
 
 class Network:
     """While open, the network stands.

@@ -22,8 +22,6 @@ from thinwire.channel import (
 from thinwire.errors import ConfigError
 from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of
 
-__all__ = ["probe"]
-
 # Four times from one to the next: between them, `average_seconds` is linear.
 MESSAGE_BYTES = [4, *(1024 << shift for shift in range(0, 17, 2))]  # 1 KiB to 64 MiB
 MAX_REPETITIONS = 25

@@ -14,8 +14,6 @@ from thinwire.channel import Collective, wire_bytes
 from thinwire.errors import ConfigError
 from thinwire.json_records import MAX_PROCESSES, Count, Seconds, Whole, parsed, read_record
 
-__all__ = ["PairTiming", "Probe", "Timing", "nodes_of", "ring_share"]
-
 VERSION = 1
 MAX_FILE_BYTES = 1 << 24
 MAX_TIMINGS = 100

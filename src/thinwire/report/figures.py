@@ -15,8 +15,6 @@ from matplotlib.figure import Figure
 
 from thinwire.watch.reading import Run
 
-__all__ = ["SERIES", "curves"]
-
 # Matplotlib writes these; the page's style sheet says what they are.
 INK, RULE = "#010203", "#040506"
 SERIES = 8

@@ -18,8 +18,6 @@ from thinwire.version import __version__
 from thinwire.watch.reading import Run, printable
 from thinwire.watch.records import RESERVED, PlanRecord
 
-__all__ = ["left_out", "report_page"]
-
 # A page is to be read, and drawing takes time.
 MAX_NAMES = 12
 MAX_PLANS = 20
@@ -29,7 +27,7 @@ def report_page(runs: Sequence[Run]) -> str:
     """Return one page of HTML that needs nothing else: no script, no network.
 
     Args:
-        runs: As read by `thinwire.read_run`.
+        runs: As read by `thinwire.watch.read_run`.
 
     Raises:
         ConfigError: There are no runs, or one has no steps.

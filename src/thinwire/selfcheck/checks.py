@@ -20,8 +20,6 @@ from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
 from thinwire.sync.loss_scale import LossScale, loss_scale_of
 
-__all__ = ["CHECKS", "Bench", "Check"]
-
 # Enough that an overflow in the middle would show in the steps behind it.
 STEPS = 6
 # Two of one shape, so that matrices are batched; some too small to be compressed, which travel beside.

@@ -28,8 +28,6 @@ from thinwire.sync.precision import full_precision
 from thinwire.tensors.accelerators import shortfalls
 from thinwire.version import __version__
 
-__all__ = ["ALGORITHMS", "GPT2_SMALL", "measure", "new_page"]
-
 # Up to 4 the CPU has compiled kernels of its own; above, torch's operations serve.
 MATRIX_RANKS = (1, 4, 32)
 # The first steps compile kernels, agree upon plans and lay memory out.

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeAlias
 
-__all__ = ["DevicePage", "KeptPage", "Row"]
-
 Row: TypeAlias = "dict[str, str | float | int | None]"
 """A line of a table, by column; None where a number is not known."""
 

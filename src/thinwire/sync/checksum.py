@@ -13,15 +13,6 @@ import torch
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
 
-__all__ = [
-    "check_finite",
-    "check_kind",
-    "check_readable",
-    "check_undamaged",
-    "shown_kind",
-    "with_checksum",
-]
-
 MAX_NUMBER_BITS = 64
 
 

@@ -12,8 +12,6 @@ import torch
 from thinwire.channel import Traffic
 from thinwire.sync.streams import marked
 
-__all__ = ["StepClock"]
-
 
 class StepClock:
     """Adds up the time inside Thinwire, and from gradients being ready until their means are there.

@@ -24,8 +24,6 @@ from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
 
-__all__ = ["Engine"]
-
 logger = logging.getLogger(__name__)
 
 FlatBuckets: TypeAlias = Iterable[tuple[Specs, torch.Tensor]]
@@ -103,7 +101,7 @@ class Engine(Lanes):
 
     def use(self, algorithm: Algorithm) -> None:
         """As `GradientSync.use`."""
-        self._check_between_steps("use()")
+        self.check_between_steps("use()")
         super().use(algorithm)
 
     # Steps.
@@ -203,7 +201,12 @@ class Engine(Lanes):
         for observer in tuple(self.observers):  # a copy: one may leave while it is called
             observer(committed)
 
-    def _check_between_steps(self, call: str) -> None:
+    def check_between_steps(self, call: str) -> None:
+        """Refuse a call during a backward pass.
+
+        Raises:
+            StepError: A step is under way.
+        """
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
@@ -357,7 +360,7 @@ class Engine(Lanes):
         Raises:
             StepError: A step is under way.
         """
-        self._check_between_steps("regroup()")
+        self.check_between_steps("regroup()")
         super().regroup(error_scale)
         self._kept_errors = None
 
@@ -380,7 +383,7 @@ class Engine(Lanes):
 
     def state_dict(self) -> dict[str, Any]:
         """As `GradientSync.state_dict`."""
-        self._check_between_steps("state_dict()")
+        self.check_between_steps("state_dict()")
         purpose = f"state_dict() after {self.steps} steps"
         with full_precision(torch.device("cpu")):
             # First of all: where processes differ, none has changed its memory.
@@ -436,7 +439,7 @@ class Engine(Lanes):
             StateError: It is not such a state, damaged, of a later version, or of another model.
             StepError: A step is under way.
         """
-        self._check_between_steps("load_state_dict()")
+        self.check_between_steps("load_state_dict()")
         if specs is None and self.all_known:
             specs = self.known_specs
         return checked_state(state, specs, slots=self.algorithm.slots, strict=strict)

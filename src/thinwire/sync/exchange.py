@@ -23,8 +23,6 @@ from thinwire.channel import Transport
 from thinwire.errors import CommunicationError, ConfigError
 from thinwire.sync.messages import send_all
 
-__all__ = ["Exchange", "Task", "shown"]
-
 
 class Task:
     """A generator of requests, standing at one.

@@ -14,8 +14,6 @@ from thinwire.sync.stats import Stats
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["Counting", "GradientSync", "Handle", "Synced", "attached", "engine_of", "handle_of", "not_copied"]
-
 
 class GradientSync:
     """What averages a model's gradients, as its user sees it: to look at, to switch, to save and to load.
@@ -24,8 +22,8 @@ class GradientSync:
     read. It is what `torch.distributed.checkpoint` calls stateful.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, detach: Callable[[], None] | None = None) -> None:
+        self._engine, self._detach = engine, detach
 
     def __str__(self) -> str:
         """Return some lines to read: the algorithm, the plan's compression ratio, and what was done.
@@ -145,6 +143,26 @@ class GradientSync:
     def abandon(self) -> None:
         """Forget a step that an exception in the backward pass has ended. Memory is as it was before it."""
         self._engine.abandon()
+
+    def detach(self) -> None:
+        """Take Thinwire off the model again, between steps; to be called on every process alike.
+
+        Then PyTorch averages as if it had not been there: DDP exactly; `replicate` too; of a model of
+        `fully_shard` nobody averages over the replicas. The model may be attached again. This handle keeps
+        what was done and is remembered: `again.load_state_dict(sync.state_dict())` goes on with it.
+
+        Raises:
+            AttachError: No `attach` has made this handle, or it was detached.
+            StepError: A step is under way.
+        """
+        if self._detach is None:
+            raise AttachError(
+                "there is nothing to take off: only what attach returned is detached, and once; a hook that "
+                "you have registered yourself stays, so build a new DDP model"
+            )
+        self._engine.check_between_steps("detach()")
+        self._detach()
+        self._detach = None
 
 
 def not_copied(what: str) -> StateError:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from thinwire.algorithms import BucketPlan
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Lane"]
-
 
 @dataclass(eq=False)
 class Lane:

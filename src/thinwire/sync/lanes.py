@@ -20,8 +20,6 @@ from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order
 from thinwire.version import __version__
 
-__all__ = ["Lanes", "Parts", "Specs"]
-
 # Steps of which the host does not learn whether they were finite.
 COUNTED_TOGETHER = 256
 

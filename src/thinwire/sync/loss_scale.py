@@ -13,8 +13,6 @@ from thinwire.checks import shown
 from thinwire.errors import ConfigError
 from thinwire.tensors.accelerators import sent_to
 
-__all__ = ["LossScale", "loss_scale_of"]
-
 LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
 """Returns it for the step under way, as a tensor of one element on a device."""
 

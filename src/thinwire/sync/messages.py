@@ -13,8 +13,6 @@ from thinwire.channel import Transport, Work
 from thinwire.errors import ConfigError
 from thinwire.tensors.joining import as_one
 
-__all__ = ["Sent", "send_all"]
-
 
 @dataclass
 class Sent:

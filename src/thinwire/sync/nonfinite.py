@@ -8,8 +8,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.errors import ConfigError
 
-__all__ = ["OnNonfinite", "checked_on_nonfinite"]
-
 OnNonfinite = Literal["nan", "zero", "raise"]
 
 

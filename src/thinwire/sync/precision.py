@@ -8,8 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-__all__ = ["full_precision"]
-
 FULL_PRECISION = ("ieee", "none")
 
 

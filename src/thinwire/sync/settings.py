@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from thinwire.channel import Transport
 from thinwire.checks import true_or_false
 from thinwire.errors import ConfigError
-from thinwire.sync.loss_scale import LossScale
+from thinwire.sync.loss_scale import LossScale, loss_scale_of
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
-
-__all__ = ["Settings"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,22 @@ class Settings:
                 "not learn; leave out one of them"
             )
         object.__setattr__(self, "host_check", true_or_false("host_check", self.host_check))
+
+    @classmethod
+    def of(cls, *, grad_scaler: object, host_check: bool, on_nonfinite: OnNonfinite, **rest: Any) -> Settings:
+        """Return what a user has chosen, by the three arguments that all fronts take; see `attach`.
+
+        Args:
+            grad_scaler: What scales the loss.
+            host_check: As of `Settings`.
+            on_nonfinite: As of `Settings`.
+            rest: What the front knows.
+
+        Raises:
+            ConfigError: One of them is not such, or does not go with the others.
+        """
+        checked_on_nonfinite(on_nonfinite, grad_scaler)
+        return cls(loss_scale_of(grad_scaler), host_check=host_check, on_nonfinite=on_nonfinite, **rest)
 
     def described(self) -> Mapping[str, str]:
         """Return what must be the same on all processes, by subject."""

@@ -17,19 +17,6 @@ from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR, SHARD_MARK, ParameterSpec
 from thinwire.sync.checksum import check_finite, check_kind, check_undamaged, shown_kind, with_checksum
 
-__all__ = [
-    "DTYPES",
-    "LoadedState",
-    "average_local",
-    "check_model",
-    "checked_state",
-    "fitting",
-    "in_memory_order",
-    "names_in",
-    "packed_state",
-    "slot_names",
-]
-
 STATE_VERSION = 4
 KEYS = {"version", "algorithm", "step", "skipped_steps", "parameters", "slots", "checksum"}
 DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64}

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from thinwire.plan import compression_ratio
 
-__all__ = ["Stats"]
-
 
 @dataclass(frozen=True)
 class Stats:

@@ -20,8 +20,6 @@ from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
 from thinwire.tensors import accelerators
 
-__all__ = ["Step"]
-
 
 class Step:
     """What is in flight. `Engine.begin` makes one; several may be open side by side, over lanes of their own.

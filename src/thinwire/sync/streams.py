@@ -6,8 +6,6 @@ import torch
 
 from thinwire.errors import StepError
 
-__all__ = ["Streams", "current_stream", "marked", "refuse_capture"]
-
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Return the stream on which this thread launches a device's kernels; None where there is none."""

@@ -14,8 +14,6 @@ from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.tensors import accelerators
 
-__all__ = ["keep_unapplied", "used_flags"]
-
 GLANCE = 64
 
 

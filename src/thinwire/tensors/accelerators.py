@@ -10,17 +10,6 @@ from functools import cache
 
 import torch
 
-__all__ = [
-    "has_float64",
-    "in_float64",
-    "note_shortfall",
-    "pays_per_launch",
-    "sent_to",
-    "shortfalls",
-    "shortfalls_kept_in",
-    "widest_dtype",
-]
-
 _shortfalls: dict[str, None] = {}  # in the order in which they were found
 _threads = threading.local()  # where each thread keeps those of the step that it is inside of
 

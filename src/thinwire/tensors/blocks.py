@@ -9,8 +9,6 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["Blocks"]
-
 
 @dataclass(frozen=True)
 class Blocks:

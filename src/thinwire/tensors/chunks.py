@@ -11,8 +11,6 @@ import torch
 
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Chunks", "Run", "chunks_of", "kept_of"]
-
 
 class Run(NamedTuple):
     """Chunks of one parameter that lie one behind the other.

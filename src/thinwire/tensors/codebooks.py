@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-__all__ = ["CODEBOOKS", "Codebook", "Statistic"]
-
 Statistic: TypeAlias = Literal["largest", "root mean square", "mean magnitude"]
 
 

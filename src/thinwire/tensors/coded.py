@@ -11,8 +11,6 @@ import torch
 
 from thinwire.tensors.packing import packed_bytes
 
-__all__ = ["SCALE_BYTES", "Coded", "block_bytes"]
-
 # bf16, which has fp32's range: with half the bytes of fp32, blocks may be half as long for as much.
 SCALE_BYTES = 2
 

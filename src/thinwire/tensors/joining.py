@@ -7,8 +7,6 @@ from itertools import accumulate
 
 import torch
 
-__all__ = ["as_one"]
-
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return tensors one after the other, flat: a view if they lie so already, else a copy.

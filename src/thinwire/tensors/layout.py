@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["fill_alike", "fill_memory", "in_one_piece", "stacked"]
-
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return tensors of one shape as a batch, a view of them; None if they are not evenly strided."""

@@ -8,8 +8,6 @@ import torch
 
 from thinwire.errors import ConfigError
 
-__all__ = ["pack", "packed_bytes", "unpack"]
-
 MAX_BITS = 16
 GROUP = 8  # codes: the fewest that fill whole bytes, whatever the bits
 

@@ -15,8 +15,6 @@ import torch
 from thinwire.tensors.accelerators import sent_to
 from thinwire.tensors.blocks import Blocks
 
-__all__ = ["Draws", "draws_for"]
-
 WORD = 0xFFFFFFFF
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from statistics import fmean
 
-__all__ = ["GrowthAlarm"]
-
 # Below so many, a quarter of them is noise.
 MIN_SAMPLES = 32
 MIN_STEPS = 1000

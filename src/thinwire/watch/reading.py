@@ -23,8 +23,6 @@ from thinwire.watch.records import (
     record_of,
 )
 
-__all__ = ["Growing", "Point", "Run", "printable", "read_run"]
-
 MAX_BYTES = 1 << 28
 READ_UP_TO_THERE = "; read up to there"
 

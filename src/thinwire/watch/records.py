@@ -6,21 +6,6 @@ from typing import Any, Literal, TypedDict
 
 from thinwire.json_records import Amount, Count, Processes, Seconds, Whole, parsed, read_record, value_of
 
-__all__ = [
-    "COUNTED",
-    "FORMAT",
-    "MAX_LINE_BYTES",
-    "RESERVED",
-    "NormsRecord",
-    "PlanRecord",
-    "Record",
-    "RouteRecord",
-    "RunRecord",
-    "StepRecord",
-    "checked_record",
-    "record_of",
-]
-
 # Of files; a reader refuses all others.
 FORMAT = 3
 # Also what a reader holds in memory at once of a file that may come from anywhere.

@@ -21,8 +21,6 @@ from thinwire.watch.growth import GrowthAlarm
 from thinwire.watch.records import COUNTED, FORMAT, RESERVED
 from thinwire.watch.writers import JSONLWriter, Writer
 
-__all__ = ["Watch"]
-
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +59,7 @@ class Watch:
         ...         loss = ddp_model(torch.ones(1, 64)).square().sum()
         ...         loss.backward()
         ...         watch.log(loss=loss.item())
-        >>> [record["message_bytes"] for record in thinwire.read_run(path).steps]
+        >>> [record["message_bytes"] for record in thinwire.watch.read_run(path).steps]
         [896, 896, 896]
     """
 
@@ -246,7 +244,7 @@ def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
     if not all(callable(getattr(writer, name, None)) for name in ("write", "close")):
         raise ConfigError(
             f"writer must be a path, or have write and close, got {writer!r}; of a logger's function, make a "
-            "thinwire.MetricsWriter"
+            "thinwire.watch.MetricsWriter"
         )
     return writer
 

@@ -13,8 +13,6 @@ from thinwire.json_records import MAX_NUMBER
 from thinwire.sync.stats import Stats
 from thinwire.watch.records import FORMAT, MAX_LINE_BYTES, RESERVED, record_of
 
-__all__ = ["JSONLWriter", "MetricsWriter", "TensorBoardWriter", "Writer", "metrics_of"]
-
 Metrics = dict[str, float]
 
 # By default json writes NaN and Infinity, which are no JSON and which reading refuses.

@@ -56,7 +56,7 @@ def test_bytes_on_the_wire_beside_those_of_bf16(bits: int, members: int) -> None
     large = tuple(spec(f"large.{index}", 1024, 1024) for index in range(6))
     small = (spec("head", 256, 1024), spec("head.bias", 256))
     for bucket in (layer, large, small):
-        plan = Quantize(bits).prepare(bucket, num_members=members)
+        plan = Quantize(bits=bits).prepare(bucket, num_members=members)
         before = wire_bytes("all_reduce", 2 * sum(each.numel for each in bucket), members)
         message_bytes = sum(route.message_bytes for route in plan.routes)
         # Half of it is handed over to everyone, and a member's share of the other half is gathered.
@@ -68,7 +68,7 @@ def test_bytes_on_the_wire_beside_those_of_bf16(bits: int, members: int) -> None
 @pytest.mark.parametrize("bits", SHARES)
 def test_what_leaves_a_member_is_what_the_plan_says(bits: int) -> None:
     layout = [(spec("weight", 256, 192), spec("bias", 192)), (spec("last", 100, 100),)]
-    simulation, _ = stepped(Quantize(bits), layout, 3)
+    simulation, _ = stepped(Quantize(bits=bits), layout, 3)
     sent = simulation.engines[0].traffic.by_collective
     assert set(sent) == {"all_to_all", "all_gather"}
     bytes_of = {name: each.sent_bytes for name, each in sent.items()}
@@ -86,7 +86,7 @@ ERRORS = {8: 0.012, 4: 0.16, 3: 0.29, 2: 0.53, 1: 1.0}
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_the_mean_is_near_the_true_one(bits: int, rounding: Any) -> None:
     layout = [(spec("weight", 64, 64),)]
-    _, ((mean,),) = stepped(Quantize(bits, rounding=rounding), layout, 3)
+    _, ((mean,),) = stepped(Quantize(bits=bits, rounding=rounding), layout, 3)
     (true,) = true_means(random_gradients(layout, num_workers=3, seed=0))
     error = ((mean - true).norm() / true.norm()).item()
     assert ERRORS[bits] / 8 < error < ERRORS[bits] * (1 if rounding == "nearest" else 1.6)
@@ -96,7 +96,7 @@ def test_the_mean_is_near_the_true_one(bits: int, rounding: Any) -> None:
 def test_results_do_not_depend_on_what_shares_a_bucket(rounding: Any) -> None:
     """DDP makes other buckets after the first step: a resumed run must be the run that went on."""
     first, second = spec("first", 33, 7), spec("second", 50)
-    quantize = Quantize(2, rounding=rounding)
+    quantize = Quantize(bits=2, rounding=rounding)
     gradients = random_gradients([(first, second)], num_workers=3, seed=0)
     apart = [list(flat.clone().split_with_sizes([231, 50])) for (flat,) in gradients]
     turned = [[torch.cat([parts[1], parts[0]])] for parts in apart]
@@ -112,13 +112,13 @@ def test_zeros_stay_zeros_from_4_bits_on() -> None:
         gradients = [[torch.zeros(64)] for _ in range(2)]
         for (flat,) in gradients:
             flat[3] = 5.0
-        assert Simulation(Quantize(bits), [(spec("weight", 64),)], num_workers=2).step(gradients)
+        assert Simulation(Quantize(bits=bits), [(spec("weight", 64),)], num_workers=2).step(gradients)
         assert gradients[0][0].count_nonzero() == 1
 
 
 def test_more_members_than_blocks_and_parameters_without_elements() -> None:
     layout = [(spec("empty", 0, 3), spec("scalar")), (spec("nothing", 0),)]
-    simulation, results = stepped(Quantize(8), layout, 5, steps=2)
+    simulation, results = stepped(Quantize(bits=8), layout, 5, steps=2)
     for step, result in enumerate(results):
         true = true_means(random_gradients(layout, num_workers=5, seed=step))[0]
         torch.testing.assert_close(result[0].double(), true, rtol=2e-2, atol=1e-6)
@@ -130,7 +130,7 @@ def test_results_stay_within_the_range_of_16_bits(dtype: torch.dtype) -> None:
     most = torch.finfo(dtype).max / 2
     gradients = [[torch.full((64,), most, dtype=dtype)] for _ in range(2)]
     gradients[0][0][1] = gradients[1][0][1] = 0
-    assert Simulation(Quantize(2), [(spec("weight", 64, dtype=dtype),)], num_workers=2).step(gradients)
+    assert Simulation(Quantize(bits=2), [(spec("weight", 64, dtype=dtype),)], num_workers=2).step(gradients)
     assert gradients[0][0].isfinite().all()
 
 
@@ -138,7 +138,7 @@ def test_results_stay_within_the_range_of_16_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bits", [1, 2])
 def test_nan_on_one_member_reaches_all_in_one_and_two_bits(bits: int, error_feedback: bool) -> None:
     layout = [(spec("weight", 64, 64), spec("bias", 5))]
-    simulation = Simulation(Quantize(bits, error_feedback=error_feedback), layout, num_workers=3)
+    simulation = Simulation(Quantize(bits=bits, error_feedback=error_feedback), layout, num_workers=3)
     gradients = random_gradients(layout, num_workers=3, seed=0)
     gradients[2][0][-1] = math.nan
     assert simulation.step(gradients) is not error_feedback
@@ -155,7 +155,7 @@ def test_a_residual_that_another_has_left_is_sent_whole() -> None:
         total += true_means(gradients)[0]
         if step == 3:
             for sync in simulation.syncs:
-                sync.use(Quantize(2))
+                sync.use(Quantize(bits=2))
         assert simulation.step(gradients)
         sent += gradients[0][0].double()
     assert (total - sent).norm() / total.norm() < 1e-6
@@ -176,7 +176,7 @@ def test_error_feedback_loses_nothing(
 ) -> None:
     """Sum of results + final mean residual = sum of true means, whatever is coded twice on the way."""
     layout = [tuple(spec(f"{index}", numel, dtype=dtype) for index, numel in enumerate(numels))]
-    algorithm = Quantize(bits, block=block, rounding=rounding, error_feedback=True)
+    algorithm = Quantize(bits=bits, block=block, rounding=rounding, error_feedback=True)
     simulation, results = stepped(algorithm, layout, num_workers, steps=3)
     means = [true_means(random_gradients(layout, num_workers=num_workers, seed=step))[0] for step in range(3)]
     true, sent = torch.stack(means).sum(0), torch.stack([result[0].double() for result in results]).sum(0)
@@ -188,7 +188,7 @@ def test_error_feedback_loses_nothing(
 def test_error_feedback_sends_in_the_end_what_one_step_could_not() -> None:
     layout = [(spec("weight", 32, 32),)]
     gradient = random_gradients(layout, num_workers=1, seed=0)[0][0]
-    simulation = Simulation(Quantize(1, error_feedback=True), layout, num_workers=2)
+    simulation = Simulation(Quantize(bits=1, error_feedback=True), layout, num_workers=2)
     total = torch.zeros_like(gradient)
     errors = []
     for step in range(1, 17):
@@ -202,7 +202,7 @@ def test_error_feedback_sends_in_the_end_what_one_step_could_not() -> None:
 
 def test_stochastic_rounding_of_a_resumed_run_is_that_of_the_run() -> None:
     layout = [(spec("weight", 40, 10),)]
-    algorithm = Quantize(2, rounding="stochastic", seed=3)
+    algorithm = Quantize(bits=2, rounding="stochastic", seed=3)
     _, results = stepped(algorithm, layout, 2, steps=3)
     resumed, _ = stepped(algorithm, layout, 2, steps=2)
     again = Simulation(algorithm, layout, num_workers=2)
@@ -211,7 +211,7 @@ def test_stochastic_rounding_of_a_resumed_run_is_that_of_the_run() -> None:
     gradients = random_gradients(layout, num_workers=2, seed=2)
     assert again.step(gradients)
     assert torch.equal(gradients[0][0], results[2][0])
-    _, others = stepped(Quantize(2, rounding="stochastic", seed=4), layout, 2)
+    _, others = stepped(Quantize(bits=2, rounding="stochastic", seed=4), layout, 2)
     assert not torch.equal(others[0][0], results[0][0])
 
 
@@ -236,12 +236,12 @@ def test_settings_that_there_are_not_are_refused(given: dict[str, Any], message:
 
 
 def test_numpys_integers_are_taken() -> None:
-    assert Quantize(np.int64(2), block=np.int32(32)) == Quantize(2, block=32)
+    assert Quantize(bits=np.int64(2), block=np.int32(32)) == Quantize(bits=2, block=32)
 
 
 def test_exact_takes_over_what_error_feedback_has_left() -> None:
     layout = [(spec("weight", 40, 40),)]
-    simulation, results = stepped(Quantize(1, error_feedback=True), layout, 2, steps=3)
+    simulation, results = stepped(Quantize(bits=1, error_feedback=True), layout, 2, steps=3)
     for sync in simulation.syncs:
         sync.use(AllReduce())
     gradients = random_gradients(layout, num_workers=2, seed=3)

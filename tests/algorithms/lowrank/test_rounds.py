@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from catalog import spec
-from thinwire import BatchedPowerSGD, PowerSGD
-from thinwire.algorithms import Algorithm
+from thinwire import PowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.slots import SENT

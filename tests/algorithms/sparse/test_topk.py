@@ -32,7 +32,7 @@ LAYOUT = [(spec("weight", 30, 50, dtype=torch.float64), spec("bias", 30, dtype=t
 @pytest.mark.parametrize("merge", ["members", "senders"])
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
 def test_against_numpy(bits: int, merge: Any) -> None:
-    algorithm = TopK(1 / 16, bits=bits, chunk=400, error_decay=0.9, merge=merge)
+    algorithm = TopK(density=1 / 16, bits=bits, chunk=400, error_decay=0.9, merge=merge)
     simulation = Simulation(algorithm, LAYOUT, num_workers=3)
     reference = Reference([1500, 30], 3, 1 / 16, bits, 400, 0.9, merge)
     for step in range(3):
@@ -53,7 +53,7 @@ def test_with_a_decay_of_one_nothing_is_lost_and_buckets_do_not_matter(data: st.
     shapes = data.draw(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=4))
     specs = [spec(str(index), *shape, dtype=dtype) for index, shape in enumerate(shapes)]
     algorithm = TopK(
-        data.draw(st.floats(1e-3, 1)),
+        density=data.draw(st.floats(1e-3, 1)),
         bits=data.draw(st.sampled_from([2, 4, 8, 16])),
         chunk=data.draw(st.integers(1, 100)),
         error_decay=1,
@@ -115,7 +115,7 @@ def test_from_another_algorithm_and_back_nothing_is_lost(monkeypatch: pytest.Mon
 
 def test_what_fp16_can_not_hold_stays_in_the_residual() -> None:
     layout = [(spec("weight", 8, dtype=torch.float16),)]
-    simulation = Simulation(TopK(1 / 8, error_decay=1, bits=16), layout, num_workers=2)
+    simulation = Simulation(TopK(density=1 / 8, error_decay=1, bits=16), layout, num_workers=2)
     for engine in simulation.engines:
         engine.put_error("weight", torch.tensor([1e5, 0, 0, 0, 0, 0, 0, 0]))
     for expected, remaining in ((65_504, 1e5 - 65_504), (1e5 - 65_504, 0)):
@@ -128,7 +128,7 @@ def test_what_fp16_can_not_hold_stays_in_the_residual() -> None:
 def test_an_entry_that_is_zero_was_not_sent() -> None:
     """A member whose chunk is all zeros must send some of them: they do not halve what the other has sent."""
     layout = [(spec("weight", 64),)]
-    simulation = Simulation(TopK(1, merge="senders", bits=16), layout, num_workers=2)
+    simulation = Simulation(TopK(density=1, merge="senders", bits=16), layout, num_workers=2)
     gradients = [[torch.zeros(64)], [torch.full((64,), 3.0)]]
     assert simulation.step(gradients)
     assert torch.equal(gradients[0][0], torch.full((64,), 3.0))
@@ -169,7 +169,7 @@ def test_bytes_grow_with_the_members_and_the_plan_says_so() -> None:
     assert plans[2].gradient_bytes / plans[2].message_bytes > 95
     assert plans[8].message_bytes == 4 * plans[2].message_bytes
     assert plans[8].detail == "16,384 of 1,048,576 entries, 2 bits, from each of 8 members"
-    least = TopK(5e-324).prepare(specs)  # of which one over it is infinite
+    least = TopK(density=5e-324).prepare(specs)  # of which one over it is infinite
     assert least.routes[0].detail.startswith("256 of 1,048,576 entries")
 
 
@@ -177,7 +177,7 @@ def test_bytes_grow_with_the_members_and_the_plan_says_so() -> None:
 def test_stats_tell_how_much_was_not_sent() -> None:
     """Of a parameter of which one chunk is shorter, and of one that is no longer than that."""
     layout = [(spec("weight", 80, 2), spec("bias", 32))]
-    simulation = Simulation(TopK(1 / 64, bits=16, chunk=64), layout, num_workers=2)
+    simulation = Simulation(TopK(density=1 / 64, bits=16, chunk=64), layout, num_workers=2)
     gradient = torch.ones(192)
     gradient[[0, 64, 128, 160]] = 8.0  # of 127 + 64 in each chunk, squared; of 95 in each shorter one
     assert simulation.step([[gradient.clone()] for _ in range(2)])
@@ -287,5 +287,5 @@ def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
 
 
 def test_settings_are_kept_as_pythons_own_types() -> None:
-    algorithm = TopK(np.float32(0.25), bits=np.int64(4), chunk=np.int32(64), error_decay=1)
-    assert repr(algorithm) == repr(TopK(0.25, bits=4, chunk=64, error_decay=1.0))
+    algorithm = TopK(density=np.float32(0.25), bits=np.int64(4), chunk=np.int32(64), error_decay=1)
+    assert repr(algorithm) == repr(TopK(density=0.25, bits=4, chunk=64, error_decay=1.0))

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from members import Member, run
-from thinwire import Streaming
+from thinwire import StateError, Streaming, checkpoint
 from thinwire.algorithms import PowerSGD
 from training import error_of, flat, new_model
 
@@ -21,36 +22,82 @@ POWER = PowerSGD(matrix_rank=2)
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
+@pytest.mark.parametrize("name", ["local.pt", "local.safetensors"])
 @pytest.mark.parametrize("saved_after", [4, 6])
 @pytest.mark.parametrize("outer", [None, NESTEROV], ids=["mean", "outer"])
-def test_resuming_is_equal_to_the_bit(outer: Any, saved_after: int) -> None:
+def test_resuming_is_equal_to_the_bit(outer: Any, saved_after: int, name: str, tmp_path: Path) -> None:
     """At an averaging or between two, each member with its own model and optimizer."""
-    for straight, resumed, steps, ratio in run(2, _resume, outer, saved_after):
+    for straight, resumed, steps, ratio in run(2, _resume, outer, saved_after, tmp_path / name):
         assert torch.equal(straight, resumed)
         assert steps == [11, 11]
         assert ratio > 15
 
 
-def _resume(member: Member, outer: Any, saved_after: int) -> tuple[Tensor, Tensor, list[int], float]:
+def _resume(
+    member: Member, outer: Any, saved_after: int, file: Path
+) -> tuple[Tensor, Tensor, list[int], float]:
     settings = {"every_steps": 4, "algorithm": POWER, "outer": outer}
     saved = io.BytesIO()
     with member.local(**settings) as local:
         member.train(saved_after)
-        parts = (local.state_dict(), member.model.state_dict(), member.optimizer.state_dict())
-        torch.save(parts, saved)
+        checkpoint.save(local.state_dict(), file)
+        torch.save((member.model.state_dict(), member.optimizer.state_dict()), saved)
         member.train(saved_after, 11)
     straight = flat(member.model)
     saved.seek(0)
-    local_state, model_state, optimizer_state = torch.load(saved, weights_only=True)
+    model_state, optimizer_state = torch.load(saved, weights_only=True)
     member.take(new_model(seed=3))
     resumed = member.local(**settings)
     member.model.load_state_dict(model_state)
     member.optimizer.load_state_dict(optimizer_state)
-    resumed.load_state_dict(local_state)
+    resumed.load_state_dict(checkpoint.load(file))
     with resumed:
         member.train(saved_after, 11)
     steps = [local.stats().steps, resumed.stats().steps]
     return straight, flat(member.model), steps, resumed.stats().compression_ratio
+
+
+@pytest.mark.parametrize("name", ["local.pt", "local.safetensors"])
+def test_a_damaged_file_is_refused_or_means_the_same(name: str, tmp_path: Path) -> None:
+    """One that was saved with outer momentum and a fragment in flight comes back as it was."""
+    state, _ = run(2, _in_flight)
+    assert len(state["in_flight"]) == 1
+    assert state["outer"]
+    file = tmp_path / name
+    checkpoint.save(state, file)
+    whole, refused = file.read_bytes(), 0
+    assert_same(checkpoint.load(file), state)
+    for place in range(0, len(whole), 211):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        try:
+            assert checkpoint.load(file)["checksum"] == state["checksum"]
+        except StateError:
+            refused += 1
+    assert refused > 50
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Of the same kinds, names and numbers, however deep."""
+    assert type(one) is type(other)
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, tuple | list):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_same(mine, theirs)
+    else:
+        assert one == other
+
+
+def _in_flight(member: Member) -> dict[str, Any]:
+    settings = {"every_steps": 4, "fragments": 2, "delay_steps": 1, "outer": NESTEROV}
+    with member.local(algorithm=POWER, **settings) as local:
+        member.train(8)
+        return local.state_dict()
 
 
 def test_what_was_pending_when_saved_is_averaged_after_resuming() -> None:

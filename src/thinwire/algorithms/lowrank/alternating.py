@@ -21,8 +21,6 @@ from thinwire.algorithms.requests import Jointly, Message, Request
 from thinwire.kernels.dispatch import orthonormal_rows, products, projections, subtract_own
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup
 
-__all__ = ["alternate"]
-
 
 def alternate(
     config: LowRank,

@@ -15,8 +15,6 @@ from thinwire.kernels.matrices import MatrixGroup
 from thinwire.tensors import accelerators
 from thinwire.tensors.layout import stacked
 
-__all__ = ["StartingBases", "fitted", "random_rows"]
-
 # Between the seeds of one step and the next: far from any seed a user would choose.
 SEED_STRIDE = 1_000_003
 

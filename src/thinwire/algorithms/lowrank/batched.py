@@ -20,8 +20,6 @@ from thinwire.kernels.dispatch import orthonormal_rows, products, projections, r
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, round_all_into
 from thinwire.plan import ParameterSpec
 
-__all__ = ["BatchedPowerSGD"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class BatchedPowerSGD(LowRank):

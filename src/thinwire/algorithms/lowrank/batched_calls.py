@@ -9,12 +9,6 @@ import torch
 from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import Write
 
-__all__ = [
-    "all_divided",
-    "all_written",
-    "all_zeros",
-]
-
 
 def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     """Return tensors over their loss scales: a step has one scale for all tensors on a device."""

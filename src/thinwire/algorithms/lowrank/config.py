@@ -16,8 +16,6 @@ from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.plan import ParameterSpec, Route
 
-__all__ = ["ELSEWHERE", "LowRank", "LowRankRoute", "translated"]
-
 # What torch, the reference implementation and earlier versions call our settings.
 ELSEWHERE = {
     "rank": "matrix_rank",

@@ -11,8 +11,6 @@ from thinwire.algorithms.requests import Jointly, Mean, Message, Request
 from thinwire.kernels.matrices import widened
 from thinwire.tensors import accelerators
 
-__all__ = ["average_factors"]
-
 
 class FactorMeans(NamedTuple):
     """What a round of factors makes known.

@@ -23,8 +23,6 @@ from thinwire.kernels.dispatch import name_of_kernels_for
 from thinwire.kernels.matrices import Terms, Write
 from thinwire.tensors import accelerators
 
-__all__ = ["LowRankPlan", "by_label"]
-
 MAX_NAMES = 4
 
 

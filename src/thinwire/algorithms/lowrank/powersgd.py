@@ -12,8 +12,6 @@ from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 
-__all__ = ["PowerSGD"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(LowRank):

@@ -23,8 +23,6 @@ from thinwire.kernels.matrices import MatrixGroup, Reconstruction, Terms, Write,
 from thinwire.kernels.residuals import Rooms
 from thinwire.tensors import accelerators
 
-__all__ = ["PowerSGDPlan"]
-
 
 class _ShapeGroup(NamedTuple):
     """Parameters of a bucket with the same matrix shape and matrix rank, by index."""

@@ -14,8 +14,6 @@ from thinwire.kernels.matrices import MatrixGroup
 from thinwire.kernels.residuals import Rooms, row_elements
 from thinwire.tensors.layout import fill_alike, fill_memory, in_one_piece
 
-__all__ = ["Wanted", "all_laid"]
-
 
 class Wanted(NamedTuple):
     """A bucket whose residuals are to be written.

@@ -11,8 +11,6 @@ from thinwire.algorithms.base import Slot
 from thinwire.errors import StateError
 from thinwire.plan import BUCKET_SEPARATOR
 
-__all__ = ["BASIS", "FACTOR", "SENT", "square"]
-
 # Rows that begin with a cache line are read and written faster; from here on that makes no message longer.
 LINE_ELEMENTS = 16
 WIDE_COLUMNS = 1024

@@ -16,8 +16,6 @@ from thinwire.algorithms.requests import Jointly, Message, Request
 from thinwire.kernels.dispatch import orthonormal_rows, products, projections
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Terms
 
-__all__ = ["Approximation", "approximate"]
-
 
 @dataclass(frozen=True)
 class Approximation:

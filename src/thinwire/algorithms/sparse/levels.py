@@ -11,8 +11,6 @@ import torch
 
 from thinwire.tensors import accelerators
 
-__all__ = ["SCALE_DTYPE", "codes_of", "end_levels", "on_the_wire", "values_of"]
-
 SCALE_DTYPE = torch.bfloat16  # fp32's range; what its rounding loses stays in the residual
 
 # In how many parts of a chunk's largest magnitude the others are counted where sums must not depend on their

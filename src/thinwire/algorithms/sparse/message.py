@@ -20,8 +20,6 @@ from thinwire.kernels.dispatch import entry_kernels_for
 from thinwire.tensors.chunks import Chunks
 from thinwire.tensors.packing import pack, packed_bytes, unpack
 
-__all__ = ["Entries", "Message"]
-
 MAX_WORD_BITS = 16
 
 

@@ -29,8 +29,6 @@ from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators
 from thinwire.tensors.chunks import chunks_of
 
-__all__ = ["TopK"]
-
 BITS = (2, 4, 8, 16)
 MAX_CHUNK = 1 << 16
 
@@ -42,7 +40,7 @@ REDUCTION = Slot("reduction", is_local=True, is_saved=False)
 shows how much was not sent."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TopK(Algorithm):
     """Send the largest entries of each chunk of a gradient, in few bits, and remember the rest.
 

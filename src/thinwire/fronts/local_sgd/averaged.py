@@ -8,8 +8,6 @@ import torch
 
 from thinwire.plan import ParameterSpec
 
-__all__ = ["Averaged", "held_of"]
-
 
 class Averaged(NamedTuple):
     """A tensor of the model that is averaged.

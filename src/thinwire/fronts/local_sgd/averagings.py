@@ -15,8 +15,6 @@ from thinwire.fronts.local_sgd.outer import settings_digest
 from thinwire.fronts.local_sgd.schedule import Members, Schedule
 from thinwire.sync import Engine
 
-__all__ = ["Averagings"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -11,8 +11,6 @@ import torch
 from thinwire.channel import Transport
 from thinwire.errors import StepError
 
-__all__ = ["Answer", "Consensus", "do_agree"]
-
 MAX_LISTED = 8
 
 

@@ -20,8 +20,6 @@ from thinwire.sync.nonfinite import OnNonfinite
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["DiLoCo"]
-
 
 class DiLoCo(LocalSGD):
     """Train each process on its own for many steps, then take an outer step along the mean of their changes.

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd.averaged import Averaged
 
-__all__ = ["fragments_of", "layer_of"]
-
 
 def layer_of(name: str) -> str:
     """Return the layer of a parameter or buffer, by its name.

@@ -17,8 +17,6 @@ from thinwire.fronts.local_sgd.fragment import Fragment
 from thinwire.sync import Engine
 from thinwire.sync.step import Step
 
-__all__ = ["Changes", "Flight", "are_finite", "have_moved"]
-
 Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 """By fragment, flat, a tensor for each of its buckets: see `Fragment.changes`."""
 

@@ -12,8 +12,6 @@ import torch
 from thinwire.errors import StepError
 from thinwire.fronts.local_sgd.averaged import Averaged
 
-__all__ = ["Buckets", "Fragment", "Fragments"]
-
 
 class Buckets:
     """Tensors that travel flat, as one for each device and type, buffers by themselves.

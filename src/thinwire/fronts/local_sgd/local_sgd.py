@@ -57,8 +57,6 @@ from thinwire.sync.stats import Stats
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["LocalSGD"]
-
 EXACT = AllReduce()
 
 

@@ -3,22 +3,17 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch._C._distributed_c10d import GradBucket
 from torch.amp.grad_scaler import GradScaler
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.algorithms import AllReduce
-from thinwire.errors import AttachError, StateError
-from thinwire.fronts.ddp import BucketFront
-from thinwire.fronts.ddp_model import DetachedFront, check_options, completed_future, dense_buffer, names_of
+from thinwire.errors import AttachError
+from thinwire.fronts.ddp import ATTACHED, BucketFront, Switch, switched
+from thinwire.fronts.ddp_model import DetachedFront, check_options, names_of
 from thinwire.fronts.local_sgd.schedule import Members
 from thinwire.sync import Engine
-
-__all__ = ["after_each_step", "check_ddp", "driven_gradients"]
 
 
 @contextmanager
@@ -65,27 +60,6 @@ def after_each_step(
         yield
 
 
-class _GradientSwitch:
-    """The hook's state. DDP takes one hook and never lets go of it, so what it does can be switched."""
-
-    front_now: Callable[[], BucketFront | None]  # None to leave the gradients of this pass alone
-
-    def __deepcopy__(self, memo: dict[int, object]) -> DetachedFront:
-        return DetachedFront()
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "a DDP model with LocalSGD can't be pickled whole; save model.module.state_dict() and "
-            "the LocalSGD's state_dict() instead"
-        )
-
-
-def _local_sgd_hook(state: _GradientSwitch, bucket: GradBucket) -> Future[torch.Tensor]:
-    # Asked at every bucket: the same answer throughout a pass, for the step counts only after it.
-    front = state.front_now()
-    return completed_future(dense_buffer(bucket)) if front is None else front.run(bucket)
-
-
 @contextmanager
 def driven_gradients(
     model: DistributedDataParallel, engines: Mapping[Members, Engine], current: Callable[[], Members | None]
@@ -99,19 +73,13 @@ def driven_gradients(
     """
     names = names_of(model.module, model.parameters_to_ignore)
     fronts = {members: BucketFront(engine, names, model) for members, engine in engines.items()}
-
-    # A model that was in such a context before has it still.
-    switch = next((state for _, state in model._comm_hooks if isinstance(state, _GradientSwitch)), None)
-    if switch is None:
-        switch = _GradientSwitch()
-        model.register_comm_hook(switch, _local_sgd_hook)
-    switch.front_now = lambda: None if (members := current()) is None else fronts[members]
+    switch = switched(
+        model, lambda: None if (members := current()) is None else fronts[members], taken_by="LocalSGD"
+    )
     try:
         yield
     finally:
-        # An engine of its own: what is trained later is not in this LocalSGD's statistics.
-        afterwards = BucketFront(Engine(AllReduce(), engines["group"].transport), names, model)
-        switch.front_now = lambda: afterwards
+        switch.free(model)
 
 
 def check_ddp(model: DistributedDataParallel) -> None:
@@ -121,7 +89,8 @@ def check_ddp(model: DistributedDataParallel) -> None:
         AttachError: It has a hook of someone else's, or options that are collective over the whole group.
     """
     # A copy of a DDP model still lists the hook that it has lost, with a `DetachedFront`.
-    if any(not isinstance(state, _GradientSwitch | DetachedFront) for _, state in model._comm_hooks):
+    states = [state for _, state in model._comm_hooks if not isinstance(state, DetachedFront)]
+    if any(not isinstance(state, Switch) or state.taken_by == ATTACHED for state in states):
         raise AttachError(
             "the DDP model has a communication hook already, and DDP allows one only; pass LocalSGD a DDP "
             "model without one (it registers its own), or the plain module instead of the DDP model"

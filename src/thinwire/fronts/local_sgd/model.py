@@ -21,8 +21,6 @@ from thinwire.fronts.local_sgd.replica import Replica
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AveragedModel", "replica_of", "unwrapped"]
-
 
 @dataclass(eq=False)
 class AveragedModel:

@@ -17,20 +17,6 @@ from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.local_sgd.replica import Replica
 from thinwire.fronts.local_sgd.settings import Nesterov
 
-__all__ = [
-    "OUTER_EXAMPLE",
-    "Outer",
-    "check_outer",
-    "described_outer",
-    "device_of",
-    "held_by",
-    "load_outer",
-    "new_outer",
-    "saved_outer",
-    "settings_digest",
-    "warn_of_momentum",
-]
-
 Outer: TypeAlias = Nesterov | Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 """The outer step; or what makes an optimizer of the last averaged parameters."""
 

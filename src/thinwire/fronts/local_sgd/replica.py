@@ -14,8 +14,6 @@ from thinwire.sync import Engine, GradientSync
 if TYPE_CHECKING:
     from thinwire.fronts.sharded.model import Piece
 
-__all__ = ["Replica"]
-
 
 class Replica:
     """A replica, over processes that hold a shard of it each; of one process, the shard is all of it.

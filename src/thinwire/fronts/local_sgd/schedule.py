@@ -11,8 +11,6 @@ from thinwire.checks import shown, whole_count
 from thinwire.errors import ConfigError
 from thinwire.fronts.local_sgd.settings import Streaming
 
-__all__ = ["WHOLE", "Members", "Schedule"]
-
 Members: TypeAlias = Literal["group", "subgroup"]
 
 WHOLE = Streaming()

@@ -13,8 +13,6 @@ from thinwire.algorithms import Algorithm
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError
 
-__all__ = ["Nesterov", "Streaming", "Warmup"]
-
 # Each by whether the algorithm sends few entries.
 
 # By members, from so many on. Charles et al., "Communication-Efficient Language Model Training Scales

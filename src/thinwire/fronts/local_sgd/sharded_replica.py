@@ -15,8 +15,6 @@ from thinwire.fronts.sharded.model import Piece, ShardedModel, pieces_of, replic
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.sync import Engine, GradientSync
 
-__all__ = ["ShardedReplica"]
-
 
 class ShardedReplica(Replica):
     """A replica whose processes hold a shard of it each.
@@ -42,8 +40,7 @@ class ShardedReplica(Replica):
                 "without replicate"
             )
         if not isinstance(replicas, Transport):
-            group, mesh = (None, replicas) if isinstance(replicas, DeviceMesh) else (replicas, None)
-            replicas = replicas_of(sharded, group, mesh)
+            replicas = replicas_of(sharded, replicas)
         pieces = {piece.name: piece for piece in pieces_of(module, sharded)}
         refuse_attached(
             pieces.values(),

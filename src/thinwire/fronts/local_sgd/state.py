@@ -20,8 +20,6 @@ from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_readable, check_undamaged, with_checksum
 from thinwire.sync.state import DTYPES
 
-__all__ = ["DistributedState", "LoadedState", "checked_state", "go_on_from", "packed_state"]
-
 STATE_VERSION = 4
 KEYS = {"version", "step", "sent_after", "in_flight", "last_average", "sync", "outer", "checksum"}
 WARMUP_KEY = "warmup"  # where an algorithm of the warm-up still remembers something

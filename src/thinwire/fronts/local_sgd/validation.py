@@ -16,8 +16,6 @@ from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.fronts.local_sgd.settings import Warmup
 from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
-__all__ = ["check_gradient_settings", "checked_optimizer"]
-
 
 def check_gradient_settings(
     schedule: Schedule, on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, warmup: Warmup

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, agree, copy_from
 from thinwire.channel.agreement import alike_on_all_shards
-from thinwire.checks import true_or_false
 from thinwire.errors import AttachError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
@@ -18,34 +19,21 @@ from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_o
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.loss_scale import LossScale
-from thinwire.sync.nonfinite import OnNonfinite
-
-__all__ = ["attach_sharded"]
 
 
 def attach_sharded(
     model: torch.nn.Module,
     algorithm: Algorithm,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    mesh: DeviceMesh | None = None,
-    loss_scale: LossScale | None = None,
-    host_check: bool = True,
-    on_nonfinite: OnNonfinite = "nan",
-    overlap: bool = True,
+    replicas: dist.ProcessGroup | DeviceMesh | None,
+    settings: Settings,
 ) -> GradientSync:
     """Do what `thinwire.attach` does, with an FSDP2 model.
 
     Args:
         model: One on which `fully_shard` or `replicate` was called; they have all trained parameters.
         algorithm: As of `attach`.
-        process_group: As of `attach`.
-        mesh: As of `attach`.
-        loss_scale: As of `Settings`.
-        host_check: As of `attach`.
-        on_nonfinite: As of `attach`.
-        overlap: As of `attach`.
+        replicas: As of `attach`.
+        settings: Of its steps.
 
     Raises:
         AttachError: The model, or the group, can't be attached.
@@ -54,18 +42,17 @@ def attach_sharded(
         GradientError: A parameter's gradient can't be averaged by the algorithm.
         CommunicationError: A collective failed.
     """
-    overlap = true_or_false("overlap", overlap)
     sharded = ShardedModel(model)
-    replicas = replicas_of(sharded, process_group, mesh)
+    group = replicas_of(sharded, replicas)
     pieces = pieces_of(model, sharded)
     refuse_attached(pieces, "switch its algorithm with sync.use(…), where sync is what attach returned")
     trained = [piece for piece in pieces if piece.parameter.requires_grad]
     if not trained:
         raise AttachError("no parameter of the model is trained, so there is nothing to average")
     device = local_of(trained[0].parameter).device
-    transport = ProcessGroupTransport(replicas, device)
+    transport = ProcessGroupTransport(group, device)
     refuse_averaged_twice((piece.parameter for piece in trained), transport, AttachError)
-    if device.type == "cpu" and ProcessGroupTransport(replicas).control_device.type != "cpu":
+    if device.type == "cpu" and ProcessGroupTransport(group).control_device.type != "cpu":
         raise AttachError(
             "gradients are on the CPU (CPUOffloadPolicy), which the replicas' group can't send from; "
             'call init_process_group("cpu:gloo,cuda:nccl")'
@@ -76,7 +63,7 @@ def attach_sharded(
         shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
     together = shards if shards.size > 1 else None
-    settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite, together=together)
+    settings = replace(settings, together=together)
     engine = Engine(algorithm, transport, specs_of(pieces), settings)
     # Buffers as well: replicas that are copied start equal in all that the model holds.
     tensors = {plain_name(name): each for name, each in [*model.named_parameters(), *model.named_buffers()]}
@@ -92,12 +79,12 @@ def attach_sharded(
         sharded.stop_averaging()
     # Behind all that is compared: replicas of unlike shapes would wait for each other in here.
     copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)
-    front = ShardedFront(engine, shards, sharded, pieces, overlap=overlap)
+    front = ShardedFront(engine, shards, sharded, pieces)
     # Last: hooks of an attach that was refused would stay on the model.
     front.register(model)
     warn_of_shared_cards(engine, transport)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
-    return ShardedSync(engine, shards, own, front.forget_pass)
+    return ShardedSync(engine, shards, own, front.forget_pass, front.detach)
 
 
 def _described(shards: Transport, tensors: dict[str, torch.Tensor], pieces: list[Piece]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.algorithms import Bucket
 from thinwire.channel import Transport, gather_bytes
@@ -22,8 +23,6 @@ from thinwire.sync import Engine
 from thinwire.sync.lane import Lane
 from thinwire.sync.step import Step
 from thinwire.tensors.accelerators import sent_to
-
-__all__ = ["ShardedFront", "refuse_attached", "specs_of"]
 
 
 def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
@@ -61,8 +60,7 @@ class _Bucket:
         specs: Theirs.
         lane: Where they go; None before the first step.
         flat: Their gradients, from being started on until they are means.
-        num_arrived: Parameters whose gradients have come in this pass.
-        comes_once: Whether none has come twice.
+        num_arrived: Gradients that have come in this pass, the parts of each counted.
     """
 
     pieces: Sequence[Piece]
@@ -70,7 +68,6 @@ class _Bucket:
     lane: Lane | None = None
     flat: torch.Tensor | None = None
     num_arrived: int = 0
-    comes_once: bool = True
 
 
 class ShardedFront:
@@ -86,17 +83,10 @@ class ShardedFront:
         shards: Joins the shards of a replica.
         sharded: FSDP2's side of the model.
         pieces: What this process has of the parameters.
-        overlap: Whether to start before the end of the pass.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        shards: Transport,
-        sharded: ShardedModel,
-        pieces: Iterable[Piece],
-        *,
-        overlap: bool,
+        self, engine: Engine, shards: Transport, sharded: ShardedModel, pieces: Iterable[Piece]
     ) -> None:
         self.engine, self.shards = engine, shards
         self._sharded = sharded
@@ -104,11 +94,11 @@ class ShardedFront:
         self._pieces = [piece for bucket in self._buckets for piece in bucket.pieces]
         # By identity: parameters compare element by element.
         self._bucket_of = {id(piece.parameter): bucket for bucket in self._buckets for piece in bucket.pieces}
-        self._overlap = overlap
         self._has_order = False
         # Of the buckets in order, how many may be started before the end of a pass.
         self._num_early = 0
         device = local_of(self._pieces[0].parameter).device
+        self._handles: list[RemovableHandle] = []
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -120,10 +110,19 @@ class ShardedFront:
         Args:
             model: The root module.
         """
-        for piece in self._pieces:
+        self._handles = [
             piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
+            for piece in self._pieces
+        ]
         # Behind FSDP2's own, which is the first: it may have taken new parameters just now.
-        model.register_forward_pre_hook(disable_dynamo(lambda root, _: self.check_before_forward(root)))
+        check = disable_dynamo(lambda root, _: self.check_before_forward(root))
+        self._handles.append(model.register_forward_pre_hook(check))
+
+    def detach(self) -> None:
+        """Undo `register`, and let `replicate` average again."""
+        for handle in self._handles:
+            handle.remove()
+        self._sharded.go_on_averaging()
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
         """Refuse what would go unnoticed: gradients that nobody averages.
@@ -183,17 +182,20 @@ class ShardedFront:
         self._step: Step | None = None
         self._num_started = 0
         self._arrived: set[int] = set()
-        self._completed: list[_Bucket] = []
+        # In the order in which their gradients came, a set that has one.
+        self._completed: dict[_Bucket, None] = {}
         for bucket in self._buckets:
-            bucket.flat, bucket.num_arrived, bucket.comes_once = None, 0, True
+            bucket.flat, bucket.num_arrived = None, 0
 
     # A pass.
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Take note of a gradient, and start the buckets that are complete: the hook of each parameter.
 
+        A module that is called several times has its gradients in parts: all but the last only add up.
+
         Raises:
-            StepError: It has come in this pass already, and was sent.
+            StepError: It was sent already.
             CommunicationError: A message could not be sent; memory is as it was.
         """
         # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
@@ -206,21 +208,21 @@ class ShardedFront:
             self._queued_in = current
             Variable._execution_engine.queue_callback(self._pass_ended)
         bucket = self._bucket_of[id(parameter)]
-        if id(parameter) in self._arrived:
-            # Nobody knows when it is complete, so in later steps it is not sent early.
-            bucket.comes_once = False
-            if bucket.flat is not None:
-                self._abandon()
-                raise StepError(
-                    f"the gradient of {bucket.specs[0].name} or its neighbours has come a second time in a "
-                    "backward pass, and was sent already: its module was called more often than in the first "
-                    "step; pass overlap=False to attach, and restart all processes from a checkpoint"
-                )
-            return
+        if bucket.flat is not None:
+            self._abandon()
+            raise StepError(
+                f"the gradient of {bucket.specs[0].name} or its neighbours has come again in a backward "
+                "pass, and was sent already: the pass went through forward passes of earlier steps too; call "
+                "backward() once for the forward passes of a step, and restart all from a checkpoint"
+            )
         self._arrived.add(id(parameter))
+        # In the first pass all parts count, since it is only seen there when the last one comes.
+        if self._has_order and self._sharded.has_calls_to_come(bucket.pieces[0].bucket):
+            return
         bucket.num_arrived += 1
-        if bucket.num_arrived == len(bucket.pieces):
-            self._completed.append(bucket)
+        if bucket.num_arrived % len(bucket.pieces) == 0:
+            self._completed.pop(bucket, None)
+            self._completed[bucket] = None
             self._start_complete()
 
     def _start_complete(self) -> None:
@@ -314,8 +316,7 @@ class ShardedFront:
         if self._has_order:
             return
         self._has_order = True
-        once = [self._buckets.index(bucket) for bucket in self._completed if bucket.comes_once]
-        early = once if self._overlap else []
+        early = [self._buckets.index(bucket) for bucket in self._completed]
         # The state of the whole model lists buckets in this order, so it is one on all shards; with whole
         # matrices, they exchange messages in it as well. What they bring to the second turn is alike on all
         # replicas by then, and so is what they take from it.

@@ -12,19 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from thinwire.channel import alone, checked_group
-from thinwire.errors import AttachError, ConfigError
+from thinwire.errors import AttachError
 from thinwire.fronts.ddp_model import plain_name
 from thinwire.plan import ParameterSpec
-
-__all__ = [
-    "Piece",
-    "ShardedModel",
-    "local_of",
-    "pieces_of",
-    "replicas_of",
-    "reshard",
-    "sharded_like",
-]
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,10 +92,12 @@ class ShardedModel:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._states = _states_of(model)
+        self._averaging: list[tuple[Any, dist.ProcessGroup]] = []
         try:
             self.groups = [group for state in self._states for group in _groups_of(state)]
             # All that is asked of it later is asked for once, so that what is missing shows at once.
             _ = self.waits_for_more, list(self.parameters), self.is_replicated
+            _ = [self.has_calls_to_come(number) for number in range(len(self.groups))]
         except AttributeError as error:
             raise AttachError(
                 f"FSDP2 of torch {torch.__version__} is not as Thinwire knows it ({error}); "
@@ -127,6 +119,14 @@ class ShardedModel:
         return not all(group.all_reduce_grads and group.reduce_grads for group in self.groups) or not all(
             state._state_ctx.is_last_backward for state in self._states
         )
+
+    def has_calls_to_come(self, bucket: int) -> bool:
+        """Return whether a module's forward calls have not all come back in this pass; perhaps some never do.
+
+        Args:
+            bucket: The number of its parameters.
+        """
+        return bool(self.groups[bucket]._post_forward_indices)
 
     @property
     def is_inside_another(self) -> bool:
@@ -175,7 +175,7 @@ class ShardedModel:
                     f"fully_shard was given a mesh of two dimensions, {names or tuple(info.mesh.shape)}, so "
                     "PyTorch averages whole gradients between replicas before anybody can compress them; "
                     f"give it one dimension, fully_shard(module, mesh={shard}), and the other to Thinwire: "
-                    f"thinwire.attach(model, algorithm, mesh={replicate})"
+                    f"thinwire.attach(model, algorithm, replicas={replicate})"
                 )
             meshes.append(info.mesh)
         if not meshes:
@@ -193,8 +193,15 @@ class ShardedModel:
         """Let `replicate` reduce over this process alone; it gives each its own gradients then."""
         # FSDP2 all-reduces over a group in any case; over one process that changes nothing.
         group = alone()
-        for each in self.groups:
-            each.mesh_info.replicate_process_group = group
+        for info in {id(each.mesh_info): each.mesh_info for each in self.groups}.values():
+            self._averaging.append((info, info.replicate_process_group))
+            info.replicate_process_group = group
+
+    def go_on_averaging(self) -> None:
+        """Undo `stop_averaging`."""
+        for info, group in self._averaging:
+            info.replicate_process_group = group
+        self._averaging.clear()
 
 
 def _states_of(model: torch.nn.Module) -> list[Any]:
@@ -274,31 +281,25 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
     return pieces
 
 
-def replicas_of(
-    sharded: ShardedModel, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None
-) -> dist.ProcessGroup:
+def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of processes that hold the same shard of different replicas.
 
     Args:
         sharded: FSDP2's side of the model.
-        process_group: As the user gave it.
-        mesh: As the user gave it.
+        replicas: As the user gave them.
 
     Raises:
-        ConfigError: Both are given.
         AttachError: They are none, or of the wrong dimensions, or not those of `replicate`.
     """
     own = sharded.mesh()
-    if process_group is not None and mesh is not None:
-        raise ConfigError("got process_group and mesh, which say the same; pass one of them")
-    if mesh is not None:
-        process_group = _group_of(mesh, own)
+    process_group = _group_of(replicas, own) if isinstance(replicas, DeviceMesh) else replicas
     if sharded.is_replicated:
         replicating = own.get_group()
-        if process_group is not None and _members(process_group) != _members(replicating):
+        given = checked_group(replicating if process_group is None else process_group, "replicas")
+        if _members(given) != _members(replicating):
             raise AttachError(
                 f"the model is replicated over processes {_members(replicating)}, and the group given is of "
-                f"{_members(process_group)}; leave it out, or give the same to replicate(mesh=…)"
+                f"{_members(given)}; leave it out, or give the same to replicate(mesh=…)"
             )
         return replicating
     if process_group is None:
@@ -307,9 +308,9 @@ def replicas_of(
             f"the model is sharded over processes {own.mesh.tolist()}, and it is not known which others hold "
             "the same shards; build a mesh of two dimensions, init_device_mesh(device, (replicas, shards), "
             f'mesh_dim_names=("replicate", "{names[0]}")), give mesh["{names[0]}"] to fully_shard, and '
-            'mesh=mesh["replicate"] to thinwire.attach or LocalSGD'
+            'mesh["replicate"] to thinwire.attach or LocalSGD'
         )
-    group = checked_group(process_group)
+    group = checked_group(process_group, "replicas")
     # A group across replicas meets this one in one process only: this process.
     shared = sorted(set(_members(group)) & set(own.mesh.flatten().tolist()))
     if len(shared) != 1:
@@ -322,8 +323,6 @@ def replicas_of(
 
 
 def _group_of(mesh: DeviceMesh, own: DeviceMesh) -> dist.ProcessGroup:
-    if not isinstance(mesh, DeviceMesh):
-        raise AttachError(f'expected a DeviceMesh such as mesh["replicate"], got {type(mesh).__name__}')
     if mesh.ndim == 1:
         return mesh.get_group()
     names: Sequence[str] = mesh.mesh_dim_names or ()

@@ -23,8 +23,6 @@ from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_finite, with_checksum
 from thinwire.sync.state import LoadedState
 
-__all__ = ["ShardedSync"]
-
 
 class ShardedSync(GradientSync):
     """The handle of a sharded model: its state is that of the whole model.
@@ -34,6 +32,7 @@ class ShardedSync(GradientSync):
         shards: Joins the shards of a replica.
         pieces: What this process has of each trained parameter, by name.
         forget_pass: Called where steps are abandoned.
+        detach: Takes the front off the model; None where none is on it.
     """
 
     def __init__(
@@ -42,8 +41,9 @@ class ShardedSync(GradientSync):
         shards: Transport,
         pieces: Mapping[str, Piece],
         forget_pass: Callable[[], None] = lambda: None,
+        detach: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(engine)
+        super().__init__(engine, detach)
         self._shards, self._pieces, self._forget_pass = shards, pieces, forget_pass
 
     def abandon(self) -> None:

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from thinwire.kernels.matrices import DEPENDENT_BELOW
 from thinwire.kernels.numba.compiler import Matrix, compiled
 
-__all__ = ["orthonormal_rows"]
-
 Coefficients: TypeAlias = NDArray[np.float64]
 Rows: TypeAlias = NDArray[Any]
 """fp32 or float64."""

@@ -43,8 +43,6 @@ from thinwire.kernels.numba.vectors import (
 )
 from thinwire.tensors.coded import SCALE_BYTES
 
-__all__ = ["TOGETHER", "average", "decode", "encode", "subtract"]
-
 Counts: TypeAlias = NDArray[np.int64]
 
 TOGETHER = 1024

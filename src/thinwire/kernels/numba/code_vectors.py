@@ -16,26 +16,6 @@ from numba import types
 from thinwire.kernels.numba.vectors import LANES, operation, vector
 from thinwire.tensors.codebooks import CODEBOOKS
 
-__all__ = [
-    "ADD_WIDE",
-    "READ",
-    "READ_WIDE",
-    "SUBTRACT_WIDE",
-    "WIDE",
-    "WRITE",
-    "WRITE_WIDE",
-    "add_magnitudes",
-    "add_squares",
-    "bits_of",
-    "float_of",
-    "larger",
-    "larger_wide",
-    "largest",
-    "load_half",
-    "magnitudes",
-    "store_half",
-]
-
 WIDE = 64
 """So many numbers are a block of the usual length, and four of the longest registers there are."""
 

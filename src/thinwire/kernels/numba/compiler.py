@@ -12,8 +12,6 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["Addresses", "FactorBatch", "Matrix", "addresses", "compiled", "inlined"]
-
 Matrix: TypeAlias = NDArray[np.float32]
 FactorBatch: TypeAlias = NDArray[np.float32]
 """Of several matrices, (matrices, r, rows or columns)."""

@@ -22,8 +22,6 @@ from thinwire.kernels.numba.vectors import (
     store,
 )
 
-__all__ = ["merge", "select"]
-
 Integers: TypeAlias = NDArray[np.int64]
 Sizes: TypeAlias = NDArray[np.int32]
 """Magnitudes, as the bits of fp32 numbers: in their order, and NaN above all."""

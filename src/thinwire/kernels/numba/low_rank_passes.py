@@ -28,8 +28,6 @@ from thinwire.kernels.numba.vectors import (
     total,
 )
 
-__all__ = ["all_products", "all_projections", "reconstruct_all"]
-
 Four: TypeAlias = tuple[Vector, Vector, Vector, Vector]
 """Sixteen columns of four rows of a matrix or a factor."""
 FourRows: TypeAlias = tuple[Four, Four, Four, Four]

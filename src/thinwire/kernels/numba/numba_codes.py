@@ -18,8 +18,6 @@ from thinwire.tensors.coded import Coded
 from thinwire.tensors.packing import packed_bytes
 from thinwire.tensors.rounding import Draws
 
-__all__ = ["NumbaCodes"]
-
 
 class NumbaCodes(CodeKernels):
     """Compiled passes over all blocks of a bucket; see `CodeKernels` for what each method does."""

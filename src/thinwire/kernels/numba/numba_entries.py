@@ -9,8 +9,6 @@ from thinwire.kernels.entries import EntryKernels
 from thinwire.kernels.numba import entry_passes
 from thinwire.tensors.chunks import Chunks
 
-__all__ = ["NumbaEntries"]
-
 
 class NumbaEntries(EntryKernels):
     """Compiled passes over all chunks of a bucket; see `EntryKernels` for what each method does."""

@@ -18,8 +18,6 @@ from thinwire.kernels.numba.compiler import FactorBatch, addresses
 from thinwire.kernels.numba.limits import FACTOR_ROWS
 from thinwire.kernels.torch_kernels import TorchKernels
 
-__all__ = ["NumbaKernels"]
-
 
 class NumbaKernels(Kernels):
     """Compiled passes, a group after the other; see `Kernels` for what each method does."""

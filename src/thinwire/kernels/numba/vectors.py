@@ -17,22 +17,6 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-__all__ = [
-    "LANES",
-    "VECTOR_BYTES",
-    "Vector",
-    "fetch",
-    "first_lanes",
-    "load",
-    "operation",
-    "pointer",
-    "splat",
-    "store",
-    "stream",
-    "streamed",
-    "total",
-]
-
 Vector: TypeAlias = Any
 """In compiled code: sixteen fp32 numbers. They add, subtract and multiply lane by lane."""
 

@@ -17,8 +17,6 @@ import triton.language as tl
 
 from thinwire.kernels.triton.compiled_matrices import pointer, some_columns
 
-__all__ = ["gram", "gram_again", "orthonormal"]
-
 
 @triton.jit
 def _gram(y, R: tl.constexpr):

@@ -20,8 +20,6 @@ Parameters, where a kernel has them:
 import triton
 import triton.language as tl
 
-__all__ = ["average", "decode", "encode", "probe"]
-
 # Of a number Triton compiles in whether it is one and whether 16 divides it: so buckets of unlike sizes would
 # have kernels of their own, and each takes seconds in the first step. Of counts no address is made, so that
 # nothing would be won.

@@ -23,17 +23,6 @@ Parameters, where a kernel has them:
 import triton
 import triton.language as tl
 
-__all__ = [
-    "add_splits",
-    "finite",
-    "pointer",
-    "products",
-    "projections",
-    "reconstruct",
-    "some_columns",
-    "write",
-]
-
 
 @triton.jit
 def pointer(address, G: tl.constexpr, ALIGNED: tl.constexpr):

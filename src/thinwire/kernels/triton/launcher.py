@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["FUSED", "check", "launch"]
-
 # Given, and not left to Triton: its versions differ in it, and with it the last bits.
 FUSED: dict[str, object] = {"enable_fp_fusion": True, "num_warps": 4}
 

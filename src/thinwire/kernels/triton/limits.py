@@ -11,16 +11,6 @@ import torch
 
 from thinwire.tensors.accelerators import note_shortfall
 
-__all__ = [
-    "FACTOR_ROWS",
-    "GRADIENT_TYPES",
-    "OLDEST_CAPABILITY",
-    "can_be_used",
-    "installed",
-    "reaches",
-    "tell",
-]
-
 # The largest matrix rank that is served.
 FACTOR_ROWS = 32
 

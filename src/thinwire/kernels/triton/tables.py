@@ -12,8 +12,6 @@ import torch
 
 from thinwire.kernels.device_cache import on_device
 
-__all__ = ["each_of", "padded", "table_of", "tiles_of"]
-
 
 def padded(size: int) -> int:
     """Return the next power of two: tiles have no other sizes."""

@@ -11,8 +11,6 @@ from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.launcher import FUSED
 from thinwire.kernels.triton.tables import each_of, padded, table_of, tiles_of
 
-__all__ = ["basis_constants", "orthonormal_rows"]
-
 # Columns of a factor that one program has, and holds at a time: few, as a division in fp64 is a subroutine on
 # sm_80: around it registers that are full would be put aside.
 CHUNK, COLUMNS = 1024, 128

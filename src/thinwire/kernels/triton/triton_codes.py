@@ -16,8 +16,6 @@ from thinwire.tensors.codebooks import Codebook
 from thinwire.tensors.coded import Coded, block_bytes
 from thinwire.tensors.rounding import Draws
 
-__all__ = ["TritonCodes"]
-
 # Numbers that a program holds. A block longer than that PyTorch's kernels take.
 ELEMENTS = 1024
 

@@ -18,8 +18,6 @@ from thinwire.kernels.triton.launcher import FUSED
 from thinwire.kernels.triton.limits import GRADIENT_TYPES
 from thinwire.kernels.triton.tables import each_of, padded, table_of, tiles_of
 
-__all__ = ["TritonKernels"]
-
 LETTERS = {torch.float32: "f", torch.float16: "h", torch.bfloat16: "b"}
 
 # From so many rows of a factor on, products are the tensor cores'.

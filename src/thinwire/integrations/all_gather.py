@@ -11,8 +11,6 @@ from torch.autograd.function import once_differentiable
 from thinwire.channel import ProcessGroupTransport, gather_stacked
 from thinwire.errors import ConfigError
 
-__all__ = ["AllGatherGrad", "all_gather_grad"]
-
 
 class AllGatherGrad(torch.autograd.Function):
     """Gather a tensor from every process and stack them; gradients flow back to where each came from.
