@@ -94,8 +94,8 @@ def assert_same(one: Any, other: Any) -> None:
 
 
 def _in_flight(member: Member) -> dict[str, Any]:
-    settings = {"every_steps": 4, "fragments": 2, "delay_steps": 1, "outer": NESTEROV}
-    with member.local(algorithm=POWER, **settings) as local:
+    streaming = Streaming(fragments=2, delay_steps=1)
+    with member.local(algorithm=POWER, every_steps=4, outer=NESTEROV, streaming=streaming) as local:
         member.train(8)
         return local.state_dict()
 
