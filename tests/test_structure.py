@@ -311,11 +311,15 @@ def in_the_reference() -> set[str]:
     return places
 
 
+def users_call(place: str) -> bool:
+    owner = place.rpartition(".")[0]
+    return not in_the_reference().isdisjoint((place, owner, owner.rpartition(".")[0]))
+
+
 def test_functions_of_several_parameters_that_users_call_say_what_each_is() -> None:
     checked = 0
     for place, function in documented_functions():
-        owner = place.rpartition(".")[0]
-        if in_the_reference().isdisjoint((place, owner, owner.rpartition(".")[0])):
+        if not users_call(place):
             continue
         arguments = function.args
         named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -330,7 +334,7 @@ def test_functions_of_several_parameters_that_users_call_say_what_each_is() -> N
     assert checked > 40
 
 
-def test_functions_that_raise_say_what() -> None:
+def test_functions_that_users_call_say_what_they_raise() -> None:
     """But for errors that only a mistake of ours brings about."""
     checked = 0
     for place, function in documented_functions():
@@ -339,10 +343,10 @@ def test_functions_that_raise_say_what() -> None:
             for node in ast.walk(function)
             if isinstance(node, ast.Raise) and node.exc is not None
         } - {"AssertionError", "NotImplementedError"}
-        if raised and not repeats_an_interface(function):
+        if raised and users_call(place) and not repeats_an_interface(function):
             checked += 1
             assert "\nRaises:\n" in (ast.get_docstring(function) or ""), f"{place} has no Raises"
-    assert checked > 50
+    assert checked > 10
 
 
 NO_VERBS = {

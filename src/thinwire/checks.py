@@ -25,15 +25,6 @@ def whole_number(name: str, value: object, *, minimum: int, error: type[Thinwire
     """Return a value as an int, if it is one of at least `minimum`.
 
     NumPy's integers are taken; True and False are not.
-
-    Args:
-        name: Of the setting, for errors.
-        value: What was given.
-        minimum: The smallest that is taken.
-        error: What to raise.
-
-    Raises:
-        ConfigError: It is not; or `error`, if another one is given.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
         raise error(f"{name} must be a whole number of at least {minimum}, got {value!r}")
@@ -41,32 +32,14 @@ def whole_number(name: str, value: object, *, minimum: int, error: type[Thinwire
 
 
 def whole_count(name: str, value: object, *, minimum: int) -> int:
-    """Return a count of steps or bytes as an int: as `whole_number`, but 1e3 is taken, too.
-
-    Args:
-        name: Of the setting, for errors.
-        value: What was given.
-        minimum: The smallest that is taken.
-
-    Raises:
-        ConfigError: It is no such number.
-    """
+    """Return a count of steps or bytes as an int: as `whole_number`, but 1e3 is taken, too."""
     if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
         value = int(float(value))
     return whole_number(name, value, minimum=minimum)
 
 
 def processes_here(name: str, value: object, *, minimum: int) -> int:
-    """Return how many processes to start on this machine: as `whole_number`, but not more than it can bear.
-
-    Args:
-        name: Of the setting, for errors.
-        value: What was given.
-        minimum: The smallest that is taken.
-
-    Raises:
-        ConfigError: It is no such number, or too large.
-    """
+    """Return how many processes to start here: as `whole_number`, but not more than the machine bears."""
     count, most = whole_number(name, value, minimum=minimum), PROCESSES_PER_CORE * cores()
     if count > most:
         raise ConfigError(
@@ -83,16 +56,7 @@ def cores() -> int:
 
 
 def number(name: str, value: object, *, minimum: float) -> float:
-    """Return a value as an int or a float, if it is a number of at least `minimum`, NumPy's included.
-
-    Args:
-        name: Of the setting, for errors.
-        value: What was given.
-        minimum: The smallest that is taken.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Return a value as an int or a float, if it is a number of at least `minimum`, NumPy's included."""
     if isinstance(value, Real) and not isinstance(value, bool):
         plain = int(value) if isinstance(value, Integral) else float(value)
         if plain >= minimum:
@@ -101,26 +65,14 @@ def number(name: str, value: object, *, minimum: float) -> float:
 
 
 def true_or_false(name: str, value: object) -> bool:
-    """Return a value as a bool, if it equals True or False: NumPy's own, 1 and 0 as well.
-
-    Args:
-        name: Of the setting, for errors.
-        value: What was given.
-
-    Raises:
-        ConfigError: It equals neither.
-    """
+    """Return a value as a bool, if it equals True or False: NumPy's own, 1 and 0 as well."""
     if not isinstance(value, Hashable) or value not in {True, False}:
         raise ConfigError(f"{name} must be True or False, got {value!r}")
     return bool(value)
 
 
 def checked_scaler(grad_scaler: object) -> GradScaler | None:
-    """Return the scaler, or None as it is.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return the scaler, or None as it is."""
     if grad_scaler is not None and not isinstance(grad_scaler, GradScaler):
         raise ConfigError(f"grad_scaler must be a torch.amp.GradScaler or None, got {shown(grad_scaler)}")
     return grad_scaler

@@ -36,25 +36,8 @@ class ElasticJob:
     environment what `elastic.TorchftGroup` reads, and in `THINWIRE_MEMBER` its number, from 0, which it keeps
     when it is started again.
 
-    Args:
-        command: The same for all members.
-        members: How many to start.
-        min_members: An averaging needs at least so many, wherever they are.
-        lighthouse: The address of one that runs, which others may use as well; None to start one.
-        host: This machine's address for other members. None for the loopback interface where the lighthouse
-            is started here, so that only this machine takes part; else for this machine's name.
-        port: Of the lighthouse that is started; 0 for a free one.
-        max_restarts: Of each member.
-        end_within_seconds: How long members that are asked to end may take, before they are killed.
-        say: Takes one line for each thing that happens.
-        out: Where the members' output goes, errors too; each line begins with the member, such as "[1] ".
-
     Attributes:
         address: Of the lighthouse.
-
-    Raises:
-        ConfigError: An argument is wrong, or the lighthouse can't listen there.
-        MissingExtraError: torchft is not installed.
     """
 
     def __init__(

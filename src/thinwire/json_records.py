@@ -39,11 +39,7 @@ Read = TypeVar("Read")
 
 
 def parsed(line: str) -> Any:
-    """Return what a text in JSON says. A lone surrogate, which no file can hold, becomes a question mark.
-
-    Raises:
-        ValueError: It is no JSON, or is nested too deeply, or has NaN or an infinity.
-    """
+    """Return what a text in JSON says. A lone surrogate, which no file can hold, becomes a question mark."""
     try:
         value = json.loads(line, parse_constant=_refuse)
         # Only if there may be one: to write all of it again and read that takes as long as the first time.
@@ -55,11 +51,7 @@ def parsed(line: str) -> Any:
 
 
 def read_record(kind: type[Read], plain: Any) -> Read:
-    """Return the fields that `kind` has, each checked, and no others.
-
-    Raises:
-        ValueError: A field is missing, or not of its type or within its bounds.
-    """
+    """Return the fields that `kind` has, each checked, and no others."""
     readers = _readers(cast(Any, kind))  # to mypy a type is not hashable
     for name in readers:
         if type(plain) is not dict or name not in plain:

@@ -43,11 +43,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """While open, end by an exception at SIGTERM; but a process of a job its launcher may end at once.
-
-    Raises:
-        Terminated: SIGTERM has come.
-    """
+    """While open, end by an exception at SIGTERM; but a process of a job its launcher may end at once."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or "RANK" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -106,9 +102,6 @@ class EndSignals:
 class Output:
     """Where the lines of several processes go, one at a time.
 
-    Args:
-        out: The file.
-
     Attributes:
         error: Why no more can be written there; None as long as it can.
     """
@@ -133,10 +126,6 @@ class Output:
     def follow(self, process: subprocess.Popen[bytes], prefix: str) -> threading.Thread:
         """Write what a process prints.
 
-        Args:
-            process: Whose output is a pipe.
-            prefix: Of every line.
-
         Returns:
             The thread that does so, until the process has closed its output.
         """
@@ -159,12 +148,6 @@ class Output:
 
 class Process:
     """A process that is started here, and ends with this one.
-
-    Args:
-        command: What it runs.
-        variables: Added to its environment.
-        out: Takes what it prints, errors too: None for where this process's own goes.
-        prefix: Of each line, where `out` is an `Output`.
 
     Attributes:
         pid: Of the process, and of its session and process group.
@@ -236,18 +219,9 @@ class LocalJob:
 
     The first that fails ends the others, at the next look.
 
-    Args:
-        command: The same for all. Each finds RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its
-            environment, and joins the others by `join_local_job`.
-        processes: How many.
-        out: Where their output goes, errors too; None for where this process's own goes.
-
     Attributes:
         failure: What the first that failed died of, in one line; None if none has.
         exit_code: Of that one, as a shell tells it (128 + the signal that ended it); 0 if none has failed.
-
-    Raises:
-        ConfigError: This machine has no loopback interface.
     """
 
     def __init__(self, command: Sequence[str], processes: int, *, out: IO[bytes] | None = None) -> None:
@@ -316,11 +290,7 @@ class LocalJob:
 
 
 def loopback_interface() -> str:
-    """Return the name of this machine's loopback interface.
-
-    Raises:
-        ConfigError: It has none.
-    """
+    """Return the name of this machine's loopback interface."""
     names = [name for _, name in socket.if_nameindex()]
     for name in LOOPBACKS:
         if name in names:
@@ -337,12 +307,7 @@ def is_in_local_job() -> bool:
 
 
 def join_local_job(backend: str, *, timeout_seconds: float) -> None:
-    """Make the default process group of a `LocalJob`'s processes.
-
-    Args:
-        backend: Of torch.distributed.
-        timeout_seconds: Of every collective.
-    """
+    """Make the default process group of a `LocalJob`'s processes."""
     size = int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         backend,
@@ -357,14 +322,6 @@ def run_here(processes: int | None, option: str = "--processes") -> None:
     """Run this very command in so many processes of this machine.
 
     Exits as they do. Returns at once in one of them, and where None is asked for.
-
-    Args:
-        processes: How many.
-        option: That asked for them, for errors.
-
-    Raises:
-        ConfigError: No such number, too many, or this is a process of another job.
-        SystemExit: When they have ended.
     """
     if processes is None or is_in_local_job():
         return

@@ -190,11 +190,7 @@ def known_optimizers() -> list[str]:
 
 
 def optimizer_name(optimizer: object) -> str:
-    """Return under which name an optimizer's loss gaps are looked up.
-
-    Raises:
-        ConfigError: It is neither an optimizer nor a name.
-    """
+    """Return under which name an optimizer's loss gaps are looked up."""
     optimizer = unwrapped_optimizer(optimizer)
     if isinstance(optimizer, torch.optim.Optimizer):
         # One's own kind of SGD trains as SGD does.

@@ -170,11 +170,7 @@ class Advice:
 
 
 def checked_budget(budget_loss: object) -> float:
-    """Return a loss budget as a share; `math.inf` for any.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return a loss budget as a share; `math.inf` for any."""
     budget = number("budget_loss", budget_loss, minimum=0)
     if MAX_BUDGET_LOSS < budget < math.inf:
         raise ConfigError(
@@ -185,11 +181,7 @@ def checked_budget(budget_loss: object) -> float:
 
 
 def checked_gain(least_gain: object) -> float:
-    """Return what an approximation must win, as a share of a step.
-
-    Raises:
-        ConfigError: It is no share.
-    """
+    """Return what an approximation must win, as a share of a step."""
     gain = number("least_gain", least_gain, minimum=0)
     if gain >= 1:
         raise ConfigError(f"least_gain must be a share below 1, such as 0.05 for 5 %, got {least_gain}")

@@ -26,10 +26,6 @@ class Sharded:
 
     FSDP2's own messages are sent, between the processes of the replica. A sharded model can't be copied, so
     parameters, buffers and gradients are put back when it is left.
-
-    Raises:
-        AttachError: It is not sharded as `attach` needs it, or attached already.
-        ConfigError: `replicate` holds it.
     """
 
     baseline = NATIVE
@@ -71,12 +67,7 @@ class Sharded:
 
 
 def shards_of(model: nn.Module) -> Transport:
-    """Return what joins the processes of a replica.
-
-    Raises:
-        AttachError: PyTorch itself averages over replicas, or parts of the model have other meshes.
-        ConfigError: `replicate` holds it.
-    """
+    """Return what joins the processes of a replica."""
     sharded = ShardedModel(model)
     mesh = sharded.mesh()
     if sharded.is_replicated:
@@ -90,12 +81,7 @@ def shards_of(model: nn.Module) -> Transport:
 
 
 def probed_between_replicas(model: nn.Module, replicas: dist.ProcessGroup | DeviceMesh | None) -> Probe:
-    """Probe the links between replicas, by the first process of each; the same on all of a replica.
-
-    Raises:
-        ConfigError: It is not known where the other replicas are.
-        AttachError: The mesh is not of equal shards.
-    """
+    """Probe the links between replicas, by the first process of each; the same on all of a replica."""
     if replicas is None:
         raise ConfigError(
             "a sharded model does not tell where its other replicas are: pass a probe of one process per "

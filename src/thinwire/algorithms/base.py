@@ -257,11 +257,7 @@ class Algorithm(ABC):
     travels_by: ClassVar[TravelsBy] = "sum"
 
     def __new__(cls: type[Kind], *args: object, **settings: object) -> Kind:
-        """Refuse settings that it does not take.
-
-        Raises:
-            ConfigError: There are such.
-        """
+        """Refuse settings that it does not take."""
         # Before `__init__`, which would say no more than that an argument is unexpected.
         check_names(cls, args, settings, cls.names_elsewhere)
         return super().__new__(cls)

@@ -24,11 +24,7 @@ _SHORT_NAMES: dict[object, Literal["fp16", "bf16"]] = {
 
 
 def short_name_of(given: object) -> Literal["fp16", "bf16"]:
-    """Return what a 16-bit type is called here, given by that name or as torch calls it.
-
-    Raises:
-        ConfigError: It is none of the two.
-    """
+    """Return what a 16-bit type is called here, given by that name or as torch calls it."""
     # The kind first: what has no hash can't be looked for.
     if not isinstance(given, str | torch.dtype) or given not in _SHORT_NAMES:
         raise ConfigError(f'a 16-bit type must be "fp16" or "bf16", got {given!r}')
@@ -36,11 +32,7 @@ def short_name_of(given: object) -> Literal["fp16", "bf16"]:
 
 
 def wire_dtype_of(given: object) -> torch.dtype:
-    """Return the torch type that a setting names.
-
-    Raises:
-        ConfigError: It is none of 16 bits.
-    """
+    """Return the torch type that a setting names."""
     return _DTYPES[short_name_of(given)]
 
 

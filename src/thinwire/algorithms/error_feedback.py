@@ -35,14 +35,7 @@ class Compensated(NamedTuple):
 def compensated(
     bucket: Bucket, memory: Memory, indices: Iterable[int], wire_dtype: torch.dtype | None
 ) -> Compensated:
-    """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed.
-
-    Args:
-        bucket: The bucket.
-        memory: Only read.
-        indices: Of the gradients.
-        wire_dtype: The type they are sent in; None for their own.
-    """
+    """Return some of a bucket's gradients, each plus its residual, to be sent uncompressed."""
     gradients, dtype = bucket.gradients, bucket.flat.dtype
     limit = min(torch.finfo(kind).max for kind in (dtype, wire_dtype or dtype))
     is_narrow = limit < torch.finfo(torch.bfloat16).max  # bf16 has fp32's range, or nearly
@@ -72,14 +65,7 @@ def compensated(
 
 
 def keep_remainder(memory: Memory, names: Iterable[str], sent: Compensated, remaining: torch.Tensor) -> None:
-    """Drop the residual of parameters that were sent with it, but for what did not fit.
-
-    Args:
-        memory: Has a residual of the same parameters on all members, before and after.
-        names: Of the parameters that were sent.
-        sent: As sent.
-        remaining: The mean of its last element, if it had one more than gradients.
-    """
+    """Drop the residual of parameters that were sent with it, but for what did not fit."""
     for name in names:
         memory[ERROR].pop(name, None)
     if sent.remainders and remaining.any():

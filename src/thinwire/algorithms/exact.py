@@ -46,12 +46,7 @@ class UncompressedPlan(BucketPlan):
 
     @classmethod
     def of(cls, specs: Sequence[ParameterSpec], wire_dtype: torch.dtype | None) -> UncompressedPlan:
-        """Return the plan of a bucket, with a route for each parameter.
-
-        Args:
-            specs: The parameters.
-            wire_dtype: The type to send in, None for the gradient's own.
-        """
+        """Return the plan of a bucket, with a route for each parameter."""
         routes = [
             Route((spec.name,), spec.gradient_bytes, spec.numel * (wire_dtype or spec.dtype).itemsize)
             for spec in specs
@@ -66,15 +61,7 @@ class UncompressedPlan(BucketPlan):
 def exchange_uncompressed(
     bucket: Bucket, memory: Memory, wire_dtype: torch.dtype | None, *, always_checks: bool = False
 ) -> Requests:
-    """Send the flat gradient with its residual, if an algorithm before has left one, in one round.
-
-    Args:
-        bucket: Becomes the mean, in place.
-        memory: Its residual for these parameters is sent, as far as the types on the way can hold it.
-        wire_dtype: The type to send in, None for the gradient's own.
-        always_checks: Whether a step with a mean that is not finite is taken back even if there was no
-            residual.
-    """
+    """Send the flat gradient with its residual, if an algorithm before has left one, in one round."""
     names = [spec.name for spec in bucket.specs]
     # The same on all members, whose residuals have the same names: it decides the length of the message.
     has_residual = not memory[ERROR].keys().isdisjoint(names)

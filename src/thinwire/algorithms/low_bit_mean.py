@@ -46,11 +46,7 @@ class LowBitMean:
         return self.coded.scales
 
     def write(self, flat: torch.Tensor) -> None:
-        """Write the mean.
-
-        Args:
-            flat: In the type that was averaged.
-        """
+        """Write the mean."""
         self.kernels.decode(self.coded, self.blocks, self.codebook, flat)
 
     def unsent(self, flat: torch.Tensor) -> torch.Tensor:
@@ -58,9 +54,6 @@ class LowBitMean:
 
         Its mean over the members and the mean in few bits add up to the true mean: what coding the mean has
         lost is in the residual of the member that knows it, for all.
-
-        Args:
-            flat: What was to be sent, only read.
         """
         residual = self.kernels.remainder(flat, self.sent, self.blocks, self.codebook)
         if self.lost is not None:
@@ -87,15 +80,6 @@ def low_bit_mean(
     """Average in few bits: send everyone its share, average one's own, gather those of the others.
 
     The mean is the same on all members, to the bit.
-
-    Args:
-        flat: The tensors that `blocks` divides, one after the other, fp32 or fp64; only read, and not after
-            the first message.
-        blocks: Of them.
-        codebook: The levels.
-        rank: This member's place in the group.
-        draws: For stochastic rounding, of this member and of the mean; None for the nearest level.
-        keeps_lost: Whether to keep what coding the mean has lost.
 
     Cost: two rounds, a message each, all in all the bytes of an all-reduce of codes and scales.
     """

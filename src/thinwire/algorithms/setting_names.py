@@ -12,17 +12,7 @@ from thinwire.errors import ConfigError
 def check_names(
     kind: type, args: Sequence[object], settings: Mapping[str, object], elsewhere: Mapping[str, str]
 ) -> None:
-    """Refuse settings that a class does not take.
-
-    Args:
-        kind: The class; its constructor says what it takes.
-        args: Settings without a name.
-        settings: Those with one.
-        elsewhere: Its settings, by what others call them.
-
-    Raises:
-        ConfigError: A setting lacks its name, or has one that there is not.
-    """
+    """Refuse settings that a class does not take."""
     taken = signature(kind.__init__)  # type: ignore[misc]
     try:
         taken.bind_partial(None, *args, **settings)

@@ -34,17 +34,8 @@ PATIENCE_SECONDS = 10.0
 def agree(transport: Transport, description: Description, purpose: str) -> None:
     """Go on only if all members say the same of themselves. Collective; blocks until all have.
 
-    Args:
-        transport: Over which group.
-        description: What this member says of itself, by subject.
-        purpose: What it is about to do, for errors.
-
     Cost: a gather of 32 bytes from each member and a host synchronisation; nothing in a group of one. If
     others do not call it as well, it says so after 10 s, and fails after the group's timeout.
-
-    Raises:
-        AgreementError: They differ; raised on all members, with names.
-        CommunicationError: The collective failed.
     """
     if transport.size == 1:
         return
@@ -80,17 +71,7 @@ def agree(transport: Transport, description: Description, purpose: str) -> None:
 def alike_on_all_shards(
     shards: Transport, purpose: str, described: Callable[[], dict[str, str]], action: Callable[[], Result]
 ) -> Result:
-    """Do something with the replicas of this shard, and go on only if it went well for all shards.
-
-    Args:
-        shards: Joins the shards of a replica.
-        purpose: What is done, for errors.
-        described: What must then be the same on all shards, by subject.
-        action: Collective over the replicas. Where they differ, it raises `AgreementError`.
-
-    Raises:
-        AgreementError: The replicas of some shard differ, or the shards do.
-    """
+    """Do something with the replicas of this shard, and go on only if it went well for all shards."""
     refusal = None
     try:
         result = action()
@@ -108,13 +89,6 @@ def alike_on_all_shards(
 
 def check_same(everyone: Sequence[Description], purpose: str) -> None:
     """Refuse what differs between processes.
-
-    Args:
-        everyone: What each process says of itself, by process rank.
-        purpose: What they were about to do.
-
-    Raises:
-        AgreementError: Some subject differs; the message names it and the processes.
 
     Examples:
         >>> check_same([{"matrix_rank": "2"}, {"matrix_rank": "4"}], "step 0")

@@ -23,14 +23,6 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
     """Make every tensor, in place, what it is on one member; exact to the bit.
 
     Collective. Tensors travel as bytes, in messages of at most 64 MiB; one that is larger by itself.
-
-    Args:
-        is_source: Whether this member offers its own; of several, the last one's are taken.
-        tensors: The same shapes and types in the same order on every member.
-        transport: Over which group.
-
-    Raises:
-        CommunicationError: No member offers its own, or the transport fails.
     """
     by_device = defaultdict(list)
     for tensor in tensors:
@@ -55,13 +47,7 @@ def copy_from(is_source: bool, tensors: Iterable[torch.Tensor], transport: Trans
 
 
 def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield items in order, as many at a time as are within a limit together; one that is larger by itself.
-
-    Args:
-        items: Of any kind.
-        limit: Of the sizes together.
-        size: Returns that of an item.
-    """
+    """Yield items in order, as many at a time as are within a limit; one that is larger by itself."""
     some: list[Item] = []
     total = 0
     for item in items:
@@ -75,16 +61,7 @@ def in_messages(items: Iterable[Item], limit: int, size: Callable[[Item], int]) 
 
 
 def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> torch.Tensor:
-    """Return whether something is true on every member, as a tensor of one bool. Collective.
-
-    Args:
-        is_true: One bool.
-        transport: Over which group.
-        purpose: What for, for errors.
-
-    Raises:
-        CommunicationError: The transport failed.
-    """
+    """Return whether something is true on every member, as a tensor of one bool. Collective."""
     # A maximum of what is false: transports have sums and maxima, and not every backend reduces bools.
     is_false = (~is_true).to(transport.control_device, torch.uint8).view(1)
     transport.all_reduce(is_false, purpose, operation="max").wait()
@@ -94,15 +71,7 @@ def true_for_all(is_true: torch.Tensor, transport: Transport, purpose: str) -> t
 def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str) -> list[list[float]]:
     """Return the numbers of all members, by rank. Collective.
 
-    Args:
-        numbers: As many on all members.
-        transport: Over which group.
-        purpose: What for, for errors.
-
     Cost: a message of 8 bytes for each number from each member, and a host synchronisation.
-
-    Raises:
-        CommunicationError: The collective failed.
     """
     # 64 bits hold counts of steps and bytes exactly.
     own = torch.tensor(numbers, dtype=torch.float64, device=transport.control_device)
@@ -114,15 +83,7 @@ def gather_numbers(numbers: Sequence[float], transport: Transport, purpose: str)
 def gather_bytes(data: bytes, transport: Transport, purpose: str) -> list[bytes]:
     """Return what all members have brought, by rank. Collective.
 
-    Args:
-        data: Of any length, which may differ between members.
-        transport: Over which group.
-        purpose: What for, for errors.
-
     Cost: two messages, the second as long as the longest of them, and two host synchronisations.
-
-    Raises:
-        CommunicationError: The collective failed.
     """
     lengths = [int(length) for (length,) in gather_numbers([len(data)], transport, purpose)]
     # Pad to one length on all members; never empty, since `frombuffer` refuses that.
@@ -137,14 +98,6 @@ def gather_stacked(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
     """Return the tensors of all members, stacked by rank: shape (members, *shape). Collective.
 
     Shapes and types are compared first: a backend would hang or mix them up.
-
-    Args:
-        tensor: Of any shape and type, the same on all members.
-        transport: Over which group.
-
-    Raises:
-        CommunicationError: The members brought different shapes or types (said on all of them), or the
-            transport failed.
     """
     # Filled up, so that tensors of any number of dimensions are described in as many numbers.
     described = [

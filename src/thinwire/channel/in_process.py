@@ -95,14 +95,7 @@ class Awaited(Protocol):
 
 
 def wait_for(awaited: Awaited) -> None:
-    """Let the other members run until something has come about.
-
-    Args:
-        awaited: What is waited for.
-
-    Raises:
-        CommunicationError: All members wait for each other, or there are no others.
-    """
+    """Let the other members run until something has come about."""
     turn: _Turn[object] | None = getattr(_current, "turn", None)
     if turn is not None:
         turn.wait_for(awaited)

@@ -16,11 +16,6 @@ from thinwire.channel.wrapped import Wrapped
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
     """Return the bytes that leave, and reach, each member on the wire; of an all-reduce, those of a ring.
 
-    Args:
-        collective: What carries the message.
-        handed_bytes: Bytes that each member hands over.
-        members: Of the group.
-
     Examples:
         >>> [wire_bytes(kind, 300, 3) for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")]
         [400, 600, 200, 300]
@@ -39,11 +34,6 @@ def message_bytes_of(collective: Collective, handed_bytes: int, members: int) ->
     """Return the bytes of a message, counted as of an all-reduce, so that collectives compare.
 
     A message of n bytes stands for 2 n (members − 1) / members bytes that leave each member, as on a ring.
-
-    Args:
-        collective: What carries the message.
-        handed_bytes: Bytes that each member hands over.
-        members: Of the group.
 
     Examples:
         >>> [message_bytes_of(kind, 300, 4) for kind in ("all_reduce", "all_gather", "all_to_all")]
@@ -112,13 +102,7 @@ class Traffic:
         return sum(each.received_bytes for each in self._by_collective.values())
 
     def count(self, collective: Collective, handed_bytes: int, members: int) -> None:
-        """Add a message.
-
-        Args:
-            collective: What carries it.
-            handed_bytes: Bytes of the tensor that this member hands over.
-            members: Of the group.
-        """
+        """Add a message."""
         on_the_wire = wire_bytes(collective, handed_bytes, members)
         counted = self._by_collective.setdefault(collective, CollectiveTraffic())
         counted.messages += 1
@@ -129,10 +113,6 @@ class Traffic:
 
 class Metered(Wrapped):
     """Counts what goes through another transport.
-
-    Args:
-        transport: Carries the messages.
-        traffic: Where to count; None for a new one.
 
     Attributes:
         traffic: The counts so far.

@@ -38,12 +38,7 @@ class Pieces:
 
 
 def num_pieces(sent: torch.Tensor, size: int) -> int:
-    """Return in how many pieces a message travels over Gloo.
-
-    Args:
-        sent: The message.
-        size: Members of the group.
-    """
+    """Return in how many pieces a message travels over Gloo."""
     return max(1, min(MAX_PIECES, sent.nbytes // PIECE_BYTES)) if size == 2 else 1
 
 
@@ -53,14 +48,7 @@ def gathered(
     pieces: int,
     start: Callable[[list[torch.Tensor], torch.Tensor], dist.Work],
 ) -> dist.Work | Pieces:
-    """Start an all-gather in so many pieces.
-
-    Args:
-        rows: One for each member, as bytes; written.
-        own: What this one brings, as bytes.
-        pieces: As of `num_pieces`.
-        start: Starts one all-gather, into a list of tensors.
-    """
+    """Start an all-gather in so many pieces."""
     if pieces == 1:
         return start(list(rows), own)
     parts = zip(*(each.tensor_split(pieces) for each in (own, *rows)), strict=True)
@@ -74,15 +62,7 @@ def swapped(
     pieces: int,
     start: Callable[[torch.Tensor, torch.Tensor, list[int]], dist.Work],
 ) -> dist.Work | Pieces:
-    """Start an all-to-all in so many pieces.
-
-    Args:
-        received: A row from each member, as bytes; written.
-        sent: A row for each member, as bytes.
-        rank: Of this one.
-        pieces: As of `num_pieces`.
-        start: Starts an all-to-all with these split sizes, in bytes; equal splits if there are none.
-    """
+    """Start an all-to-all in so many pieces."""
     if pieces == 1:
         return start(received, sent, [])
     # Between two: each has a row for the other one, and its own only changes places.

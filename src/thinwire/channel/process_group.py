@@ -34,15 +34,8 @@ WHY_IN_A_FIXED_GROUP = (
 class ProcessGroupTransport(Transport):
     """Carries tensors over a process group of `torch.distributed`, on any backend.
 
-    Args:
-        group: The process group, None for the default one.
-        device: That of the gradients, for backends that can't send from the CPU.
-
     Attributes:
         group: The process group.
-
-    Raises:
-        AttachError: `torch.distributed` is not initialised, or this process is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
@@ -61,11 +54,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def control_device(self) -> torch.device:
-        """As `Transport.control_device`.
-
-        Raises:
-            ConfigError: It would be a GPU, and nobody has said which.
-        """
+        """As `Transport.control_device`."""
         kinds = [*self._backends]
         # The host reads control messages, so keep them off the accelerator, which it would have to wait for.
         if "cpu" in kinds:
@@ -76,11 +65,7 @@ class ProcessGroupTransport(Transport):
 
     @property
     def fast_device(self) -> torch.device:
-        """The device of the fastest backend's messages: this process's GPU with NCCL, else the CPU.
-
-        Raises:
-            ConfigError: It is a GPU, and nobody has said which.
-        """
+        """The device of the fastest backend's messages: this process's GPU with NCCL, else the CPU."""
         has_nccl = self._backends.get("cuda") == "nccl" and torch.cuda.is_available()
         return self._own_gpu() if has_nccl else torch.device("cpu")
 
@@ -96,11 +81,7 @@ class ProcessGroupTransport(Transport):
         return {pair[0]: pair[1] for pair in pairs}
 
     def _own_gpu(self) -> torch.device:
-        """Return the GPU that the group was made for, or else the current one.
-
-        Raises:
-            ConfigError: Several processes of this machine would have the same one.
-        """
+        """Return the GPU that the group was made for, or else the current one."""
         if self.group.bound_device_id is not None:
             return self.group.bound_device_id
         # NCCL takes no two processes on one GPU: here it can be said which call is missing.
@@ -178,16 +159,8 @@ class ProcessGroupTransport(Transport):
     def ping_seconds(self, first: int, second: int, message: torch.Tensor) -> float | None:
         """Send a message from one member to another and back. To be called on both; others may leave it out.
 
-        Args:
-            first: The rank of the member that starts, and measures.
-            second: That of the other.
-            message: Of the same shape and type on both; overwritten.
-
         Returns:
             Seconds per direction on the first, None on the second.
-
-        Raises:
-            CommunicationError: The backend failed.
         """
         peer = dist.get_global_rank(self.group, second if self.rank == first else first)
         with named_failure(f"a message between the processes {first} and {second}"):
@@ -226,12 +199,7 @@ class ProcessGroupWork:
             self.work.wait()
 
     def then(self, result: Callable[[], Result]) -> Future[Result]:
-        """Return a future of what `result` makes of the finished collective, for code that never comes back.
-
-        Args:
-            result: Called when the collective is done, on a thread of the backend. It must not send anything:
-                those threads come in another order on every member.
-        """
+        """Return a future of what `result` makes of the finished collective."""
 
         def finished(done: Future[object]) -> Result:
             # Torch calls back for a failure, too; it is `value` that raises it.
@@ -249,15 +217,7 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def named_failure(where: str, why: str = WHY_IN_A_FIXED_GROUP) -> Iterator[None]:
-    """Turn a backend's error into Thinwire's.
-
-    Args:
-        where: What was under way.
-        why: What it can come from in such a group, and what to do: whole sentences, without the last stop.
-
-    Raises:
-        CommunicationError: The backend failed, which is the cause.
-    """
+    """Turn a backend's error into Thinwire's."""
     # What backends raise, for a dead peer, a timeout and a refused type alike.
     try:
         yield
@@ -266,15 +226,7 @@ def named_failure(where: str, why: str = WHY_IN_A_FIXED_GROUP) -> Iterator[None]
 
 
 def checked_group(group: object, name: str = "process_group") -> dist.ProcessGroup:
-    """Return the group to use, after refusing what can't be one.
-
-    Args:
-        group: A process group, or None for the default one.
-        name: Of the setting, for errors.
-
-    Raises:
-        AttachError: `torch.distributed` is not initialised, this process is no member, or it is no group.
-    """
+    """Return the group to use, after refusing what can't be one."""
     # `new_group` returns this number to processes that are not members; None means the default group.
     is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
     if is_member and not isinstance(group, dist.ProcessGroup | None):
@@ -295,15 +247,7 @@ def alone() -> dist.ProcessGroup:
 
 
 def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Divide a group into subgroups of neighbours and return this process's. Collective.
-
-    Args:
-        size: Processes of each subgroup.
-        group: What is divided; None for the default group.
-
-    Raises:
-        ConfigError: The size does not divide the group.
-    """
+    """Divide a group into subgroups of neighbours and return this process's. Collective."""
     try:
         subgroup: dist.ProcessGroup = dist.new_subgroups(size, group)[0]  # type: ignore[no-untyped-call]
     except ValueError as error:

@@ -22,12 +22,6 @@ class ReconfigurableTransport(Transport):
     """Carries tensors over a process group by its own methods, which `torch.distributed` does not know of.
 
     It is of one configuration: when the members change, take a new one.
-
-    Args:
-        group: Has the methods of `torch.distributed.ProcessGroup`.
-        rank: This member's place.
-        size: Members.
-        device: Where messages lie: on the CPU with Gloo.
     """
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device | None = None) -> None:
@@ -86,23 +80,11 @@ class ReconfigurableTransport(Transport):
         return self._started(purpose, lambda: self._group.broadcast([_as_bytes(tensor)], options))
 
     def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
-        """Send a tensor to one member, which calls `receive`.
-
-        Args:
-            tensor: Contiguous.
-            to: The rank of that member.
-            purpose: What for, for errors.
-        """
+        """Send a tensor to one member, which calls `receive`."""
         return self._started(purpose, lambda: self._group.send([_as_bytes(tensor)], to, 0))
 
     def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
-        """Receive what one member sends.
-
-        Args:
-            tensor: Contiguous, of as many bytes; written.
-            source: The rank of that member.
-            purpose: What for, for errors.
-        """
+        """Receive what one member sends."""
         return self._started(purpose, lambda: self._group.recv([_as_bytes(tensor)], source, 0))
 
     def _num_pieces(self, sent: torch.Tensor) -> int:

@@ -16,11 +16,7 @@ class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> None:
-        """Block until the result is there: the host, or on CUDA only the current stream.
-
-        Raises:
-            CommunicationError: The collective failed.
-        """
+        """Block until the result is there: the host, or on CUDA only the current stream."""
 
 
 class Transport(ABC):

@@ -12,9 +12,6 @@ from thinwire.channel.transport import Collective, Operation, Transport, Work
 class Wrapped(Transport):
     """Hands every message to another transport; a subclass says in `send` what happens besides.
 
-    Args:
-        transport: Carries the messages.
-
     Attributes:
         transport: As given.
     """

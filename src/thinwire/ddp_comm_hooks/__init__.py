@@ -40,12 +40,7 @@ __all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
 
 @dataclass(frozen=True)
 class _Registration:
-    """Registers a hook on a model: `DDPCommHookType.….value`.
-
-    Args:
-        comm_hook: One of `thinwire.hooks`.
-        matrix_approximation_rank: Of PowerSGD's hooks, for which a state is made; None for others.
-    """
+    """Registers a hook on a model: `DDPCommHookType.….value`."""
 
     comm_hook: Callable[..., Any]
     matrix_approximation_rank: int | None = None

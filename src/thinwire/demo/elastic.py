@@ -39,16 +39,8 @@ WAIT_SECONDS = 120.0
 def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
     """Train with DiLoCo; kill a member after a quarter of the steps, and let another join when it was missed.
 
-    Args:
-        options: The settings of the run, but for its algorithms. What an earlier run has left is removed.
-        say: Takes each line of what happens, as the first member sees it.
-
     Returns:
         The records of the members, in the order in which they were started.
-
-    Raises:
-        JobError: A member failed that was not to, or the members hold unlike models in the end.
-        JobInterruptedError: A signal ended the job.
     """
     options.output.mkdir(parents=True, exist_ok=True)
     for path in options.output.glob("member-*.jsonl"):

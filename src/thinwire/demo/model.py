@@ -123,27 +123,14 @@ class Network(nn.Module):
 
 
 def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats per byte; an untrained model is near ln 256 = 5.55.
-
-    Args:
-        model: Gives logits.
-        inputs: Bytes, int64 `(batch, length)`.
-        targets: The bytes after them.
-    """
+    """Return the mean cross-entropy in nats per byte; an untrained model is near ln 256 = 5.55."""
     logits = model(inputs)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 @torch.no_grad()
 def heldout_loss(model: GPT, heldout: Tensor, *, batches: int = 16, batch_size: int = 16) -> float:
-    """Return the mean loss in nats per byte over windows of text, the same ones every time.
-
-    Args:
-        model: The model.
-        heldout: Text that it was not trained on.
-        batches: How many.
-        batch_size: Windows in each.
-    """
+    """Return the mean loss in nats per byte over windows of text, the same ones every time."""
     length = model.config.context_length
     windows = fixed_batches(heldout, batches=batches, batch_size=batch_size, context_length=length)
     # Restored below: a caller may measure in the middle of training.

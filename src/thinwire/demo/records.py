@@ -87,11 +87,7 @@ class Summary:
 
 
 def summarize(steps: Sequence[TrainedStep]) -> Summary:
-    """Return the figures of one algorithm's steps.
-
-    Raises:
-        ValueError: There are no steps.
-    """
+    """Return the figures of one algorithm's steps."""
     if not steps:
         raise ValueError("got no records, expected at least one step")
     return Summary(

@@ -59,16 +59,7 @@ def load_text(
     max_train_bytes: int = MAX_TRAIN_BYTES,
     max_heldout_bytes: int = MAX_HELDOUT_BYTES,
 ) -> Text:
-    """Read the standard library of the running Python, split by file.
-
-    Args:
-        folder: Whose Python files are read instead.
-        max_train_bytes: Where to stop reading training files.
-        max_heldout_bytes: Where to stop reading held-out files.
-
-    Raises:
-        FileNotFoundError: There are too few Python files there, as where Python lives in one zip file.
-    """
+    """Read the standard library of the running Python, split by file."""
     # It lies on every machine that has Python: nothing is downloaded, and all processes read the same.
     folder = folder or Path(sysconfig.get_path("stdlib"))
     train, heldout = split_files(source_files(folder))
@@ -81,13 +72,7 @@ def load_text(
 
 
 def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generator:
-    """Return the random numbers of one process's batch in one step, the same ones for every algorithm.
-
-    Args:
-        seed: Of the run.
-        step: Of the run.
-        process_rank: Of the process.
-    """
+    """Return the random numbers of one process's batch in one step, the same ones for every algorithm."""
     # Seeded by a text, which Python hashes: sums such as seed + step would give two runs the same batches.
     mixed = random.Random(f"{seed}/{step}/{process_rank}").getrandbits(63)
     return torch.Generator().manual_seed(mixed)
@@ -96,14 +81,7 @@ def batch_generator(*, seed: int, step: int, process_rank: int) -> torch.Generat
 def sample_batch(
     data: Tensor, *, batch_size: int, context_length: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Return random windows of text: inputs and the bytes after them, int64 `(batch_size, context_length)`.
-
-    Args:
-        data: The text, flat.
-        batch_size: Windows.
-        context_length: Bytes in each.
-        generator: Draws where they begin.
-    """
+    """Return random windows of text: inputs and the bytes after them, (batch_size, context_length)."""
     starts = torch.randint(data.numel() - context_length, (batch_size,), generator=generator)
     return _windows(data, starts, context_length)
 
@@ -111,14 +89,7 @@ def sample_batch(
 def fixed_batches(
     data: Tensor, *, batches: int, batch_size: int, context_length: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield windows spread evenly over a text, the same ones every time; as of `sample_batch`.
-
-    Args:
-        data: The text, flat.
-        batches: How many.
-        batch_size: Windows in each.
-        context_length: Bytes in each window.
-    """
+    """Yield windows spread evenly over a text, the same ones every time; as of `sample_batch`."""
     # In float64: float32 does not hold every position beyond 16 MB.
     starts = torch.linspace(0, data.numel() - context_length - 1, batches * batch_size, dtype=torch.float64)
     for chunk in starts.long().view(batches, batch_size):

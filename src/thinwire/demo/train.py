@@ -53,16 +53,7 @@ class JobInterruptedError(ThinwireError):
 
 
 def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> None:
-    """Train with every algorithm of `options`, and hand over each step's record soon after the step.
-
-    Args:
-        options: The settings of the run. What an earlier run of the same has left is removed.
-        on_record: Takes the records.
-
-    Raises:
-        JobError: A training process failed.
-        JobInterruptedError: A signal ended the job.
-    """
+    """Train with every algorithm of `options`, and hand over each step's record soon after the step."""
     options.output.mkdir(parents=True, exist_ok=True)
     paths = [options.record_path(name) for name in options.algorithms]
     for path in paths:
@@ -98,24 +89,13 @@ def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> N
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Return the rate of a step: a linear rise over a tenth of the steps, then half a cosine.
-
-    Args:
-        step: Counted from 0.
-        steps: Of the run.
-    """
+    """Return the rate of a step: a linear rise over a tenth of the steps, then half a cosine."""
     rise = min(1.0, (step + 1) / (0.1 * steps))
     return PEAK_LEARNING_RATE * rise * (0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
 class Trainer:
-    """One model in training with one algorithm: from the seed, not from what was trained before.
-
-    Args:
-        options: The settings of the run.
-        algorithm: The name of the algorithm.
-        train: The text to train on.
-    """
+    """One model in training with one algorithm: from the seed, not from what was trained before."""
 
     def __init__(self, options: DemoOptions, algorithm: str, train: Tensor) -> None:
         # Before the model: every algorithm starts from the same one.
@@ -147,13 +127,7 @@ class Trainer:
 
 
 def train(options: DemoOptions, algorithm: str, text: Text) -> None:
-    """Train a new model; process 0 records every step, and at the last one the held-out loss.
-
-    Args:
-        options: The settings of the run.
-        algorithm: The name of the algorithm.
-        text: To train on and to judge by.
-    """
+    """Train a new model; process 0 records every step, and at the last one the held-out loss."""
     trainer = Trainer(options, algorithm, text.train)
     path, is_first = options.record_path(algorithm), dist.get_rank() == 0
     # One process records: the bytes of all are alike, and a file takes one.

@@ -28,19 +28,10 @@ class Front(Protocol):
         """Steps so far, of those who have been here longest."""
 
     def weight(self, turns_ahead: int = 0) -> float:
-        """Return how much this member's part weighs in an averaging: 0 if it has done nothing.
-
-        Args:
-            turns_ahead: Of which: 0 for the next one, 1 for the one behind it, if this member does nothing
-                in between.
-        """
+        """Return how much this member's part weighs in an averaging: 0 if it has done nothing."""
 
     def is_finite(self, turns_ahead: int = 0) -> bool:
-        """Return whether what this member would put in is finite.
-
-        Args:
-            turns_ahead: As of `weight`.
-        """
+        """Return whether what this member would put in is finite."""
 
     def described(self) -> Description:
         """Return what must be the same on all members, by subject."""
@@ -52,20 +43,7 @@ class Front(Protocol):
         """Start from such a state. All is checked before anything is changed."""
 
     def prepare(self, scale: float) -> Prepared:
-        """Send all messages of an averaging. Collective.
-
-        Args:
-            scale: What this member's part is multiplied by.
-        """
+        """Send all messages of an averaging. Collective."""
 
     def committed(self, step: int, *, was_averaged: bool, has_newcomers: bool) -> None:
-        """Go on from a committed averaging.
-
-        Args:
-            step: That the furthest member had made.
-            was_averaged: Whether anybody had anything to put in.
-            has_newcomers: Whether somebody has started from the others in it, and so had nothing.
-
-        Raises:
-            StepError: Nobody had, though all came for it.
-        """
+        """Go on from a committed averaging."""

@@ -24,17 +24,7 @@ PURPOSE = "handing a newcomer what it starts from"
 def send_state(
     state: Mapping[str, Any] | None, transport: ReconfigurableTransport, newcomers: Sequence[int]
 ) -> None:
-    """Send a state to members that call `receive_state`, one after the other.
-
-    Args:
-        state: Tensors and plain values; None where they are sent nothing to start from.
-        transport: Over the group.
-        newcomers: Their ranks.
-
-    Raises:
-        StateError: There is something else in it.
-        CommunicationError: A message failed.
-    """
+    """Send a state to members that call `receive_state`, one after the other."""
     data = packed(state)
     for newcomer in newcomers:
         transport.send(torch.tensor([len(data)]), newcomer, PURPOSE).wait()
@@ -45,16 +35,7 @@ def send_state(
 def broadcast_residual(
     errors: Iterable[torch.Tensor], transport: Transport, source: int
 ) -> list[torch.Tensor]:
-    """Return what a member that leaves has not transmitted. Collective.
-
-    Args:
-        errors: What this member has not transmitted, flat; as large on all.
-        transport: Over the group.
-        source: The rank of the member that leaves.
-
-    Raises:
-        CommunicationError: A message failed.
-    """
+    """Return what a member that leaves has not transmitted. Collective."""
     arrived = [each if transport.rank == source else torch.empty_like(each) for each in errors]
     for part in _parts(each.view(torch.uint8) for each in arrived):
         flat = torch.cat(part)
@@ -65,16 +46,7 @@ def broadcast_residual(
 
 
 def receive_state(transport: ReconfigurableTransport, source: int) -> Any:
-    """Return what a member sends by `send_state`.
-
-    Args:
-        transport: Over the group.
-        source: The rank of the member.
-
-    Raises:
-        StateError: What comes is not of that form, or too large.
-        CommunicationError: A message failed.
-    """
+    """Return what a member sends by `send_state`."""
     length = torch.zeros(1, dtype=torch.int64)
     transport.receive(length, source, PURPOSE).wait()
     if not 0 < int(length) < MAX_BYTES:

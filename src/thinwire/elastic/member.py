@@ -49,16 +49,6 @@ KEYS = {
 class Member:
     """One member of a group that changes; the base of `elastic.LocalSGD` and `elastic.Steps`.
 
-    Args:
-        model: As of `elastic.LocalSGD`.
-        optimizer: As of `elastic.LocalSGD`.
-        algorithm: As of `elastic.LocalSGD`.
-        group: As of `elastic.LocalSGD`.
-        front: What `Membership` lets average.
-        average_buffers: As of `thinwire.Streaming`.
-        send_optimizer: As of `elastic.LocalSGD`.
-        fragments: As of `thinwire.Streaming`.
-
     Attributes:
         module: The model, without what is around it.
         observers: Are called after every step, with True; see `thinwire.Watch`.
@@ -144,14 +134,6 @@ class Member:
         """Join: wait until the others, and enough of them, are there, and start from what they hold.
 
         With `elastic.Steps` it takes part in a step of the others, to which it adds nothing.
-
-        Raises:
-            StepError: It was entered before.
-            ConfigError: `outer` does not make an optimizer of the tensors it is given.
-            AgreementError: This member is configured otherwise than the others; they go on.
-            StateError: What the others have sent is damaged, or does not fit; or what this member would send
-                to others can't be sent, such as the settings or state of an optimizer.
-            CommunicationError: Nobody, or too few, came in `wait_seconds`.
         """
         if self._averaged.entered:
             raise StepError("this context has been entered before; make a new one")
@@ -222,12 +204,7 @@ class Member:
 
 
 class MemberFront(Front):
-    """What is averaged of a member, and what a newcomer starts from.
-
-    Args:
-        member: Whose.
-        purpose: What its averagings are, for errors.
-    """
+    """What is averaged of a member, and what a newcomer starts from."""
 
     def __init__(self, member: Member, purpose: str) -> None:
         self._member, self._purpose = member, purpose
@@ -296,12 +273,7 @@ class MemberFront(Front):
 
 
 def _plain_module(model: object) -> nn.Module:
-    """Return the module that a member trains.
-
-    Raises:
-        AttachError: A DDP or a sharded model.
-        ConfigError: It is no module.
-    """
+    """Return the module that a member trains."""
     module, ddp = unwrapped(model)
     if ddp is not None:
         raise AttachError(
@@ -323,18 +295,7 @@ def _checked_optimizers(
     *,
     must_hold_all: bool,
 ) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that train a module, in the order of their steps.
-
-    Args:
-        given: As the user gave them: one, or several.
-        averaged: What is averaged of the module.
-        module: To which all that they hold must belong.
-        must_hold_all: Whether a trainable parameter that none of them holds is refused.
-
-    Raises:
-        ConfigError: One is no optimizer or is there twice, or does not train this model; or another one seems
-            to train it as well.
-    """
+    """Return the optimizers that train a module, in the order of their steps."""
     listed = list(given) if isinstance(given, list | tuple) else [given]
     optimizers = tuple(checked_optimizer(each, averaged, module) for each in listed)
     if not optimizers or len({id(each) for each in optimizers}) < len(optimizers):
@@ -377,16 +338,7 @@ def _group_of_environment() -> Group:
 
 
 def _check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what the group has sent, if it is of other tensors than this member's.
-
-    Args:
-        key: What they are.
-        tensors: As sent.
-        own: This member's.
-
-    Raises:
-        StateError: They differ in names, shapes or types.
-    """
+    """Refuse what the group has sent, if it is of other tensors than this member's."""
     if (
         not isinstance(tensors, Mapping)
         or tensors.keys() != own.keys()
@@ -402,11 +354,7 @@ def _check_like(key: str, tensors: object, own: Mapping[str, torch.Tensor]) -> N
 
 
 def _check_received(state: Mapping[str, Any]) -> None:
-    """Refuse what the group has sent to start from, if it is damaged or not of this member's kind.
-
-    Raises:
-        StateError: It is damaged, has other keys or is of another version; or its counts are none.
-    """
+    """Refuse what the group has sent to start from, if it is damaged or not of this member's kind."""
     check_readable(state)
     if state.keys() != KEYS or type(state["version"]) is not int or state["version"] != STATE_VERSION:
         got = f"version {state.get('version')!r} with {sorted(map(str, state))}"
@@ -426,15 +374,7 @@ def _check_received(state: Mapping[str, Any]) -> None:
 
 
 def _load_optimizers(optimizers: Sequence[torch.optim.Optimizer], states: Sequence[Any]) -> None:
-    """Let optimizers go on from what the group has sent: all of them, or none.
-
-    Args:
-        optimizers: This member's.
-        states: A state for each, as sent.
-
-    Raises:
-        StateError: They are not as many, or one is not of its optimizer.
-    """
+    """Let optimizers go on from what the group has sent: all of them, or none."""
     if len(states) != len(optimizers):
         raise StateError(
             f"the group has sent the states of {len(states)} optimizers, expected {len(optimizers)}; start "

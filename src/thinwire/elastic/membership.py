@@ -57,12 +57,6 @@ class Membership:
     What each member has not transmitted counts in the mean over the members of its averaging. When their
     number changes, those who stay multiply their residual by new over old number: the mean stays what it was.
 
-    Args:
-        group: Who is there.
-        engine: Sends over `group.transport`.
-        front: What is averaged.
-        device: Where the model is.
-
     Attributes:
         stats: Who has come and gone.
         is_leaving: Whether this member leaves after its next averaging, and hands over its residual. To be
@@ -85,15 +79,7 @@ class Membership:
         group.is_leaving = lambda: self.is_leaving
 
     def average(self) -> None:
-        """Average once with whoever is there, however often that must be tried. Collective.
-
-        Raises:
-            AgreementError: This member is configured otherwise than those who were here before it.
-            StateError: What it was given to start from is damaged, or of another model.
-            StepError: What this member would put in is not finite.
-            CommunicationError: No averaging has succeeded in `wait_seconds`.
-            LeftError: This member has left, as `is_leaving` asked for.
-        """
+        """Average once with whoever is there, however often that must be tried. Collective."""
         if self.has_left:
             raise LeftError("this member has left the group; start the process again to join anew")
         give_up_at: float | None = None

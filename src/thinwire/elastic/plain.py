@@ -12,11 +12,7 @@ from thinwire.errors import StateError
 
 
 def plain(value: object) -> Any:
-    """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts.
-
-    Raises:
-        StateError: There is something else in it.
-    """
+    """Return a value of tensors on the CPU, numbers, text and None, in lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu").contiguous()
     if isinstance(value, Mapping):
@@ -39,9 +35,6 @@ def plain(value: object) -> Any:
 def packed(value: object) -> torch.Tensor:
     """Return the bytes of a value such as `plain` returns.
 
-    Raises:
-        StateError: There is something else in it.
-
     Examples:
         >>> unpacked(packed({"step": 3, "weight": torch.ones(2)}))
         {'step': 3, 'weight': tensor([1., 1.])}
@@ -52,11 +45,7 @@ def packed(value: object) -> torch.Tensor:
 
 
 def unpacked(data: torch.Tensor) -> Any:
-    """Return what `packed` was given.
-
-    Raises:
-        StateError: These are not its bytes.
-    """
+    """Return what `packed` was given."""
     try:
         return torch.load(io.BytesIO(data.numpy().data), map_location="cpu", weights_only=True)
     except Exception as error:  # damaged, it raises what it likes

@@ -76,11 +76,7 @@ class MembershipStats:
 
 
 def kept_lineage(present: Sequence[Presence]) -> int:
-    """Return the lineage that all go on from; whoever is of another one must start anew.
-
-    Args:
-        present: What all have said, in the same order on all members.
-    """
+    """Return the lineage that all go on from; whoever is of another one must start anew."""
     lineages = [each.lineage for each in present]
     committed = {each.doubt for each in present if each.doubt}.intersection(lineages)
     if committed:  # somebody has committed what others are in doubt of
@@ -92,13 +88,7 @@ def kept_lineage(present: Sequence[Presence]) -> int:
 
 
 def count_changes(stats: MembershipStats, before: Sequence[Presence], now: Sequence[Presence]) -> None:
-    """Count who has come and gone from one committed averaging to the next.
-
-    Args:
-        stats: Counted in.
-        before: Who took part in the last one; nobody at the first.
-        now: Who took part in this one.
-    """
+    """Count who has come and gone from one committed averaging to the next."""
     stats.members = len(now)
     members = {each.member for each in now}
     for gone in (each for each in before if each.member not in members):

@@ -251,11 +251,7 @@ class _Line:
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
-        """Connect, if it is not connected.
-
-        Raises:
-            _LighthouseGoneError: Nobody listens there.
-        """
+        """Connect, if it is not connected."""
         if self._socket is not None and not self.is_broken():
             return
         self.close()
@@ -408,11 +404,7 @@ class _StateTransport:
 
 
 def _checked_version() -> str:
-    """Return torchft's version.
-
-    Raises:
-        MissingExtraError: It is too old.
-    """
+    """Return torchft's version."""
     try:
         found = version("torchft")
     except PackageNotFoundError:
@@ -427,11 +419,7 @@ def _checked_version() -> str:
 
 
 def _check_launcher() -> None:
-    """Look whether the `thinwire run` that has started this process, or what has started it, still runs.
-
-    Raises:
-        CommunicationError: It has ended.
-    """
+    """Look whether the `thinwire run` that has started this process, or what has started it, still runs."""
     launcher = os.environ.get(LAUNCHER_VARIABLE)
     if launcher is None:
         return
@@ -454,11 +442,7 @@ def _says_something(record: logging.LogRecord) -> bool:
 
 
 def torchft_module(name: str) -> Any:
-    """Return a module of torchft.
-
-    Raises:
-        MissingExtraError: torchft is not installed.
-    """
+    """Return a module of torchft."""
     # By default it logs every quorum to standard error, in its own format.
     os.environ.setdefault("RUST_LOG", "error")
     logging.getLogger("torchft.manager").addFilter(_says_something)

@@ -19,13 +19,7 @@ _entered: WeakKeyDictionary[object, tuple[nn.Module, Transport]] = WeakKeyDictio
 
 @contextmanager
 def averaging_model(owner: object, module: nn.Module, transport: Transport) -> Iterator[None]:
-    """Mark a model as being averaged while the context is open.
-
-    Args:
-        owner: What averages it.
-        module: The model, not wrapped.
-        transport: Over which group.
-    """
+    """Mark a model as being averaged while the context is open."""
     _entered[owner] = module, transport
     try:
         yield
@@ -39,15 +33,6 @@ def refuse_averaged_twice(
     """Refuse to average gradients of a model that is averaged meanwhile, over the same processes.
 
     Over fewer processes, those of a machine, say, both are of use.
-
-    Args:
-        parameters: Whose gradients are averaged.
-        transport: Over which group.
-        error: What to raise.
-
-    Raises:
-        AttachError: They are of such a model, and `error` is this one.
-        StepError: The same, if `error` is that one.
 
     Cost: none outside of such a context; inside, a look at all parameters of the model.
     """

@@ -14,13 +14,7 @@ _scales: MutableMapping[torch.Tensor, torch.Tensor] = WeakTensorKeyDictionary()
 
 
 class Shadow(JoinHook):
-    """Takes part, for a process without input, in what a join context's other processes send.
-
-    Args:
-        front: What they average through.
-        step: Takes part in one step of theirs.
-        end: Is called once all have run out, with whether this process was among the last.
-    """
+    """Takes part, for a process without input, in what a join context's other processes send."""
 
     def __init__(self, front: Joinable, step: Callable[[], object], end: Callable[[bool], object]) -> None:
         super().__init__()
@@ -46,12 +40,7 @@ def leave_join(front: Joinable) -> None:
 
 @contextmanager
 def counted(parameters: Iterable[torch.Tensor], scale: torch.Tensor) -> Iterator[None]:
-    """Divide gradients of `parameters` by the contributors, while this is open.
-
-    Args:
-        parameters: Of one model.
-        scale: Members of the group over contributors, shape (1,), kept up to date by the caller.
-    """
+    """Divide gradients of `parameters` by the contributors, while this is open."""
     # A list: what is frozen or replaced meanwhile must be taken out again as well.
     before = [(each, _scales.get(each)) for each in parameters]
     for parameter, _ in before:
@@ -72,10 +61,6 @@ def divide_by_contributors(parameters: Sequence[torch.Tensor], flat: torch.Tenso
 
     Scaling what goes in, not what comes out, keeps the residual in one unit while the number of contributors
     changes.
-
-    Args:
-        parameters: Of the bucket.
-        flat: Their gradients, in place.
     """
     if parameters and parameters[0] in _scales:
         flat.mul_(_scales[parameters[0]])

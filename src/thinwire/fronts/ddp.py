@@ -43,18 +43,7 @@ PATIENCE_SECONDS = 10.0
 
 
 def attach_ddp(ddp_model: torch.nn.Module, algorithm: Algorithm, settings: Settings) -> GradientSync:
-    """Do what `thinwire.attach` does, with a DDP model.
-
-    Args:
-        ddp_model: A `DistributedDataParallel` model, or the result of `torch.compile` on one.
-        algorithm: As of `attach`.
-        settings: Of its steps.
-
-    Raises:
-        AttachError: The model can't be attached.
-        ConfigError: A setting is wrong.
-        GradientError: A parameter's gradient can't be averaged by the algorithm.
-    """
+    """Do what `thinwire.attach` does, with a DDP model."""
     model = _checked_model(ddp_model)
     # Gradients are on the parameters' device, which is known on CPUs too, where DDP has no device_ids.
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
@@ -78,19 +67,7 @@ def front_of(
     transport: Transport,
     settings: Settings = Settings(),  # noqa: B008 - frozen
 ) -> "BucketFront":
-    """Return a front that knows the model's parameters by name; not registered yet.
-
-    Args:
-        model: The DDP model.
-        algorithm: How gradients become their mean.
-        transport: Over the model's group.
-        settings: Of its steps.
-
-    Raises:
-        AttachError: The model has an option under which DDP does not hand over all gradients.
-        ConfigError: `algorithm` is none, or a setting does not go with the model's options.
-        GradientError: A parameter's gradient can't be averaged by the algorithm.
-    """
+    """Return a front that knows the model's parameters by name; not registered yet."""
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
@@ -105,14 +82,6 @@ class BucketFront:
     The work of all buckets is finished inside the call for the last one, on the thread that runs the
     backward pass: no collective is ever issued from a future's callback. In the first step of a static
     graph, where DDP calls every bucket its first, the last one is the one that completes the parameters.
-
-    Args:
-        engine: What averages.
-        names: The name of each parameter; None where they can't be known. Then they are named in the
-            first step, by their position from the model's end. DDP's first buckets hold the parameters in
-            reverse, each type for itself, so the names are the same in every run of a model of one type
-            if the front is there from the first backward pass on.
-        model: Whose buckets they are; None to find it in the first step.
     """
 
     def __init__(
@@ -142,17 +111,7 @@ class BucketFront:
         self._waiting: list[tuple[Future[torch.Tensor], torch.Tensor]] = []
 
     def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """Take a bucket, and finish them all at the last one; return a future of its mean.
-
-        Raises:
-            AttachError: The model has an option under which DDP does not hand over all gradients.
-            GradientError: A gradient can't be averaged.
-            AgreementError: The processes differ.
-            StateError: The loaded state is of another model.
-            StepError: The last backward pass did not finish, or a parameter is trained of which DDP has no
-                gradient, or inside of a LocalSGD that averages the model over the same processes.
-            CommunicationError: A collective failed; memory is as it was.
-        """
+        """Take a bucket, and finish them all at the last one; return a future of its mean."""
         flat = dense_buffer(bucket)
         if self._is_left_out(bucket):
             return completed_future(flat)
@@ -208,11 +167,7 @@ class BucketFront:
         return True
 
     def _num_in_first_step(self, parameters: Iterable[torch.Tensor]) -> int:
-        """Return how many parameters complete the first step of a static graph; 0 if DDP says which is last.
-
-        Raises:
-            AttachError: The model has an option under which DDP does not hand over all gradients.
-        """
+        """Return how many parameters complete a static graph's first step; 0 if DDP says which is last."""
         model = ddp_model_of(parameters) if self._model is None else self._model()
         # Then it is unknown whether the graph is static, so trust DDP on which bucket is the last.
         if model is None:
@@ -380,16 +335,7 @@ ATTACHED = "attach"
 def switched(
     model: DistributedDataParallel, front_now: Callable[[], BucketFront | None], taken_by: str
 ) -> Switch:
-    """Let fronts average a model's gradients, by the hook that it has from before, or a new one.
-
-    Args:
-        model: The DDP model.
-        front_now: As of `Switch`.
-        taken_by: As of `Switch`.
-
-    Raises:
-        AttachError: Its hook is in use.
-    """
+    """Let fronts average a model's gradients, by the hook that it has from before, or a new one."""
     hooks = [state for _, state in model._comm_hooks if isinstance(state, Switch) and not state.taken_by]
     switch = hooks[0] if hooks else Switch()
     if hooks:

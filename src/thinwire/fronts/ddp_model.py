@@ -24,16 +24,7 @@ SHARDED = ("FSDPModule", "FullyShardedDataParallel")
 
 
 def register(model: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
-    """Register a communication hook, and `guard` the model if it is Thinwire's.
-
-    Args:
-        model: The DDP model.
-        state: What the hook is called with.
-        hook: The hook.
-
-    Raises:
-        AttachError: The model has one already.
-    """
+    """Register a communication hook, and `guard` the model if it is Thinwire's."""
     name, _ = hook_of(model)
     try:
         model.register_comm_hook(state, hook)
@@ -70,11 +61,7 @@ def unguard(model: DistributedDataParallel) -> None:
 
 
 def check_options(model: DistributedDataParallel) -> None:
-    """Refuse options under which DDP does not hand all gradients to its hook.
-
-    Raises:
-        AttachError: The model has one.
-    """
+    """Refuse options under which DDP does not hand all gradients to its hook."""
     if getattr(model, "_use_python_reducer", False):
         raise AttachError(PYTHON_REDUCER)
     # DDP would register a hook of its own in the first forward pass, where it can't have a second one.
@@ -143,9 +130,6 @@ class _StillWhole:
     """Sees, before a pass of a DDP model, that `fully_shard` has taken no part of it since it was attached.
 
     DDP has hooks on the parameters that it was built with, so it would average nothing without a word.
-
-    Args:
-        model: The DDP model.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -206,12 +190,7 @@ def plain_name(name: str) -> str:
 
 
 def names_of(module: torch.nn.Module, ignored: Collection[str] = ()) -> dict[torch.nn.Parameter, str]:
-    """Return the parameters of a module in its order, each with its name.
-
-    Args:
-        module: Not wrapped.
-        ignored: Names that a DDP model around it leaves out.
-    """
+    """Return the parameters of a module in its order, each with its name."""
     # A shared parameter has several names: take the first that DDP does not ignore, since DDP sends it.
     names: dict[torch.nn.Parameter, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -243,12 +222,7 @@ class DetachedFront:
 
 
 def dense_buffer(bucket: GradBucket) -> torch.Tensor:
-    """Return a bucket's flat gradients.
-
-    Raises:
-        AttachError: It is no bucket: DDP works without.
-        GradientError: They are sparse, or complex numbers as such.
-    """
+    """Return a bucket's flat gradients."""
     # The python reducer calls hooks as well, with gradients in place of buckets.
     if not isinstance(bucket, GradBucket):
         raise AttachError(PYTHON_REDUCER)

@@ -153,11 +153,7 @@ def _is_of(switch: Switch, sync: GradientSync) -> bool:
 
 
 def _is_hooked(model: DistributedDataParallel) -> bool:
-    """Return whether one of our hooks does the dividing, and not DDP itself.
-
-    Raises:
-        ConfigError: Another's hook does it, by the members of the group.
-    """
+    """Return whether one of our hooks does the dividing, and not DDP itself."""
     # Without a hook DDP's own reducer divides, and knows how.
     name, is_ours = hook_of(model)
     if name and not is_ours:

@@ -78,9 +78,6 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return two whole numbers that differ if a bit of the tensors does, or the order of their elements.
 
     But for a chance that is small beyond concern; not made to withstand who looks for two of the same.
-
-    Args:
-        tensors: Of one device; each of any type and layout.
     """
     found = torch.zeros(2, dtype=torch.int64)
     for tensor in tensors:

@@ -32,18 +32,6 @@ Gradients: TypeAlias = Sequence["torch.Tensor | None"]
 class StepFront(Joinable):
     """Averages lists of gradients over a process group, through an `Engine`.
 
-    Args:
-        parameters: What the gradients are of, in an order that is the same in every run: parameters are
-            called "parameter[0]", "parameter[1]" … in saved state.
-        algorithm: How gradients become their mean.
-        process_group: None for the default one. Where `torch.distributed` is not initialised, and `torchrun`
-            has not started several processes, this process is the only worker: means are its own gradients,
-            and what is compressed is compressed all the same.
-        grad_scaler: The `GradScaler` that scales the loss, if there is one.
-        host_check: As of `thinwire.attach`.
-        on_nonfinite: What the means of a step become that are not finite: see `thinwire.attach`.
-        transport: Carries the messages; None for that of `process_group`.
-
     Attributes:
         parameters: As given.
         engine: What averages.

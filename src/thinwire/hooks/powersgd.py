@@ -487,11 +487,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[to
 
 
 def checked_state_of(state: object) -> PowerSGDState:
-    """Return the state that a hook was registered with, if it is one for PowerSGD.
-
-    Raises:
-        ConfigError: It is not.
-    """
+    """Return the state that a hook was registered with, if it is one for PowerSGD."""
     if not isinstance(state, PowerSGDState):
         raise ConfigError(
             "PowerSGD's hooks need a thinwire.hooks.PowerSGDState, got "

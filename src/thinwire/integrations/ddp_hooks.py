@@ -58,16 +58,7 @@ def register_ddp_comm_hook(
 
 
 def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., Any] | None:
-    """Return the hook with its wrapper; None without a hook.
-
-    Args:
-        state: What the hook wants.
-        hook: As the user gave it.
-        wrapper: As the user gave it.
-
-    Raises:
-        ConfigError: What was given does not belong together.
-    """
+    """Return the hook with its wrapper; None without a hook."""
     if hook is None:
         if state is not None or wrapper is not None:
             raise ConfigError(
@@ -100,15 +91,7 @@ def _check_state(state: object, hook: object) -> None:
 
 
 def check_period(state: object, period: object) -> None:
-    """Refuse `post_localSGD_hook` without `model_averaging_period`, and that without the hook.
-
-    Args:
-        state: Of the hook.
-        period: As the user gave it.
-
-    Raises:
-        ConfigError: One is given without the other, or the period is no count of steps.
-    """
+    """Refuse `post_localSGD_hook` without `model_averaging_period`, and that without the hook."""
     # With torch's own state, too: Lightning averages models with either.
     is_local = isinstance(state, PostLocalSGDState | torchs_post_local.PostLocalSGDState)
     if is_local and period is None:

@@ -24,14 +24,7 @@ Makes: TypeAlias = "Callable[..., LocalSGD] | Callable[..., Auto]"
 
 
 def checked_averaging(given: object) -> Algorithm | Makes:
-    """Return how a framework's runs are averaged: an algorithm, what makes a `LocalSGD`, or `thinwire.auto`.
-
-    Args:
-        given: By the user.
-
-    Raises:
-        ConfigError: It is neither, or a partial with a setting that there is not.
-    """
+    """Return how a framework's runs are averaged: an algorithm, a `LocalSGD`'s maker, or `thinwire.auto`."""
     # An algorithm's class can be called, too, and is a mistake.
     makes_local = callable(given) and (not isinstance(given, type) or issubclass(given, LocalSGD))
     if not (isinstance(given, Algorithm) or makes_local):
@@ -59,44 +52,21 @@ def checked_averaging(given: object) -> Algorithm | Makes:
 
 
 def checked_steps(host_check: bool, on_nonfinite: OnNonfinite) -> dict[str, Any]:
-    """Return how steps are treated, as `thinwire.attach` takes it, where that is not the default.
-
-    Args:
-        host_check: By the user.
-        on_nonfinite: By the user.
-
-    Raises:
-        ConfigError: One is not such, or they do not go together.
-    """
+    """Return how steps are treated, as `thinwire.attach` takes it, where that is not the default."""
     settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
     chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
     return {name: each for name, each in chosen.items() if each != getattr(Settings, name)}
 
 
 def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
-    """Return whether it is `thinwire.auto`, or a `functools.partial` of it.
-
-    Args:
-        given: By the user.
-    """
+    """Return whether it is `thinwire.auto`, or a `functools.partial` of it."""
     while isinstance(given, partial):
         given = given.func
     return given is auto
 
 
 def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> LocalSGD:
-    """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet.
-
-    Args:
-        make: What the user gave.
-        model: Wrapped in DDP, which must be built without `find_unused_parameters`.
-        optimizer: Trains it; may be wrapped by the framework.
-        grad_scaler: The framework's; None without.
-
-    Raises:
-        ConfigError: `make` makes something else, or the model or the optimizer does not go with it.
-        AttachError: The model is not a DDP model, or can't be driven.
-    """
+    """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet."""
     # Not at every forward pass: buffers are averaged with the model. Frameworks leave DDP's default, and
     # their names for it would be a deprecated one of torch's.
     broadcast_before = isinstance(model, DistributedDataParallel) and model.broadcast_buffers

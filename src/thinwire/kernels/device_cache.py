@@ -20,13 +20,7 @@ _lock = threading.Lock()
 def on_device(
     what: tuple[object, ...], made: Callable[[], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Return a table on a device, copied there when it is asked for the first time.
-
-    Args:
-        what: All that its contents follow from.
-        made: Makes it on the CPU.
-        device: Where.
-    """
+    """Return a table on a device, copied there when it is asked for the first time."""
     # One for each stream: on another one the copy need not have arrived.
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     # By all of its contents: an address that was freed and given to another tensor is the same address still.
@@ -49,11 +43,5 @@ def on_device(
 
 
 def number_on(device: torch.device, number: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return a number as a tensor of shape (): what is written as a number in an operation is a launch more.
-
-    Args:
-        device: Where.
-        number: Which.
-        dtype: Its type.
-    """
+    """Return a number as a tensor of shape (): a plain number in an operation costs a launch."""
     return on_device(("number", number, dtype), lambda: torch.tensor(number, dtype=dtype), device)

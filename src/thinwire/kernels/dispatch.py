@@ -166,12 +166,7 @@ backends: tuple[Backend, ...] = (NUMBA, TRITON, TORCH)
 
 
 def kernels_for(like: torch.Tensor, matrix_rank: int) -> Kernels:
-    """Return the kernels of the first backend that serves.
-
-    Args:
-        like: A matrix or a factor; its device and type count.
-        matrix_rank: r, the number of rows of a factor.
-    """
+    """Return the kernels of the first backend that serves."""
     return _serving(like, matrix_rank)[1]
 
 
@@ -187,12 +182,7 @@ def _serving(like: torch.Tensor, matrix_rank: int) -> tuple[Backend, Kernels]:
 
 
 def name_of_kernels_for(like: torch.Tensor, matrix_rank: int) -> str:
-    """Return who serves, with version and kind of device: where these differ, so may the last bits.
-
-    Args:
-        like: As of `kernels_for`.
-        matrix_rank: As of `kernels_for`.
-    """
+    """Return who serves, with version and kind of device: where these differ, so may the last bits."""
     backend, _ = _serving(like, matrix_rank)
     name = f"{backend.name} {backend.version()}"
     if like.device.type != "cuda":

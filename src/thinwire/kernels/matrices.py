@@ -128,9 +128,6 @@ def shape_groups(batches: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return which batches are to be treated as one, by index.
 
     On accelerators those of matrices of one shape, type and device; on the CPU each is one.
-
-    Args:
-        batches: Shape (matrices, rows, columns) each.
     """
     found: dict[object, list[int]] = defaultdict(list)
     for index, batch in enumerate(batches):
@@ -141,25 +138,14 @@ def shape_groups(batches: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def joined(batches: Sequence[torch.Tensor], group: Sequence[int]) -> torch.Tensor:
-    """Return the batches of a shape group as one.
-
-    Args:
-        batches: All of them.
-        group: One of `shape_groups`.
-    """
+    """Return the batches of a shape group as one."""
     return batches[group[0]] if len(group) == 1 else torch.cat([batches[index] for index in group])
 
 
 def parted(
     wholes: Sequence[torch.Tensor], batches: Sequence[torch.Tensor], groups: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Return what was made of the shape groups, batch by batch: views.
-
-    Args:
-        wholes: One for each group, with as many matrices.
-        batches: All of them, as given to `shape_groups`.
-        groups: The shape groups.
-    """
+    """Return what was made of the shape groups, batch by batch: views."""
     results: dict[int, torch.Tensor] = {}
     for whole, group in zip(wholes, groups, strict=True):
         sizes = [len(batches[index]) for index in group]
@@ -168,12 +154,7 @@ def parted(
 
 
 def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    """Return factors with other rows in place of those that are all zeros; on the CPU the same tensor.
-
-    Args:
-        rows: Shape (matrices, r, columns), given away.
-        drawn: Shape (r, columns).
-    """
+    """Return factors with other rows in place of those that are all zeros; on the CPU the same tensor."""
     if accelerators.pays_per_launch(rows.device):
         is_dead = torch.linalg.vector_norm(rows, torch.inf, dim=2, keepdim=True) == 0
         return torch.where(is_dead, drawn, rows)
@@ -183,35 +164,19 @@ def replaced(rows: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
 
 
 def add_scaled(matrix: torch.Tensor, error: torch.Tensor, loss_scale: torch.Tensor | None) -> None:
-    """Add a residual, in units of the unscaled loss, to a gradient in units of the scaled one.
-
-    Args:
-        matrix: The gradient, in place.
-        error: The residual, of the same shape.
-        loss_scale: What the loss was multiplied by, None for 1.
-    """
+    """Add a residual, in units of the unscaled loss, to a gradient in units of the scaled one."""
     matrix.add_(error if loss_scale is None else error * loss_scale)
 
 
 def add_errors(group: MatrixGroup, loss_scale: torch.Tensor | None) -> None:
-    """Add its residual to every matrix of a group, in units of the scaled loss.
-
-    Args:
-        group: Its matrices are changed in place.
-        loss_scale: What the loss was multiplied by, None for 1.
-    """
+    """Add its residual to every matrix of a group, in units of the scaled loss."""
     for matrix, error in zip(group.matrices, group.errors, strict=True):
         if error is not None:
             add_scaled(matrix, error, loss_scale)
 
 
 def widened(gradients: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return flat gradients in a wider type: copies, on accelerators all in one tensor; themselves in theirs.
-
-    Args:
-        gradients: Flat, of one type and device.
-        dtype: The type.
-    """
+    """Return flat gradients in a wider type: copies, on accelerators all in one tensor."""
     if not gradients or gradients[0].dtype == dtype:
         return list(gradients)
     if not accelerators.pays_per_launch(gradients[0].device):
@@ -229,15 +194,7 @@ def round_all_into(
     loss_scale: torch.Tensor | None,
     is_healthy: torch.Tensor | None = None,
 ) -> None:
-    """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them.
-
-    Args:
-        gradients: Flat, of one type and device.
-        means: Of the same lengths, in fp32 or fp64; overwritten.
-        errors: In the type of the means; all of them None to forget it.
-        loss_scale: What the loss was multiplied by, None for 1.
-        is_healthy: One bool, not read back: if it is false, errors stay as they were. None for true.
-    """
+    """As `round_into`, of many gradients: on accelerators with a launch for each operation on all of them."""
     if not gradients or not accelerators.pays_per_launch(gradients[0].device):
         for gradient, mean, error in zip(gradients, means, errors, strict=True):
             round_into(gradient, mean, error, loss_scale)
@@ -268,14 +225,7 @@ def round_all_into(
 def round_into(
     gradient: torch.Tensor, mean: torch.Tensor, error: torch.Tensor | None, loss_scale: torch.Tensor | None
 ) -> None:
-    """Store the mean in a gradient of another type; what its type can't hold goes to the residual.
-
-    Args:
-        gradient: Flat, of any floating type, written.
-        mean: Flat, of the same length, in fp32 or fp64.
-        error: Flat, in the type of `mean`, takes up what rounding and the range lose; None to forget it.
-        loss_scale: What the loss was multiplied by, None for 1.
-    """
+    """Store the mean in a gradient of another type; what its type can't hold goes to the residual."""
     limit = min(torch.finfo(gradient.dtype).max, torch.finfo(mean.dtype).max)
     together = ROUNDED_ELEMENTS if mean.device.type == "cpu" else max(1, len(mean))
     for start in range(0, len(mean), together):

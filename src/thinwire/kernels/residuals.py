@@ -36,11 +36,7 @@ class Rooms(NamedTuple):
 
 
 def row_elements(matrices: Sequence[torch.Tensor]) -> int:
-    """Return the length of rows in which the residuals of matrices may be moved; 0 if that does not pay.
-
-    Args:
-        matrices: All whose residuals share their memory.
-    """
+    """Return the length of rows in which the residuals of matrices may be moved; 0 if that does not pay."""
     alone = [matrix.numel() for matrix in matrices]
     between = [
         matrices[index].storage_offset() - matrices[run[0]].storage_offset()
@@ -65,12 +61,6 @@ def move_where(
     spare: torch.Tensor,
 ) -> None:
     """Copy matrices to their rooms if `is_healthy`; else to the spare row, and rooms stay.
-
-    Args:
-        is_healthy: One bool, not read back.
-        matrices: Contiguous.
-        rooms: One for each, of `Rooms` that have this spare row.
-        spare: That row.
 
     Cost: every matrix is read once and every room written once, by a launch for each memory of matrices.
     """
@@ -141,12 +131,7 @@ def _places(
 
 
 def _numbers(last: int, runs: Sequence[tuple[int, Sequence[tuple[int, int, int]]]]) -> torch.Tensor:
-    """Return of every row of the runs where it goes in a healthy step.
-
-    Args:
-        last: Where those go that lie between matrices.
-        runs: As of `_places`.
-    """
+    """Return of every row of the runs where it goes in a healthy step."""
     parts = []
     for count, of_each in runs:
         part = torch.full((count,), last)

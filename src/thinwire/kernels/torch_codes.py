@@ -79,13 +79,7 @@ class TorchCodes(CodeKernels):
 
 
 def levels_of(codebook: Codebook, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the levels of a codebook on a device, only to be read.
-
-    Args:
-        codebook: Which.
-        dtype: Of the levels.
-        device: Where.
-    """
+    """Return the levels of a codebook on a device, only to be read."""
     if device.type == "cpu":
         return torch.tensor(codebook.levels, dtype=dtype)
     return _levels_on(codebook, dtype, device)

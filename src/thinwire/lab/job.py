@@ -22,12 +22,6 @@ def run_on_hosts(
     after `grace_seconds`, and killed after as many more. Where their output can't be written, they are asked
     to end at once.
 
-    Args:
-        network: With the hosts.
-        command: The same on all; each has the environment that torchrun would give it.
-        output: Where theirs goes, line by line.
-        grace_seconds: In which the others may find out for themselves.
-
     Returns:
         The exit code of the first that failed, as a shell tells it (128 + the signal that ended it); 0 if
         none did; that of `output` if it has an error. And how many seconds each ran.
@@ -75,12 +69,6 @@ class _Host:
 
 def _wait(hosts: Sequence[_Host], asked: EndSignals, output: Output, grace_seconds: float) -> int:
     """Wait until all hosts have ended; see `run_on_hosts`.
-
-    Args:
-        hosts: All of them.
-        asked: Catches the signals that ask the lab to end.
-        output: Where their lines go.
-        grace_seconds: As of `run_on_hosts`.
 
     Returns:
         The lab's exit code.

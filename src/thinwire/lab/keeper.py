@@ -30,10 +30,6 @@ class AllMustEndError(Exception):
 def keep(lab_pid: int, command: Sequence[str]) -> int:
     """Run a command until nothing that it has started is left.
 
-    Args:
-        lab_pid: The process whose end is this one's and all the command's.
-        command: The program and its arguments.
-
     Returns:
         The command's exit code, as a shell tells it.
     """
@@ -108,11 +104,7 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _end_all(number: int, frame: FrameType | None) -> None:
-    """Break off what `keep` does.
-
-    Raises:
-        AllMustEndError: Always.
-    """
+    """Break off what `keep` does."""
     # A second one must not break off the ending.
     signal.signal(number, _ignore)
     raise AllMustEndError

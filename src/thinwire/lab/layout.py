@@ -22,9 +22,6 @@ BURST_SECONDS = 1e-3
 def bits_per_second(rate: str) -> float:
     """Return the bits per second that a rate such as "100mbit" means.
 
-    Raises:
-        ConfigError: It is none, or not between 100kbit and 100gbit.
-
     Examples:
         >>> bits_per_second("1.5gbit")
         1500000000.0
@@ -41,15 +38,6 @@ def bits_per_second(rate: str) -> float:
 @dataclass(frozen=True)
 class Layout:
     """Hosts behind links.
-
-    Args:
-        hosts: How many.
-        rate: Of the slow links, such as "100mbit"; None for links as fast as the machine.
-        hosts_per_node: So many share one slow link to the other nodes, and are joined without limit among
-            each other. 1: every host has a slow link.
-
-    Raises:
-        ConfigError: A number is out of range, the hosts can't be grouped like that, or the rate is none.
 
     Examples:
         >>> Layout(hosts=4, hosts_per_node=2).environment(3)["LOCAL_RANK"]
@@ -91,13 +79,7 @@ class Layout:
         return ["tbf", "rate", f"{int(bits)}bit", *limit]
 
     def environment(self, host: int, *, port: int = 29500, interface: str = "eth0") -> Mapping[str, str]:
-        """Return what torchrun would set for the process of a host, and which interface to use.
-
-        Args:
-            host: Its number; it has one process.
-            port: Of the rendezvous, on the first host.
-            interface: The host's own, of its slow link.
-        """
+        """Return what torchrun would set for the process of a host, and which interface to use."""
         node, place = divmod(host, self.hosts_per_node)
         return {
             "RANK": str(host),

@@ -18,11 +18,7 @@ HOLD_OPEN = ["sh", "-c", "echo it stands; exec sleep infinity"]
 
 
 def check_machine() -> None:
-    """Refuse a machine that can't have a lab.
-
-    Raises:
-        ConfigError: Not Linux, or a tool is missing.
-    """
+    """Refuse a machine that can't have a lab."""
     if sys.platform != "linux":
         raise ConfigError(f"the lab needs Linux's network namespaces; this is {sys.platform}")
     missing = [name for name, tools in PACKAGES.items() if not all(map(shutil.which, tools))]
@@ -33,15 +29,8 @@ def check_machine() -> None:
 class Namespace:
     """A network namespace; it is gone with this process, even if that is killed outright.
 
-    Args:
-        outer: The one whose user namespace, if it has one of its own, this one belongs to as well.
-
     Attributes:
         holder_pid: The process that holds it open.
-
-    Raises:
-        ConfigError: The machine allows neither root nor anybody else to make one.
-        CommunicationError: It could not be made for another reason.
     """
 
     def __init__(self, outer: Namespace | None = None) -> None:
@@ -84,11 +73,7 @@ class Namespace:
 
 
 def _allowed_flags() -> list[str]:
-    """Return the flags with which this machine lets `unshare` make a first network namespace.
-
-    Raises:
-        ConfigError: There are none.
-    """
+    """Return the flags with which this machine lets `unshare` make a first network namespace."""
     # Tried, not deduced: whether it is allowed hangs on capabilities, sysctls and AppArmor alike.
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:

@@ -20,9 +20,6 @@ class Network:
 
     Each host is a namespace. The bridges are in another one: one for each node, and one that joins the nodes'
     slow links.
-
-    Args:
-        layout: What it looks like.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -31,12 +28,7 @@ class Network:
         self._open = ExitStack()
 
     def __enter__(self) -> Network:
-        """Set the network up.
-
-        Raises:
-            ConfigError: The machine does not allow it; see `Namespace`.
-            CommunicationError: A tool has failed; what stood by then is taken down.
-        """
+        """Set the network up."""
         with ExitStack() as opened:
             self._core = Namespace()
             # What stands is taken down if a later tool fails; only a whole network is kept open.
@@ -57,21 +49,11 @@ class Network:
         self._open.close()
 
     def command_in(self, host: int, *command: str) -> list[str]:
-        """Return a command line that runs `command` in a host, and ends with this process, even if killed.
-
-        Args:
-            host: Its number.
-            command: The program and its arguments.
-        """
+        """Return a command line that runs `command` in a host, and ends with this process, even if killed."""
         return ["setpriv", "--pdeathsig", "KILL", "--", *self._hosts[host].command(*command)]
 
     def kept_command_in(self, host: int, *command: str) -> list[str]:
-        """Return the same, for a `Process` that may start others: a keeper ends them with it or this process.
-
-        Args:
-            host: Its number.
-            command: The program and its arguments.
-        """
+        """Return the same, for a `Process` that may start others: a keeper ends them with it."""
         # -S: the keeper needs no package, and starts sooner where none is looked for.
         keeper = [sys.executable, "-S", str(Path(__file__).with_name("keeper.py"))]
         return self._hosts[host].command(*keeper, str(os.getpid()), *command)
@@ -96,12 +78,7 @@ class Network:
             self._run("tc", "qdisc", "add", "dev", f"up{node}", "root", *self.layout.shaping())
 
     def _add_host(self, host: int, opened: ExitStack) -> None:
-        """Make a host and join it to its bridge.
-
-        Args:
-            host: Its number.
-            opened: Closes it if a later one can't be made.
-        """
+        """Make a host and join it to its bridge."""
         # Within the core's user namespace, so that the core may put ends of links into it.
         namespace = Namespace(self._core)
         opened.callback(namespace.close)
@@ -131,11 +108,7 @@ class Network:
 
 
 def _run(*command: str) -> str:
-    """Run a tool to its end; return what it printed.
-
-    Raises:
-        CommunicationError: It failed.
-    """
+    """Run a tool to its end; return what it printed."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise CommunicationError(f"{' '.join(command)} failed: {done.stderr.strip()}")

@@ -138,12 +138,7 @@ class _Meter:
         return fmean(of_one for (of_one,) in gather_numbers([number], self.transport, "a probe"))
 
     def wire_factors(self, timings: list[Timing], budget_seconds: float) -> dict[Collective, float]:
-        """Return how much longer other collectives take than averagings with as many bytes on the wire.
-
-        Args:
-            timings: Of averaging.
-            budget_seconds: For all of them.
-        """
+        """Return how much longer other collectives take than averagings with as many bytes on the wire."""
         # As many of each; where what is sent goes before what is received, it takes twice as long.
         num_averagings = (1 + 2 * len(TIMED_COLLECTIVES)) * (COLLECTIVE_REPETITIONS + 1)
         message_bytes = self.largest_within(timings, budget_seconds / num_averagings)
@@ -171,13 +166,7 @@ class _Meter:
         return {kind: max(1.0, seconds[kind] / seconds["all_reduce"]) for kind in TIMED_COLLECTIVES}
 
     def with_one_late(self, number: int, start: Callable[[], Work], late_seconds: float) -> float:
-        """Return the seconds of a collective from when the last process has come.
-
-        Args:
-            number: Of the repetition: they take turns in being last.
-            start: Starts the collective.
-            late_seconds: After all others.
-        """
+        """Return the seconds of a collective from when the last process has come."""
         last = number % self.transport.size
         self.agreed(0.0)
         if self.transport.rank == last:
@@ -189,23 +178,13 @@ class _Meter:
         return everyone[last][0]
 
     def largest_within(self, timings: list[Timing], seconds: float) -> int:
-        """Return the largest message, of those timed, of which an averaging takes less than so long.
-
-        Args:
-            timings: Of averaging.
-            seconds: For one.
-        """
+        """Return the largest message, of those timed, of which an averaging takes less than so long."""
         # Nothing larger than was timed: where noise hides the rate, it would seem to take no longer.
         sizes = [each.message_bytes for each in timings[1:] if each.median_seconds < seconds]
         return max(sizes, default=MESSAGE_BYTES[1])
 
     def pair(self, processes: tuple[int, int], message_bytes: int) -> PairTiming:
-        """Time a pair while all others wait.
-
-        Args:
-            processes: Their ranks.
-            message_bytes: What they send each other.
-        """
+        """Time a pair while all others wait."""
         self.progress(f"processes {processes[0]} and {processes[1]}, {message_bytes:,} bytes")
         found = 0.0
         # The others wait below: two pairs at a time would share links.

@@ -262,10 +262,6 @@ def ring_share(world_size: int) -> float:
 def nodes_of(world_size: int, pairs: Sequence[PairTiming]) -> list[list[int]]:
     """Return the processes that are joined by pairs that are much faster than the slowest one.
 
-    Args:
-        world_size: Processes that there are.
-        pairs: As measured.
-
     Examples:
         >>> near, far = PairTiming((0, 1), 1000, 0.001), PairTiming((1, 2), 1000, 0.1)
         >>> nodes_of(3, [near, far])

@@ -24,14 +24,7 @@ MAX_PLANS = 20
 
 
 def report_page(runs: Sequence[Run]) -> str:
-    """Return one page of HTML that needs nothing else: no script, no network.
-
-    Args:
-        runs: As read by `thinwire.watch.read_run`.
-
-    Raises:
-        ConfigError: There are no runs, or one has no steps.
-    """
+    """Return one page of HTML that needs nothing else: no script, no network."""
     if not runs:
         raise ConfigError("there are no runs to report on; give at least one file of a thinwire.Watch")
     for run in runs:

@@ -33,10 +33,6 @@ class Bench:
 
     A check notes what is wrong and goes on, so that it makes the same collectives on all processes.
 
-    Args:
-        device: Where gradients lie.
-        group: The process group, None for the default one.
-
     Attributes:
         findings: What was wrong on this process since the check began.
         transport: Over the group.
@@ -52,12 +48,7 @@ class Bench:
         )
 
     def expect(self, holds: bool, found: str) -> None:
-        """Note what was found, unless it holds.
-
-        Args:
-            holds: Whether all is well.
-            found: If not, what is wrong.
-        """
+        """Note what was found, unless it holds."""
         if not holds:
             self.findings.append(found)
 
@@ -66,12 +57,7 @@ class Bench:
         return self.gradient_of(self.transport.rank, step)
 
     def gradient_of(self, process_rank: int, step: int) -> torch.Tensor:
-        """Return a process's gradient, which all can compute; so all know the true mean.
-
-        Args:
-            process_rank: Of any process.
-            step: Of the check; no two steps have the same gradients.
-        """
+        """Return a process's gradient, which all can compute; so all know the true mean."""
         # Drawn on the CPU: the generators of other devices draw other numbers, and devices may differ.
         generator = torch.Generator().manual_seed(1000 * process_rank + step)
         numel = sum(spec.numel for spec in self.specs)
@@ -85,45 +71,23 @@ class Bench:
     def engine(
         self, algorithm: Algorithm, *, host_check: bool = True, loss_scale: LossScale | None = None
     ) -> Engine:
-        """Return a new engine over the group.
-
-        Args:
-            algorithm: At work in it.
-            host_check: As of `thinwire.attach`.
-            loss_scale: As of `Settings`.
-        """
+        """Return a new engine over the group."""
         settings = Settings(loss_scale, host_check=host_check)
         return Engine(algorithm, self.transport, self.specs, settings)
 
     def average(self, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
-        """Make one step, and return what it has made of the gradient, in place.
-
-        Args:
-            engine: That averages.
-            gradient: This process's, flat, of all parameters.
-        """
+        """Make one step, and return what it has made of the gradient, in place."""
         engine.average([(self.specs, gradient)])
         return gradient
 
 
 def gap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the distance of two tensors, relative to the second.
-
-    Args:
-        one: A tensor.
-        other: Of the same shape, not all zero.
-    """
+    """Return the distance of two tensors, relative to the second."""
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
 def gives_the_mean(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
-    """Check that every step's result is the mean.
-
-    Args:
-        bench: The processes.
-        algorithm: Which keeps no residual.
-        tolerance: Relative error, at most.
-    """
+    """Check that every step's result is the mean."""
     engine = bench.engine(algorithm)
     for step in range(STEPS):
         error = gap(bench.average(engine, bench.gradient(step)), bench.true_mean(step))
@@ -134,13 +98,7 @@ def gives_the_mean(bench: Bench, algorithm: Algorithm, tolerance: float) -> None
 
 
 def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
-    """Check that results and residual add up to the true means, and that something was compressed.
-
-    Args:
-        bench: The processes.
-        algorithm: Which keeps a residual.
-        tolerance: Relative error of the sum, at most.
-    """
+    """Check that results and residual add up to the true means, and that something was compressed."""
     engine = bench.engine(algorithm)
     # In float64: the sums themselves must lose nothing.
     sent, true = (torch.zeros_like(bench.true_mean(0)) for _ in range(2))
@@ -159,12 +117,7 @@ def loses_nothing(bench: Bench, algorithm: Algorithm, tolerance: float) -> None:
 
 
 def overflow_leaves_no_trace(bench: Bench, *, host_check: bool) -> None:
-    """Check that an infinity on one process becomes NaN on all, which a GradScaler skips, and no more.
-
-    Args:
-        bench: The processes.
-        host_check: Whether the host learns of it.
-    """
+    """Check that an infinity on one process becomes NaN on all, which a GradScaler skips, and no more."""
     algorithm = PowerSGD(matrix_rank=2)
     plain = bench.engine(algorithm)
     hit = bench.engine(algorithm, host_check=host_check, loss_scale=loss_scale_of(lambda: 1.0))

@@ -112,11 +112,7 @@ class _Parts:
         self.tell(f"{name}: {why}")
 
     def seconds_of(self, device: torch.device, run: Callable[[], object]) -> tuple[float, int]:
-        """Return the median of some steps, and of how many. Collective.
-
-        Raises:
-            _TimeUpError: The time was used up before one could be timed.
-        """
+        """Return the median of some steps, and of how many. Collective."""
         found: list[float] = []
         while len(found) < UNTIMED_STEPS + TIMED_STEPS:
             now = time.monotonic()
@@ -139,11 +135,7 @@ class _Parts:
 
 
 def new_page(device: str) -> DevicePage:
-    """Return a page on which all is to come; a device is not asked for anything yet.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
+    """Return a page on which all is to come; a device is not asked for anything yet."""
     setting = {
         "thinwire": __version__,
         "torch": str(torch.__version__),
@@ -170,14 +162,6 @@ def measure(
     tell: Callable[[str], None] = lambda doing: None,
 ) -> None:
     """Measure a device, and note what fails. Collective.
-
-    Args:
-        page: From `new_page`; filled part by part.
-        device: Which.
-        transport: Over which group steps average.
-        shapes: Of the model's parameters.
-        within_seconds: Parts that would begin later are left out, and steps that would are not made.
-        tell: Gets what is being measured, on the first process, and what has failed, in words.
 
     Cost: on an H100 less than a minute is expected, and minutes more for what Triton compiles for the first
     time; six times the memory of the gradients.

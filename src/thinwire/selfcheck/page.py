@@ -70,11 +70,6 @@ class KeptPage:
 
     By a thread, which goes on while another waits for a device or a message. A process that is killed prints
     nothing.
-
-    Args:
-        page: Filled by others.
-        rendered: Makes of it the text that is printed.
-        within_seconds: After which what there is of it is printed.
     """
 
     def __init__(

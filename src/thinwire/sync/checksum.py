@@ -21,9 +21,6 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
 
     Cost: one read of the tensors, and a copy of those that are not on the CPU.
 
-    Raises:
-        StateError: A tensor is of a class of its own.
-
     Examples:
         >>> with_checksum({"step": 3, "error": (("weight", torch.zeros(2)),)})["checksum"]
         'crc32:7022cc1c'
@@ -32,17 +29,7 @@ def with_checksum(state: Mapping[str, object]) -> dict[str, object]:
 
 
 def check_kind(state: object, version: int, keys: Set[str], made_by: str) -> None:
-    """Refuse what is not a state of a kind and version; it may have more keys than those.
-
-    Args:
-        state: As the user gave it.
-        version: Of what is read here.
-        keys: That it must have.
-        made_by: What returns such a state, for errors.
-
-    Raises:
-        StateError: It is not, or can't be read.
-    """
+    """Refuse what is not a state of a kind and version; it may have more keys than those."""
     check_readable(state)
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError(f"expected a state made by {made_by}, got {shown_kind(state)}")
@@ -65,22 +52,14 @@ def shown_kind(value: object) -> str:
 
 
 def check_finite(key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse numbers that are not finite: one would stop all later steps, or spread to the model.
-
-    Raises:
-        StateError: There is one.
-    """
+    """Refuse numbers that are not finite: one would stop all later steps, or spread to the model."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
             raise StateError(f"{key} of {name} is not finite: the state is damaged; load an earlier one")
 
 
 def check_readable(state: object) -> None:
-    """Refuse values that can't be shown or sent: first of all, so that every other check may show them.
-
-    Raises:
-        StateError: There is a whole number of more than 64 bits, or it is nested too deeply.
-    """
+    """Refuse values that can't be shown or sent: first of all, so that every other check may show them."""
     try:
         _plain(state, [])
     except StateError:
@@ -90,12 +69,7 @@ def check_readable(state: object) -> None:
 
 
 def check_undamaged(state: Mapping[str, object]) -> str:
-    """Return the checksum of a state, if it is the one that the state has, or if that is None.
-
-    Raises:
-        StateError: It is another one: the state is damaged or incomplete. Or its tensors are not stored
-            number by number.
-    """
+    """Return the checksum of a state, if it is the one that the state has, or if that is None."""
     stated = state.get("checksum")
     tensors: list[torch.Tensor] = []
     _plain(state, tensors)
@@ -112,12 +86,7 @@ def check_undamaged(state: Mapping[str, object]) -> str:
 
 
 def _check_stored(tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors that are not stored number by number, or require gradients.
-
-    Raises:
-        StateError: One is sparse, without values, of a class of its own, or requires a gradient, or they have
-            more elements than are stored.
-    """
+    """Refuse tensors that are not stored number by number, or require gradients."""
     for tensor in tensors:
         # Compare types exactly: a subclass may report any shape and size.
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_nested

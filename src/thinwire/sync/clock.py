@@ -45,12 +45,7 @@ class StepClock:
 
     @contextmanager
     def inside(self, traffic: Traffic, *, are_ready: bool = True) -> Iterator[None]:
-        """Count what is done within as Thinwire's; where one stands in another, only the outer one counts.
-
-        Args:
-            traffic: Has the time spent waiting.
-            are_ready: Whether gradients have become ready at the beginning.
-        """
+        """Count what is done within as Thinwire's; where one stands in another, only the outer one counts."""
         # Fronts, engines and steps each ask, and any may be the outer one; the engines of a local SGD have
         # one clock, so that an average of one within the other's time counts once.
         if self._is_inside:

@@ -36,16 +36,6 @@ class Engine(Lanes):
     A front opens a lane for each bucket, begins a step and starts the lanes in it; the user's `GradientSync`
     stands before the engine.
 
-    Args:
-        algorithm: How gradients become their mean.
-        transport: Over which group.
-        specs: The model's parameters; may be left out where they become known bucket by bucket.
-        settings: How steps are treated.
-        traffic: Where to count what steps send; None for a new count.
-        clock: Where to count time; None for a new one.
-        parts: Where parts of the model are averaged in steps of their own, in turn: the buckets of each. A
-            turn of all parts is one step to the algorithm, for its warm-up, its sides and its seeds.
-
     Attributes:
         transport: As given. What is agreed upon and saved goes through it.
         wire: What steps send through: it counts. `thinwire.testing` puts another one in its place between
@@ -53,10 +43,6 @@ class Engine(Lanes):
         metered: What `wire` is without that.
         observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
         clock: Where the time of steps went.
-
-    Raises:
-        ConfigError: `algorithm` is not an algorithm, or does not fit the model.
-        GradientError: A parameter's gradient can't be averaged by it.
     """
 
     def __init__(
@@ -109,18 +95,7 @@ class Engine(Lanes):
     def open(self, specs: Specs, device: torch.device, *, is_agreed: bool = False) -> Lane:
         """Return the lane of a bucket, to be kept while it `is_current`. Collective where it was not open.
 
-        Args:
-            specs: The bucket's parameters, in the order of their gradients.
-            device: Of the gradients.
-            is_agreed: Whether all processes are known to have this very bucket, and have called `agree`.
-
         Cost: where it was not open, a gather of 32 bytes from each process and a host synchronisation.
-
-        Raises:
-            GradientError: A gradient of a kind that can't be averaged.
-            StateError: The loaded state turns out to be of another model.
-            AgreementError: The processes have other algorithms, parameters, buckets or loaded states.
-            CommunicationError: The comparison failed.
         """
         with self.clock.inside(self.traffic), full_precision(device):
             return self.open_all({specs: device}, is_agreed=is_agreed)[specs]
@@ -129,11 +104,6 @@ class Engine(Lanes):
         """Return a new step. Several may be open side by side, over lanes of their own.
 
         It blocks while messages of abandoned steps are under way.
-
-        Args:
-            pipelined: Whether starting a bucket may wait for messages of those before it, to send what comes
-                next of them in time; for algorithms that want it. For callers that have something to compute
-                between their buckets.
         """
         # Backends match collectives by their order, so what an abandoned step has sent comes to its end on
         # all members before anything new; and until then its messages may be written, where the gradients of
@@ -149,16 +119,7 @@ class Engine(Lanes):
         return step
 
     def start(self, buckets: FlatBuckets, *, pipelined: bool = False, is_agreed: bool = False) -> Step:
-        """Begin a step of buckets whose gradients are all there, and send their first messages.
-
-        Args:
-            buckets: Parameters and flat gradients of each, averaged in place.
-            pipelined: As of `begin`.
-            is_agreed: As of `open`.
-
-        Raises:
-            ThinwireError: As of `open` and `Step.start`; memory is as it was.
-        """
+        """Begin a step of buckets whose gradients are all there, and send their first messages."""
         step = self.begin(pipelined=pipelined)
         try:
             with self.clock.inside(self.traffic):  # as one: what is ready waits for lanes to be opened
@@ -175,16 +136,8 @@ class Engine(Lanes):
     def average(self, buckets: FlatBuckets, *, is_agreed: bool = False) -> bool:
         """Make one step of buckets whose gradients are all there.
 
-        Args:
-            buckets: Parameters and flat gradients of each, averaged in place.
-            is_agreed: As of `open`.
-
         Returns:
             Whether it was committed; see `Step.finish`.
-
-        Raises:
-            NonfiniteError: It was not, and `on_nonfinite` is "raise".
-            ThinwireError: As of `open`, `Step.start` and `Step.finish`; memory is as it was.
         """
         committed = self.start(buckets, pipelined=True, is_agreed=is_agreed).finish()
         self.raise_unless(committed)
@@ -202,11 +155,7 @@ class Engine(Lanes):
             observer(committed)
 
     def check_between_steps(self, call: str) -> None:
-        """Refuse a call during a backward pass.
-
-        Raises:
-            StepError: A step is under way.
-        """
+        """Refuse a call during a backward pass."""
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
@@ -217,11 +166,7 @@ class Engine(Lanes):
     # Steps that were not finite.
 
     def raise_unless(self, committed: bool) -> None:
-        """Raise, where the user wants that of a step that was not committed.
-
-        Raises:
-            NonfiniteError: It was not, and `on_nonfinite` is "raise".
-        """
+        """Raise, where the user wants that of a step that was not committed."""
         if not committed and self.settings.on_nonfinite == "raise":
             raise NonfiniteError(
                 f"step {self.steps - 1}: the mean gradients are not finite; the error memory is as before, "
@@ -339,27 +284,14 @@ class Engine(Lanes):
         return self.memory[ERROR].pop(name, None)
 
     def put_error(self, name: str, error: torch.Tensor) -> None:
-        """Make a tensor the residual of a parameter.
-
-        Args:
-            name: Of the parameter.
-            error: As from `take_error`; the engine's from now on.
-        """
+        """Make a tensor the residual of a parameter."""
         self.differing.add(name)
         self.memory[ERROR][name] = error
 
     # Members that come and go.
 
     def regroup(self, error_scale: float = 1.0) -> None:
-        """Go on with a group that has other members, or a model that was taken over. Between steps.
-
-        Args:
-            error_scale: What the residual is multiplied by: members now over members when it was made. What
-                each has not transmitted counts by the mean over the members of then, so that mean stays.
-
-        Raises:
-            StepError: A step is under way.
-        """
+        """Go on with a group that has other members, or a model that was taken over. Between steps."""
         self.check_between_steps("regroup()")
         super().regroup(error_scale)
         self._kept_errors = None
@@ -428,17 +360,7 @@ class Engine(Lanes):
         strict: bool = True,
         specs: Mapping[str, ParameterSpec] | None = None,
     ) -> LoadedState:
-        """Return what `load_state_dict` would load, and change nothing.
-
-        Args:
-            state: As the user gave it.
-            strict: As of `GradientSync.load_state_dict`.
-            specs: The parameters that the state must be for; None for those that are averaged here.
-
-        Raises:
-            StateError: It is not such a state, damaged, of a later version, or of another model.
-            StepError: A step is under way.
-        """
+        """Return what `load_state_dict` would load, and change nothing."""
         self.check_between_steps("load_state_dict()")
         if specs is None and self.all_known:
             specs = self.known_specs

@@ -27,15 +27,9 @@ from thinwire.sync.messages import send_all
 class Task:
     """A generator of requests, standing at one.
 
-    Args:
-        requests: The generator; it is run to its first request.
-
     Attributes:
         request: What it asks for; None at its end.
         is_committed: Whether it has passed its commit.
-
-    Raises:
-        ConfigError: It is none, or its first request is wrong.
     """
 
     def __init__(self, requests: Requests) -> None:
@@ -50,11 +44,7 @@ class Task:
         self.answer(None)  # a generator that has not begun takes nothing else
 
     def answer(self, answer: Any) -> None:
-        """Hand over the answer to its request; the next one follows.
-
-        Raises:
-            ConfigError: It has ended without a commit, or asks for a message behind it.
-        """
+        """Hand over the answer to its request; the next one follows."""
         try:
             self.request = self._requests.send(answer)
         except StopIteration:
@@ -73,14 +63,7 @@ class Task:
             )
 
     def commit(self, is_healthy: torch.Tensor | None = None) -> None:
-        """Let it pass its commit; going on to its end is what writes memory.
-
-        Args:
-            is_healthy: One bool, if it is to see to itself that memory is written only where that is true.
-
-        Raises:
-            ConfigError: It asks for a message.
-        """
+        """Let it pass its commit; going on to its end is what writes memory."""
         self.is_committed = True
         self.answer(is_healthy)
 
@@ -90,13 +73,7 @@ class Task:
 
 
 class _Round:
-    """Some tasks' messages, sent together; their answers are handed over when all have come.
-
-    Args:
-        tasks: Which; each stands at a message, or at its commit.
-        transport: Carries the messages.
-        purpose: What for, for errors.
-    """
+    """Some tasks' messages, sent together; their answers are handed over when all have come."""
 
     def __init__(self, tasks: Sequence[Task], transport: Transport, purpose: str) -> None:
         self.tasks = tasks
@@ -128,10 +105,6 @@ class Exchange:
 
     Every collective is issued by the thread that calls `start` and `advance`, in the order of buckets
     and then of rounds, which is the same on every member.
-
-    Args:
-        transport: Carries the messages.
-        name: Of the step, for errors.
     """
 
     def __init__(self, transport: Transport, name: str) -> None:
@@ -151,16 +124,7 @@ class Exchange:
     # on every member; never when something has happened to arrive, which is not.
 
     def start(self, requests: Requests, name: str) -> None:
-        """Run a bucket to its first message and send it, while the backward pass goes on.
-
-        Args:
-            requests: Of the bucket.
-            name: Of the bucket, for errors.
-
-        Raises:
-            CommunicationError: The message could not be sent.
-            ConfigError: The algorithm asks for something that there is not.
-        """
+        """Run a bucket to its first message and send it, while the backward pass goes on."""
         with shown("thinwire: round 1"):
             task = Task(requests)
             # Compute this bucket alone: waiting for the others would delay the first message until after the
@@ -176,10 +140,6 @@ class Exchange:
 
         To be called after each `start`, at the same buckets on all members. What was sent since then keeps
         the link busy meanwhile, and for longer than members are apart.
-
-        Raises:
-            CommunicationError: A collective failed.
-            ConfigError: The algorithm asks for something that there is not.
         """
         # Decide by what was started, not by what arrived, so every member sends in the same order.
         previous, self._previous = self._previous, self._rounds[-1]
@@ -216,10 +176,6 @@ class Exchange:
 
         Returns:
             Whether there is a round under way. If not, all buckets stand at their commit.
-
-        Raises:
-            CommunicationError: A collective failed.
-            ConfigError: The algorithm asks for something that there is not.
         """
         with shown(f"thinwire: wait for round {self._number}"):
             for each in self._rounds:
@@ -255,11 +211,7 @@ class Exchange:
         return [*self._passed, *standing]
 
     def is_healthy(self) -> torch.Tensor:
-        """Return whether all that was received may be used, as a tensor of one bool; not read back.
-
-        Raises:
-            ConfigError: A commit's function returns something else.
-        """
+        """Return whether all that was received may be used, as a tensor of one bool; not read back."""
         asked = [commit.is_healthy for commit in self.commits]
         # Check all buckets at once: on an accelerator the number of launches is what costs.
         received = [tensor for ask in asked if isinstance(ask, AllFinite) for tensor in ask.tensors]
@@ -277,24 +229,13 @@ class Exchange:
         """Let those pass that stand at a commit behind which no memory is written.
 
         Only where nobody goes back to the gradients as they were: if the step is dropped, they are filled.
-
-        Raises:
-            ConfigError: One asks for a message.
         """
         early = [each for each in self.tasks if isinstance(each.request, Commit) and not each.request.writes]
         self._passed += [task.request for task in early if isinstance(task.request, Commit)]
         self.commit(early)
 
     def commit(self, tasks: Sequence[Task], is_healthy: torch.Tensor | None = None) -> None:
-        """Let some tasks pass their commits and write memory.
-
-        Args:
-            tasks: Which; those that have passed it are left out.
-            is_healthy: As of `Task.commit`.
-
-        Raises:
-            ConfigError: One asks for a message.
-        """
+        """Let some tasks pass their commits and write memory."""
         # What closes the step reads the buckets' means, and those are there when all is computed together.
         closing = [task for task in tasks if task in self._closing]
         for some in ([task for task in tasks if task not in closing], closing):

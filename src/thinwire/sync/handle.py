@@ -203,15 +203,7 @@ class Handle(Protocol):
 
 
 def attached(sync: GradientSync | None, otherwise: str) -> GradientSync:
-    """Return the handle of what attaches itself later than it is made, if it has by now.
-
-    Args:
-        sync: The handle; None before.
-        otherwise: What to say then.
-
-    Raises:
-        AttachError: Nothing is attached yet.
-    """
+    """Return the handle of what attaches itself later than it is made, if it has by now."""
     if sync is None:
         raise AttachError(otherwise)
     return sync
@@ -226,22 +218,14 @@ class Counting(Protocol):
 
 
 def engine_of(target: GradientSync | Synced) -> Engine:
-    """Return what averages behind a handle; for what drives or watches it.
-
-    Raises:
-        AttachError: `target` is not attached yet.
-    """
+    """Return what averages behind a handle; for what drives or watches it."""
     sync = target if isinstance(target, GradientSync) else target.sync
     # Kept private: the handle is the user's view, and fronts drive the engine.
     return sync._engine
 
 
 def handle_of(target: object) -> Handle | None:
-    """Return what counts the steps that the user of `target` knows; None if it makes none.
-
-    Args:
-        target: A `GradientSync`, or a front that counts steps of its own beside one.
-    """
+    """Return what counts the steps that the user of `target` knows; None if it makes none."""
     if isinstance(target, GradientSync):
         return target._engine
     # A local SGD counts optimizer steps, of which its engine averages but some.

@@ -38,14 +38,6 @@ Parts: TypeAlias = Sequence[Sequence[Specs]]
 class Lanes:
     """What an `Engine` plans and remembers: a lane for each bucket, closed when what it is made of changes.
 
-    Args:
-        algorithm: How gradients become their mean.
-        transport: Over which group they are.
-        traffic: Takes up the time that the comparing of processes takes.
-        specs: The model's parameters; none where they become known bucket by bucket.
-        settings: How steps are treated.
-        parts: As of `Engine`.
-
     Attributes:
         algorithm: The algorithm in use.
         memory: What it remembers.
@@ -57,10 +49,6 @@ class Lanes:
         device: Of the last bucket.
         shortfalls: Why slower kernels than those made for the device have served steps.
         num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
-
-    Raises:
-        ConfigError: `algorithm` is not an algorithm, or does not fit the model.
-        GradientError: A parameter's gradient can't be averaged by it.
     """
 
     def __init__(
@@ -119,11 +107,7 @@ class Lanes:
         return self.memory.step + self.nonfinite_steps
 
     def memory_at(self, step: int) -> Memory:
-        """Return the memory for a step, with the count that the algorithm goes by: of turns of all parts.
-
-        Args:
-            step: Its number, those under way and those that were not finite included.
-        """
+        """Return the memory for a step, with the count that the algorithm goes by: of turns of all parts."""
         if self.num_parts == 1:
             return self.memory
         # The same slots: what is written behind the commit is written for all parts.
@@ -246,18 +230,7 @@ class Lanes:
     def open_all(
         self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False
     ) -> Mapping[Specs, Lane]:
-        """Return the lanes of buckets. Collective where some were not open: once, however many.
-
-        Args:
-            buckets: The parameters of each, and where their gradients are.
-            is_agreed: Whether all processes are known to have these very buckets, and have called `agree`.
-
-        Raises:
-            GradientError: A gradient of a kind that can't be averaged.
-            AgreementError: The processes have other algorithms, parameters, buckets or loaded states.
-            CommunicationError: The comparison failed.
-            StateError: The loaded state has a tensor of another shape than its parameter.
-        """
+        """Return the lanes of buckets. Collective where some were not open: once, however many."""
         plans = [self._prepared(specs) for specs in buckets if specs not in self._open]
         for plan in plans:
             self.device = buckets[plan.specs]
@@ -286,15 +259,7 @@ class Lanes:
         self._open[plan.specs] = Lane(plan)
 
     def agree(self, device: torch.device) -> None:
-        """Refuse to go on where processes differ. Collective, once after each change.
-
-        Args:
-            device: Of the gradients.
-
-        Raises:
-            AgreementError: The processes have other algorithms, parameters, kernels or loaded states.
-            CommunicationError: The comparison failed.
-        """
+        """Refuse to go on where processes differ. Collective, once after each change."""
         if not self.has_agreed:
             self.device = device
             self._compare(())
@@ -315,13 +280,7 @@ class Lanes:
         self.traffic.waiting_seconds += time.perf_counter() - start
 
     def described(self, call: str, device: torch.device, *, has_progress: bool = False) -> Description:
-        """Return what must be the same on every process before a call, by subject.
-
-        Args:
-            call: What it is about to do.
-            device: Of the gradients.
-            has_progress: Whether to say how far the process is, as well as how it is configured.
-        """
+        """Return what must be the same on every process before a call, by subject."""
         # The plan is not among it: it follows from the algorithm and the shapes.
         described = {CALL: call, "thinwire": __version__, "algorithm": type(self.algorithm).__name__}
         if is_dataclass(self.algorithm):
@@ -377,11 +336,7 @@ class Lanes:
                 warnings.warn(warning, stacklevel=4)
 
     def check_loaded(self) -> None:
-        """Refuse a loaded state, at the first step after it, if it turns out to be of another model.
-
-        Raises:
-            StateError: It is.
-        """
+        """Refuse a loaded state, at the first step after it, if it turns out to be of another model."""
         if self._unchecked is not None:
             check_model(self._unchecked, self.known_specs, by_position=True)
             self._unchecked = None

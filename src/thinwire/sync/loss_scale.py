@@ -18,15 +18,7 @@ LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
 
 
 def loss_scale_of(grad_scaler: object) -> LossScale | None:
-    """Return a function of what the loss is multiplied by, for a device; None if it is not.
-
-    Args:
-        grad_scaler: A `GradScaler`, a function that returns the scale of the step under way (a tensor on an
-            accelerator costs a host synchronisation), or None.
-
-    Raises:
-        ConfigError: It is something else; or (from the result) the function returns no positive number.
-    """
+    """Return a function of what the loss is multiplied by, for a device; None if it is not."""
     if grad_scaler is None:
         return None
     if isinstance(grad_scaler, GradScaler):

@@ -34,17 +34,8 @@ def send_all(
 ) -> list[tuple[list[tuple[int, int]], Sent]]:
     """Send what some generators ask for; messages of one operation, type and device as one.
 
-    Args:
-        requests: Of each generator one, or a tuple of several; a `Commit` asks for nothing.
-        transport: Carries them.
-        purpose: What for, for errors.
-
     Returns:
         Each message with whose parts it is made of: (place in `requests`, place in that one's tuple).
-
-    Raises:
-        CommunicationError: A message could not be sent.
-        ConfigError: What is asked for can't be sent.
     """
     kinds: dict[tuple[str, str, type], list[tuple[int, int, Any]]] = {}
     for number, request in enumerate(requests):

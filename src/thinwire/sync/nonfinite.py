@@ -12,15 +12,7 @@ OnNonfinite = Literal["nan", "zero", "raise"]
 
 
 def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> OnNonfinite:
-    """Return a choice of `on_nonfinite`, if there is such, and it goes with what scales the loss.
-
-    Args:
-        on_nonfinite: As the user gave it.
-        grad_scaler: What scales the loss; None for nothing.
-
-    Raises:
-        ConfigError: It is not, or would keep a `GradScaler` from seeing what it lowers its scale by.
-    """
+    """Return a choice of `on_nonfinite`, if there is such, and it goes with what scales the loss."""
     if not isinstance(on_nonfinite, str) or on_nonfinite not in get_args(OnNonfinite):
         raise ConfigError(f'on_nonfinite must be "nan", "zero" or "raise", got {on_nonfinite!r}')
     # A scaler finds out by looking at the gradients, after all that is done here.

@@ -15,22 +15,7 @@ from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 
 @dataclass(frozen=True)
 class Settings:
-    """How steps are treated.
-
-    Args:
-        loss_scale: Returns, for a device, what the loss is multiplied by; None if it is not.
-        may_be_unused: Whether a step may leave parameters out on all processes, whose gradients are
-            then not applied. If it may, each step that could give them a mean finds out which.
-        host_check: Whether the host learns in each step if all means were finite; see `attach`.
-        on_nonfinite: What becomes of a step where they are not; see `attach`.
-        together: Joins members that average other parameters, the shards of one replica: a step is committed
-            on all of them or on none. None where each has all parameters.
-        typed: What the user calls settings of the algorithm, by the algorithm's own names, where they were
-            given by others; for errors.
-
-    Raises:
-        ConfigError: `may_be_unused` or `on_nonfinite="raise"` is given without `host_check`.
-    """
+    """How steps are treated."""
 
     loss_scale: LossScale | None = None
     may_be_unused: bool = False
@@ -54,17 +39,7 @@ class Settings:
 
     @classmethod
     def of(cls, *, grad_scaler: object, host_check: bool, on_nonfinite: OnNonfinite, **rest: Any) -> Settings:
-        """Return what a user has chosen, by the three arguments that all fronts take; see `attach`.
-
-        Args:
-            grad_scaler: What scales the loss.
-            host_check: As of `Settings`.
-            on_nonfinite: As of `Settings`.
-            rest: What the front knows.
-
-        Raises:
-            ConfigError: One of them is not such, or does not go with the others.
-        """
+        """Return what a user has chosen, by the three arguments that all fronts take; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
         return cls(loss_scale_of(grad_scaler), host_check=host_check, on_nonfinite=on_nonfinite, **rest)
 

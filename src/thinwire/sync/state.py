@@ -53,18 +53,8 @@ def average_local(
 ) -> None:
     """Replace what differs between processes by its mean; some may have none of a parameter. Collective.
 
-    Args:
-        memory: Written, once all means have come.
-        specs: All parameters that are known.
-        device: Where memory is.
-        transport: Over which group.
-        purpose: What for, for errors.
-
     Cost: for each slot a message of a byte for each parameter, and as many bytes as it holds, in messages of
     64 MiB; a host synchronisation for each of them; a copy of the slot on the CPU until all have come.
-
-    Raises:
-        CommunicationError: A collective failed; slots whose means had not all come are as they were.
     """
     # In one order on all processes, whatever order parameters and slots became known in.
     ordered = sorted(specs)
@@ -115,14 +105,6 @@ def packed_state(
     """Return the state of `memory`, as copies on the CPU.
 
     Names and what they are of stand in tuples of pairs: `torch.distributed.checkpoint` takes mappings apart.
-
-    Args:
-        algorithm: Noted for the reader.
-        memory: Its local slots must be the mean already.
-        specs: Give elementwise tensors back the shapes of the parameters.
-        shapes: Of all parameters, noted.
-        unclaimed: Loaded, and not in memory yet, by slot.
-        skipped_steps: Noted.
     """
     # `torch.distributed.checkpoint` fills in only the keys that are there when it loads: so a fresh run must
     # have those of every algorithm, whatever it runs itself.
@@ -165,15 +147,6 @@ def checked_state(
     strict: bool = True,
 ) -> LoadedState:
     """Return a state after checking all of it, before any of it is used.
-
-    Args:
-        state: What the user passed.
-        specs: The parameters it must be for, None if they are not known yet.
-        slots: What the algorithm in use remembers.
-        strict: Whether it must be for just these parameters.
-
-    Raises:
-        StateError: It is not a Thinwire state, damaged, of another version, or of another model.
 
     Cost: a copy of its tensors, made once their kinds, shapes and what is stored of them have been checked.
     """
@@ -293,18 +266,7 @@ def check_model(
     strict: bool = True,
     by_position: bool = False,
 ) -> None:
-    """Refuse the state of another model.
-
-    Args:
-        loaded: The state.
-        specs: The parameters of the model.
-        strict: Whether each must have all the other's parameters.
-        by_position: Whether the names are positions only.
-
-    Raises:
-        StateError: A parameter has another shape, or one of the two lacks parameters of the other; or
-            something is too large for the type of the model's memory.
-    """
+    """Refuse the state of another model."""
     here = {name: spec.shape for name, spec in specs.items()}
     missing, unknown = here.keys() - loaded.shapes.keys(), loaded.shapes.keys() - here.keys()
     # What was saved before any bucket had come lists none, and is of every model.
@@ -355,17 +317,7 @@ def fitting(loaded: LoadedState, specs: Mapping[str, ParameterSpec] | None) -> L
 def in_memory_order(
     slot: Slot, tensor: torch.Tensor, spec: ParameterSpec, device: torch.device
 ) -> torch.Tensor:
-    """Return an elementwise tensor as memory holds it: flat, in the parameter's order of memory and type.
-
-    Args:
-        slot: What it is of, for errors.
-        tensor: In the parameter's shape.
-        spec: The parameter.
-        device: Where memory is.
-
-    Raises:
-        StateError: It has another shape than the parameter, or is too large for its type.
-    """
+    """Return an elementwise tensor as memory holds it: flat, in the parameter's order of memory and type."""
     # Both may come to light only here: of a front that learns its parameters bucket by bucket.
     _check_range(slot.name, {spec.name: tensor}, {spec.name: spec})
     if tuple(tensor.shape) != spec.shape:

@@ -24,15 +24,6 @@ from thinwire.tensors import accelerators
 class Step:
     """What is in flight. `Engine.begin` makes one; several may be open side by side, over lanes of their own.
 
-    Args:
-        lanes: Where the gradients go.
-        wire: Carries the messages.
-        traffic: Takes up the time that the host waits.
-        clock: Takes up where time goes.
-        number: Of the step, for errors.
-        ended: Called at the end of `finish`, with whether the step was committed.
-        pipelined: Whether starting a bucket may wait for messages of those before it.
-
     Attributes:
         is_open: Whether it is neither finished nor abandoned.
         num_parameters: In the buckets that were started so far.
@@ -70,18 +61,7 @@ class Step:
         self._has_all = False
 
     def start(self, lane: Lane | Specs, flat: torch.Tensor) -> None:
-        """Send the first message of a bucket whose gradients are ready, and return.
-
-        Args:
-            lane: Of the bucket; or its parameters, if no lane is open: then it waits until all buckets are
-                there, so that one comparison of the processes serves them all.
-            flat: Its gradients, shape (sum of elements,), averaged in place by `finish`.
-
-        Raises:
-            StepError: The step has ended; or the bucket is in it already: the last backward pass was
-                interrupted; or it is in flight in another step; or a CUDA graph is being captured.
-            CommunicationError: The message could not be sent.
-        """
+        """Send the first message of a bucket whose gradients are ready, and return."""
         self._check_open()
         refuse_capture(flat.device)
         specs = lane.specs if isinstance(lane, Lane) else lane
@@ -155,11 +135,6 @@ class Step:
 
         Returns:
             Whether there is a round under way. If not, only `finish` is left to do.
-
-        Raises:
-            StepError: No bucket was started, or the step has ended.
-            StateError: The loaded state turns out to be of another model.
-            CommunicationError: A collective failed; memory is as it was.
         """
         self._check_open()
         # Not ready anew: the last gradients were when their bucket was started, and all since then is
@@ -207,11 +182,6 @@ class Step:
             Whether the step was committed. False if it was not healthy (a mean was not finite): memory is as
             it was, and all gradients are NaN, so that a `GradScaler` skips the step, or zeros
             (`on_nonfinite`). Without `host_check` it is not known: True.
-
-        Raises:
-            StepError: No bucket was started, or the step has ended.
-            StateError: The loaded state turns out to be of another model.
-            CommunicationError: A collective failed; memory is as it was.
         """
         self._check_open()
         with (

@@ -65,12 +65,6 @@ def refuse_capture(device: torch.device) -> None:
     """Refuse to be captured in a CUDA graph.
 
     Each replay would start from the memory of before the capture, and count no step.
-
-    Args:
-        device: Of the gradients.
-
-    Raises:
-        StepError: The current stream is being captured.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise StepError(

@@ -37,13 +37,7 @@ def used_flags(bucket: Bucket) -> torch.Tensor:
 
 
 def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:
-    """Find the parameters that nobody used, in one round; their means go back to the residual.
-
-    Args:
-        buckets: All of the step, averaged when this passes its commit.
-        flags: Of each bucket, from `used_flags`.
-        memory: Its residual takes up the means that DDP will not apply.
-    """
+    """Find the parameters that nobody used, in one round; their means go back to the residual."""
     # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
     used = yield Mean(torch.cat([each.to(flags[0].device) for each in flags]))
     yield Commit(lambda: torch.tensor(True))

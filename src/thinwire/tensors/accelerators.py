@@ -18,21 +18,13 @@ def pays_per_launch(device: torch.device) -> bool:
     """Return whether few operations on many tensors are worth more than what stays in a core's cache.
 
     Tests put another function in its place, to run on the CPU what runs on accelerators.
-
-    Args:
-        device: Where the tensors lie.
     """
     # On the CPU a launch is a call, and what counts is how often memory is read and written.
     return device.type != "cpu"
 
 
 def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
-    """Copy a host tensor to a device, on CUDA without waiting for it; the same tensor on the CPU.
-
-    Args:
-        device: Where it is wanted.
-        made: On the CPU; not to be written any more.
-    """
+    """Copy a host tensor to a device, on CUDA without waiting for it; the same tensor on the CPU."""
     if device.type == "cuda":
         # From pageable memory the host would wait until all that was launched before the copy is done.
         made = made.pin_memory()
@@ -42,11 +34,7 @@ def sent_to(device: torch.device, made: torch.Tensor) -> torch.Tensor:
 
 @cache
 def has_float64(device: torch.device) -> bool:
-    """Return whether a device computes in float64: Apple's do not, nor do some of Intel's.
-
-    Args:
-        device: Which.
-    """
+    """Return whether a device computes in float64: Apple's do not, nor do some of Intel's."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
     try:
@@ -58,11 +46,7 @@ def has_float64(device: torch.device) -> bool:
 
 
 def in_float64(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float64: on the CPU, for which the host waits, if its own device has none.
-
-    Args:
-        tensor: Of few elements.
-    """
+    """Return a tensor in float64: on the CPU, for which the host waits, if its own device has none."""
     if has_float64(tensor.device):
         return tensor.double()
     note_shortfall(
@@ -73,21 +57,13 @@ def in_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
-    """Return the type in which a device adds up what is for people to read: float64 if it has it, else fp32.
-
-    Args:
-        device: Which.
-    """
+    """Return the type in which a device adds up what people read: float64 if it has it, else fp32."""
     return torch.float64 if has_float64(device) else torch.float32
 
 
 @contextmanager
 def shortfalls_kept_in(kept: dict[str, None]) -> Iterator[None]:
-    """Keep the shortfalls that this thread meets while this is open, whether they were told before or not.
-
-    Args:
-        kept: Takes up the sentences.
-    """
+    """Keep the shortfalls that this thread meets while this is open, whether they were told before or not."""
     before, _threads.kept = getattr(_threads, "kept", None), kept
     try:
         yield
@@ -96,11 +72,7 @@ def shortfalls_kept_in(kept: dict[str, None]) -> Iterator[None]:
 
 
 def note_shortfall(sentence: str) -> None:
-    """Warn once in this process that slower kernels serve, and keep it for who is served by them.
-
-    Args:
-        sentence: Why, and which serve.
-    """
+    """Warn once in this process that slower kernels serve, and keep it for who is served by them."""
     kept = getattr(_threads, "kept", None)
     if kept is not None:
         kept[sentence] = None
@@ -110,9 +82,5 @@ def note_shortfall(sentence: str) -> None:
 
 
 def shortfalls(device: torch.device) -> tuple[str, ...]:
-    """Return why slower kernels than those made for a device have served this process; nothing on the CPU.
-
-    Args:
-        device: Which.
-    """
+    """Return why slower kernels than those made for a device have served this process; nothing on the CPU."""
     return tuple(_shortfalls) if pays_per_launch(device) else ()

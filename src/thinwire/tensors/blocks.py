@@ -98,11 +98,7 @@ class Blocks:
         ]
 
     def pieces(self, some: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield where blocks lie in the flat tensors, and where in rows of their own; both in elements.
-
-        Args:
-            some: The blocks.
-        """
+        """Yield where blocks lie in the flat tensors, and where in rows of their own; both in elements."""
         offsets = accumulate(self.numels, initial=0)
         for numel, first, stop, offset in zip(
             self.numels, self.starts[:-1], self.starts[1:], offsets, strict=False

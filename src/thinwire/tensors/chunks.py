@@ -46,11 +46,7 @@ class Chunks:
         return sum(run.num_chunks for run in self.runs)
 
     def rows(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the chunks as rows, (count, length): a view where they lie together, else a copy.
-
-        Args:
-            flat: The bucket's gradients.
-        """
+        """Return the chunks as rows, (count, length): a view where they lie together, else a copy."""
         parts = [flat[run.first : run.first + run.num_chunks * self.length] for run in self.runs]
         together = parts[0] if len(parts) == 1 else torch.cat(parts)
         return together.view(self.count, self.length)
@@ -58,10 +54,6 @@ class Chunks:
 
 def kept_of(length: int, density: float) -> int:
     """Return how many entries of a chunk are sent: at least one.
-
-    Args:
-        length: Of the chunk.
-        density: Share of its entries.
 
     Examples:
         >>> kept_of(4096, 1 / 64), kept_of(100, 1 / 64), kept_of(10, 1 / 64)
@@ -72,11 +64,6 @@ def kept_of(length: int, density: float) -> int:
 
 def chunks_of(specs: Sequence[ParameterSpec], length: int, density: float) -> tuple[Chunks, ...]:
     """Cut parameters into chunks, anew at each, in the order of memory; the last of each may be shorter.
-
-    Args:
-        specs: Of a bucket.
-        length: Of a chunk.
-        density: Share of a chunk's entries that is sent.
 
     Returns:
         By length, each in the order of the bucket.

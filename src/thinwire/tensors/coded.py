@@ -42,14 +42,7 @@ class Coded:
 
     @classmethod
     def empty(cls, num_blocks: int, rows: int, share: int, size: int) -> Coded:
-        """Allocate blocks on the CPU. Padding blocks in the last rows are zero.
-
-        Args:
-            num_blocks: That will be written.
-            rows: Of the message.
-            share: Blocks of a row.
-            size: Bytes of a block's codes.
-        """
+        """Allocate blocks on the CPU. Padding blocks in the last rows are zero."""
         coded = cls(torch.empty(rows, share * (SCALE_BYTES + size), dtype=torch.uint8), share)
         # They are sent too, and a scale that is not finite would have the step taken back.
         for row in range(num_blocks // share, rows):
@@ -60,14 +53,7 @@ class Coded:
 
     @classmethod
     def of(cls, codes: torch.Tensor, scales: torch.Tensor, rows: int, share: int) -> Coded:
-        """Return a message of blocks, with zeros behind them.
-
-        Args:
-            codes: Packed, uint8, shape (blocks, bytes).
-            scales: Of the blocks, bf16.
-            rows: Of the message.
-            share: Blocks of a row.
-        """
+        """Return a message of blocks, with zeros behind them."""
         missing = rows * share - len(scales)
         if missing:
             codes = torch.cat([codes, codes.new_zeros(missing, codes.shape[1])])
@@ -78,21 +64,11 @@ class Coded:
 
     @classmethod
     def arrived(cls, message: torch.Tensor, share: int) -> Coded:
-        """Return what was received: a copy only if it does not begin at a whole number of bf16.
-
-        Args:
-            message: As of `message`, or a part of one that several buckets share.
-            share: Blocks of a row.
-        """
+        """Return what was received: a copy only if it does not begin at a whole number of bf16."""
         is_even = message.storage_offset() % SCALE_BYTES == 0 and message.stride(0) % SCALE_BYTES == 0
         return cls(message if is_even else message.contiguous(), share)
 
 
 def block_bytes(block: int, bits: int) -> int:
-    """Return the bytes that a block takes, its scale included.
-
-    Args:
-        block: Its elements.
-        bits: Of each.
-    """
+    """Return the bytes that a block takes, its scale included."""
     return packed_bytes(block, bits) + SCALE_BYTES

@@ -9,11 +9,7 @@ import torch
 
 
 def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return tensors one after the other, flat: a view if they lie so already, else a copy.
-
-    Args:
-        tensors: At least one, of one type and device.
-    """
+    """Return tensors one after the other, flat: a view if they lie so already, else a copy."""
     start, sizes = tensors[0].storage_offset(), [tensor.numel() for tensor in tensors]
     starts = list(accumulate(sizes[:-1], initial=start))
     is_one = len({each.untyped_storage()._cdata for each in tensors}) == 1

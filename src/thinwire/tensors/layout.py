@@ -23,11 +23,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def in_one_piece(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return tensors as one flat view, with what lies between them; None where that is much more.
-
-    Args:
-        tensors: Of one type, in any order.
-    """
+    """Return tensors as one flat view, with what lies between them; None where that is much more."""
     storages = {each.untyped_storage()._cdata for each in tensors}
     if len(storages) > 1 or not all(each.is_contiguous() for each in tensors):
         return None
@@ -48,12 +44,7 @@ def fill_memory(tensors: Sequence[torch.Tensor]) -> bool:
 def fill_alike(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return both as flat views, if `others` lie to each other as `tensors` do, alone in their memory.
-
-    Args:
-        tensors: Of one type.
-        others: As many, of the same shapes.
-    """
+    """Return both as flat views, if `others` lie to each other as `tensors` do, alone in their memory."""
     whole, other = in_one_piece(tensors), in_one_piece(others)
     distances = {b.storage_offset() - a.storage_offset() for a, b in zip(tensors, others, strict=True)}
     if whole is None or other is None or len(distances) > 1:

@@ -15,10 +15,6 @@ GROUP = 8  # codes: the fewest that fill whole bytes, whatever the bits
 def packed_bytes(count: int, bits: int) -> int:
     """Return the bytes that codes take.
 
-    Args:
-        count: Of the codes.
-        bits: Of each, 1 to 16.
-
     Examples:
         >>> packed_bytes(100, 3), packed_bytes(64, 12)
         (38, 96)
@@ -29,16 +25,8 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Write codes one behind the other, the lowest bit first, as one stream of bits.
 
-    Args:
-        codes: Whole numbers from 0 to 2**bits − 1, of any integer type, shape (…, count). That they are in
-            range is not checked: it would make the host wait for an accelerator.
-        bits: Of each, 1 to 16.
-
     Returns:
         The bytes, uint8, shape (…, `packed_bytes(count, bits)`); the last one is filled up with zeros.
-
-    Raises:
-        ConfigError: Other bits.
 
     Examples:
         >>> pack(torch.tensor([1, 2, 3, 4, 5]), bits=3).tolist()
@@ -73,16 +61,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def unpack(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """Read codes back.
 
-    Args:
-        packed: As `pack` returned them, uint8, shape (…, `packed_bytes(count, bits)`).
-        bits: Of each code, 1 to 16.
-        count: Of the codes.
-
     Returns:
         The codes, shape (…, count), uint8 up to 8 bits and int32 above.
-
-    Raises:
-        ConfigError: Other bits, or another number of bytes than `count` codes take.
     """
     _check_bits(bits)
     if packed.shape[-1] != packed_bytes(count, bits):

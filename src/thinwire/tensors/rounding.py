@@ -35,12 +35,7 @@ class Draws:
         return Draws(self.keys[some], self.first[some])
 
     def uniform(self, block: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return numbers from 0 to below 1, shape (blocks, block).
-
-        Args:
-            block: Elements of each block.
-            dtype: Of the numbers.
-        """
+        """Return numbers from 0 to below 1, shape (blocks, block)."""
         # The finalizer with the lowest bias of Ellis and Wellons' hash search ("lowbias32"): whole numbers
         # only, so that every device draws the same. In 64 bits, for torch has no product of unsigned 32.
         places = self.first[:, None] + torch.arange(block, device=self.first.device)
@@ -56,16 +51,7 @@ class Draws:
 def draws_for(
     blocks: Blocks, names: Sequence[str], seed: int, step: int, who: int, device: torch.device
 ) -> Draws:
-    """Return the draws of one who rounds, in one step.
-
-    Args:
-        blocks: Of the parameters.
-        names: Of the parameters.
-        seed: The same on all members.
-        step: Committed steps so far.
-        who: A member's rank, or −1 for the mean.
-        device: Where they are used.
-    """
+    """Return the draws of one who rounds, in one step."""
     keys = [
         int.from_bytes(blake2b(f"{seed} {step} {who} {name}".encode(), digest_size=4).digest(), "little")
         for name in names

@@ -30,12 +30,7 @@ class GrowthAlarm:
         self._samples, self._grew = [], False
 
     def growth_after(self, relative_norm: float, step: int) -> float | None:
-        """Take a sample; return by how much it grew while their number doubled, if that is an alarm.
-
-        Args:
-            relative_norm: Of the residual, as a multiple of what a step sends.
-            step: After which step.
-        """
+        """Take a sample; return by how much it grew while their number doubled, if that is an alarm."""
         samples = self._samples
         samples.append(relative_norm)
         count = len(samples)
@@ -51,11 +46,6 @@ class GrowthAlarm:
 
 
 def _ratio(later: list[float], earlier: list[float]) -> float:
-    """Return the mean of some samples over that of earlier ones; 1 where those are zero.
-
-    Args:
-        later: Samples.
-        earlier: Samples.
-    """
+    """Return the mean of some samples over that of earlier ones; 1 where those are zero."""
     before = fmean(earlier)
     return fmean(later) / before if before > 0 else 1.0

@@ -117,11 +117,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
 
 
 class Growing:
-    """The file of a watch that may still be going on; there need not be one yet.
-
-    Args:
-        path: The file.
-    """
+    """The file of a watch that may still be going on; there need not be one yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -146,15 +142,7 @@ def printable(path: str | os.PathLike[str]) -> str:
 
 
 def _undamaged(path: Path, run: Run) -> Iterator[Record]:
-    """Yield the records of a file up to the first damage.
-
-    Args:
-        path: The file.
-        run: Gets what the damage is.
-
-    Raises:
-        OSError: The file can't be read.
-    """
+    """Yield the records of a file up to the first damage."""
     process_rank = None
     read_bytes = 0
     with path.open("rb") as file:
@@ -208,13 +196,7 @@ def _segments(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> None:
-    """Append one start of training.
-
-    Args:
-        run: Is extended.
-        segment: The records from one start to the next.
-        undone: Gets where training went back: after how many logs, to which step.
-    """
+    """Append one start of training."""
     # A start that resumes makes steps again that were recorded after its state was saved: the later ones
     # count.
     first = next((each["step"] - each["steps"] for each in segment if each["kind"] == "step"), None)
@@ -247,13 +229,7 @@ def _travels(plan: Mapping[str, Any]) -> tuple[object, object]:
 
 
 def _go_back_to(step: int, run: Run, undone: list[tuple[int, int]]) -> None:
-    """Forget what came after a step, from the end; `_without` does so with the logs, all at once.
-
-    Args:
-        step: The last one to keep.
-        run: Loses records.
-        undone: Gets after how many logs, and to which step.
-    """
+    """Forget what came after a step, from the end; `_without` does so with the logs, all at once."""
     lists: tuple[list[Any], ...] = (run.plans, run.steps, run.norms)
     for kept in lists:
         while kept and kept[-1]["step"] > step:
@@ -262,12 +238,7 @@ def _go_back_to(step: int, run: Run, undone: list[tuple[int, int]]) -> None:
 
 
 def _without(logs: list[Record], undone: list[tuple[int, int]]) -> list[Record]:
-    """Return the logs, less those of steps that training went back before: in one pass, from the end.
-
-    Args:
-        logs: In the order of the file.
-        undone: As of `_append`.
-    """
+    """Return the logs, less those of steps that training went back before: in one pass, from the end."""
     kept: list[Record] = []
     returns = list(undone)
     lowest = math.inf

@@ -99,11 +99,7 @@ KINDS = {"run": RunRecord, "plan": PlanRecord, "step": StepRecord, "norms": Norm
 
 
 def checked_record(line: str) -> Record:
-    """Return a line's record, with the fields that its kind has and no others.
-
-    Raises:
-        ValueError: The line is none; says why.
-    """
+    """Return a line's record, with the fields that its kind has and no others."""
     read = parsed(line)
     kind = read.get("kind") if type(read) is dict else None
     if type(kind) is not str or kind not in KINDS:

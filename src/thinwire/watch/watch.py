@@ -213,12 +213,7 @@ class Watch:
             )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        """Write a record; where that fails in training, stop watching with a warning.
-
-        Args:
-            kind: As of `Writer.write`.
-            values: As of `Writer.write`.
-        """
+        """Write a record; where that fails in training, stop watching with a warning."""
         # An error may have ended the watching long before: the training loop goes on calling `log`.
         if self._writer is None:
             return
@@ -234,11 +229,7 @@ class Watch:
 
 
 def _checked(writer: Writer | str | os.PathLike[str]) -> Writer:
-    """Return a writer; for a path, one of lines of JSON.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Return a writer; for a path, one of lines of JSON."""
     if isinstance(writer, str | os.PathLike):
         return JSONLWriter(writer)
     if not all(callable(getattr(writer, name, None)) for name in ("write", "close")):

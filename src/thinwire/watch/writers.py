@@ -148,12 +148,7 @@ class TensorBoardWriter:
         self._summary.close()
 
     def _add(self, metrics: Metrics, step: int) -> None:
-        """Write scalars.
-
-        Args:
-            metrics: By name.
-            step: After which step.
-        """
+        """Write scalars."""
         for name, value in metrics.items():
             self._summary.add_scalar(name, value, step)
 
@@ -163,10 +158,6 @@ def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
 
     A name means the same everywhere: sums since the start are called `total_…`; a record of a watch is of its
     own steps.
-
-    Args:
-        stats: As a handle tells them.
-        prefix: Of every name.
 
     Examples:
         >>> metrics_of(Stats(message_bytes=50, gradient_bytes=100))["thinwire/compression_ratio"]
@@ -181,12 +172,7 @@ def metrics_of(stats: Stats, prefix: str = "thinwire/") -> dict[str, float]:
 
 
 def _named(prefix: str, values: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Return the numbers of a record, those in mappings too, under names like paths.
-
-    Args:
-        prefix: Of every name.
-        values: By name; what is no number is left out.
-    """
+    """Return the numbers of a record, those in mappings too, under names like paths."""
     found: list[tuple[str, float]] = []
     for key, value in values.items():
         if isinstance(value, Mapping):

@@ -32,14 +32,6 @@ def alternate(
 ) -> Generator[Request | tuple[Message, ...], Any, Approximation]:
     """As `two_rounds.approximate`, with one round for each iteration.
 
-    Args:
-        config: Iterations per step and the type of messages.
-        bases: Makes the first ones.
-        groups: The matrices; on return less the own projections of all iterations but the last.
-        uncompressed: Flat gradients that travel in the first message.
-        memory: Only read; its step says which side's turn it is.
-        bucket: Its type is that of the messages; its loss scale that of the matrices.
-
     Cost: one round for each iteration, which reads every matrix once and, but for the last, updates it.
     """
     # By the count of committed steps, which all members have and a saved state keeps: the factor in memory is

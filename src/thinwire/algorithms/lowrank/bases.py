@@ -20,12 +20,7 @@ SEED_STRIDE = 1_000_003
 
 
 class StartingBases:
-    """Makes the bases of a bucket.
-
-    Args:
-        seed: Of the random rows, the same on every process.
-        warm_start: Whether to start from the last step's factors.
-    """
+    """Makes the bases of a bucket."""
 
     # On accelerators those of all buckets are made at once, at the end of the step before: launches count. On
     # the CPU each bucket's are made when it starts, while messages of those before it are under way.
@@ -40,11 +35,6 @@ class StartingBases:
 
         Rows that memory lacks, or that died when a gradient had too low a matrix rank, are drawn from a
         standard normal, the same on every process.
-
-        Args:
-            memory: Only read.
-            groups: The matrices.
-            left: Whether for the rows of the matrices, not their columns.
         """
         shapes = [(group.matrix_rank, group.matrices[0].shape[0 if left else 1]) for group in groups]
         drawn = self._rows(memory, shapes, groups[0].matrices[0])
@@ -61,12 +51,7 @@ class StartingBases:
     def ahead(
         self, memory: Memory, factors: Sequence[torch.Tensor]
     ) -> Generator[Request | tuple[Message, ...], Any, list[torch.Tensor] | None]:
-        """Make what the next step starts from, for all buckets at once; None where that does not pay.
-
-        Args:
-            memory: Only read.
-            factors: What this step leaves, (matrices, r, columns) each, in units of the unscaled loss.
-        """
+        """Make what the next step starts from, for all buckets at once; None where that does not pay."""
         if not self._warm_start or not factors or not accelerators.pays_per_launch(factors[0].device):
             return None
         drawn = self._rows(memory, [(each.shape[1], each.shape[2]) for each in factors], factors[0])
@@ -102,9 +87,6 @@ def orthonormal_bases(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lis
     """Return bases of the rows of factors, in which dead rows are replaced.
 
     A module-level function, so that the requests of all buckets (`Jointly`) are served by one call.
-
-    Args:
-        items: Of each batch the factors, (matrices, r, columns), and what replaces dead rows, (r, columns).
     """
     # A row that is zero stays zero through every product, and its direction would be lost for good: it died
     # when a gradient had too low a matrix rank, or was never there.
@@ -112,12 +94,7 @@ def orthonormal_bases(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> lis
 
 
 def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return a factor in type and rows of `like`, cut or extended by zeros; zeros if it has other columns.
-
-    Args:
-        factor: Shape (r, columns), or None for zeros.
-        like: Shape (rows, columns).
-    """
+    """Return a factor in type and rows of `like`, cut or extended by zeros; zeros if it has other columns."""
     if factor is not None and factor.shape == like.shape:
         return factor.to(like)
     fitting = torch.zeros_like(like)
@@ -128,13 +105,7 @@ def fitted(factor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def random_rows(seed: int, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """Return standard normal rows in fp32, the same whatever the device.
-
-    Args:
-        seed: The same on all processes.
-        shape: (rows, columns).
-        device: Where they are wanted.
-    """
+    """Return standard normal rows in fp32, the same whatever the device."""
     # Drawn on the CPU: generators of other devices give other numbers, and members may have other devices.
     generator = torch.Generator().manual_seed(seed % 2**63)
     rows = torch.randn(shape, generator=generator, dtype=torch.float32)

@@ -24,11 +24,7 @@ def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torc
 
 
 def all_written(items: Sequence[tuple[Write, torch.Tensor | None]]) -> list[torch.Tensor]:
-    """As `Kernels.write`, of all buckets.
-
-    Args:
-        items: What, and whether the step is healthy: one tensor for all.
-    """
+    """As `Kernels.write`, of all buckets."""
     return dispatch.write([item for item, _ in items], items[0][1] if items else None)
 
 

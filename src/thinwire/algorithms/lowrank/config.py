@@ -167,13 +167,6 @@ class LowRank(Algorithm):
 
 
 def translated(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return settings with torch's or the reference implementation's names by `LowRank`'s, checked.
-
-    Args:
-        settings: By the names that the user has given; errors have these.
-
-    Raises:
-        ConfigError: A value is of the wrong type or out of range.
-    """
+    """Return settings with torch's or the reference implementation's names by `LowRank`'s, checked."""
     ours = {name: ELSEWHERE.get(name, name) for name in settings}
     return {ours[name]: CHECKS[ours[name]](name, value) for name, value in settings.items()}

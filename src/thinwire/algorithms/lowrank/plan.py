@@ -77,24 +77,12 @@ class LowRankPlan(BucketPlan):
 
     @abstractmethod
     def compress(self, bucket: Bucket, memory: Memory) -> Requests:
-        """Turn the bucket into the mean of its approximations; a generator, as `exchange` is one.
-
-        Args:
-            bucket: Of this plan's parameters.
-            memory: That of all buckets.
-        """
+        """Turn the bucket into the mean of its approximations; a generator, as `exchange` is one."""
 
     def to_remember(
         self, memory: Memory, labels: Sequence[Sequence[str]], terms: Sequence[Terms], bucket: Bucket
     ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
-        """Return what to keep of the groups of a bucket behind the commit, in units of the unscaled loss.
-
-        Args:
-            memory: Only read.
-            labels: Of each group's matrices.
-            terms: Of each group its factors, by iteration.
-            bucket: Its loss scale is that of the factors.
-        """
+        """Return what to keep of the groups of a bucket behind the commit, in units of the unscaled loss."""
         # Of the last iteration: the next step starts where this one has ended.
         factors = [of_group[-1].mean for of_group in terms]
         # Of all: what a process has not sent is measured against all that it has.
@@ -121,16 +109,7 @@ class LowRankPlan(BucketPlan):
         is_healthy: torch.Tensor | None,
         beside: Sequence[Write] = (),
     ) -> Generator[Request | tuple[Message, ...], Any, dict[Slot, dict[str, torch.Tensor]]]:
-        """Write something behind the commit; return what memory is to keep: what it has if not healthy.
-
-        Args:
-            memory: Only read.
-            labels: Of each group's matrices.
-            starts: What the step has started from, of each group: bases that memory need not have.
-            remembered: From `to_remember`.
-            is_healthy: The commit's answer.
-            beside: What is written, and is not memory.
-        """
+        """Write something behind the commit; return what memory is to keep: what it has if not healthy."""
         writes = list(beside)
         # Not on the CPU, nor with `host_check`: there the generator is closed where the step is not healthy.
         if is_healthy is not None:
@@ -197,12 +176,7 @@ class LowRankPlan(BucketPlan):
 
 
 def by_label(labels: Sequence[Sequence[str]], batches: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what batches of groups hold for each of their matrices.
-
-    Args:
-        labels: Of each group's matrices.
-        batches: Of each group one, (matrices, …).
-    """
+    """Return what batches of groups hold for each of their matrices."""
     return {
         label: tensor
         for of_group, batch in zip(labels, batches, strict=True)

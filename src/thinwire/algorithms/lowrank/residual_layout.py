@@ -62,14 +62,7 @@ def all_laid(items: Sequence[Wanted]) -> list[list[Rooms]]:
 def _laid_by_shape(
     groups: Sequence[MatrixGroup], kept: Mapping[str, torch.Tensor], dtype: torch.dtype, length: int
 ) -> dict[int, Rooms]:
-    """Allocate one buffer with residuals grouped by shape; return views of it, keyed by `id(group)`.
-
-    Args:
-        groups: Of one device.
-        kept: What residuals there are, by label.
-        dtype: Of residuals.
-        length: Of the spare row.
-    """
+    """Allocate one buffer with residuals grouped by shape; return views of it, keyed by `id(group)`."""
     by_shape: dict[object, list[MatrixGroup]] = defaultdict(list)
     for group in groups:
         by_shape[group.matrices[0].shape, group.matrix_rank].append(group)

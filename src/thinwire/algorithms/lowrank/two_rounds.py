@@ -44,14 +44,6 @@ def approximate(
 ) -> Generator[Request | tuple[Message, ...], Any, Approximation]:
     """Add its residual to every matrix, in place, and find the factors of the mean.
 
-    Args:
-        config: Power iterations and the type of messages.
-        bases: Makes the first ones.
-        groups: The matrices.
-        uncompressed: Flat gradients that travel in the first message.
-        memory: Only read.
-        bucket: Its type decides that of the messages; its loss scale that of the matrices.
-
     Cost: two rounds for each power iteration; in each iteration, every matrix is read twice (and once
     written).
     """

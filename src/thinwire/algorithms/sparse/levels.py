@@ -28,10 +28,6 @@ def on_the_wire(values: torch.Tensor) -> torch.Tensor:
 def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the lowest and the highest level of each row, to be rounded by `on_the_wire`.
 
-    Args:
-        rows: The entries that are sent of each chunk, (rows, kept).
-        bits: Of a code.
-
     Returns:
         (rows, 2); not finite where something of a row is not.
 
@@ -49,12 +45,6 @@ def end_levels(rows: torch.Tensor, bits: int) -> torch.Tensor:
 def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the number of each value's nearest level, and its sign in the bit above.
 
-    Args:
-        values: (entries,).
-        chunk: Of each, int64, (entries,).
-        ends: The lowest and highest level of each chunk, bf16, (chunks, 2).
-        bits: Of a code.
-
     Returns:
         uint8, (entries,).
     """
@@ -70,15 +60,7 @@ def codes_of(values: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits
 def values_of(
     codes: torch.Tensor, chunk: torch.Tensor, ends: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return what codes stand for.
-
-    Args:
-        codes: As from `codes_of`, (members, entries).
-        chunk: Of each, int64, (entries,).
-        ends: The lowest and highest level of each chunk, bf16, (members, chunks, 2).
-        bits: Of a code.
-        dtype: Of the values.
-    """
+    """Return what codes stand for."""
     lowest, step, highest_code = _steps(ends, bits, dtype)
     magnitudes = step.index_select(1, chunk).mul_(codes & highest_code).add_(lowest.index_select(1, chunk))
     return torch.where(codes > highest_code, -magnitudes, magnitudes)
@@ -95,10 +77,6 @@ def _two_means(magnitudes: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
     """Return the two levels of each row, (rows, 2), from which its magnitudes lie least far, squared.
 
     They are the means of those below some border and of those above it, and all borders are tried.
-
-    Args:
-        magnitudes: (rows, kept), at least two.
-        peaks: The largest of each row, (rows, 1).
     """
     # So that no square overflows. What is not finite shows by its unit, whatever becomes of it before.
     units = peaks + (peaks == 0)

@@ -157,9 +157,6 @@ class Message:
     def packed(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the largest entries of a bucket as bytes.
 
-        Args:
-            flat: Its gradients, fp32 or fp64.
-
         Returns:
             uint8, (`num_bytes`,).
         """
@@ -188,12 +185,7 @@ class Message:
         return torch.nn.functional.pad(packed, (0, self.num_bytes - len(packed)))
 
     def unpacked(self, gathered: torch.Tensor, dtype: torch.dtype) -> Entries:
-        """Return what all members have packed, without waiting for an accelerator.
-
-        Args:
-            gathered: uint8, (members, `num_bytes`).
-            dtype: Of the values.
-        """
+        """Return what all members have packed, without waiting for an accelerator."""
         streams = gathered[:, : sum(self.stream_bytes)]
         marks, words, scale_bytes = streams.split_with_sizes(self.stream_bytes, dim=1)
         chunk, starts, first_marks = self._of_entries(gathered.device)

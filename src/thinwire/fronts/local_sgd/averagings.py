@@ -24,11 +24,6 @@ class Averagings:
     What is collective raises on all processes alike: `StepError` where they are at different steps or one has
     parameters that are not finite, `CommunicationError` where a collective failed.
 
-    Args:
-        schedule: What is due when.
-        engine: Averages changes over the group.
-        exact: Average over the group in the warm-up, and over the subgroup.
-
     Attributes:
         fragments: Of the model; none before entry.
         outer: Steps them; None for the mean itself.

@@ -35,10 +35,6 @@ class Answer(NamedTuple):
 class Consensus:
     """The answers of all members of a group, under way until they are read. Collective.
 
-    Args:
-        own: This process's answer.
-        transport: The group.
-
     Cost: a message of 24 bytes from each process and, when they are read, a host synchronisation.
     """
 
@@ -60,13 +56,7 @@ class Consensus:
         ]
 
     def checked(self) -> list[Answer]:
-        """Return the answers, by rank, or refuse on all members alike. Blocks until all have come.
-
-        Raises:
-            StepError: Processes are at different steps, or one has parameters or buffers that are not finite,
-                or another learning rate of its outer optimizer.
-            CommunicationError: The collective failed.
-        """
+        """Return the answers, by rank, or refuse on all members alike. Blocks until all have come."""
         answers = self.answers()
         broken = [place for place, answer in enumerate(answers) if not answer.is_finite]
         if broken:

@@ -31,13 +31,6 @@ def fragments_of(averaged: Sequence[Averaged], num_fragments: int) -> list[list[
     The largest layers go first, each to the fragment that has least; so it is decided how many layers of
     each size a fragment gets. Which of them is decided in the order of the model, the fragments in turn.
     (The strided fragments of Streaming DiLoCo, arXiv 2501.18512, with bytes balanced.)
-
-    Args:
-        averaged: What is averaged, in the order of the model.
-        num_fragments: How many.
-
-    Raises:
-        ConfigError: There are fewer layers.
     """
     layers = defaultdict(list)
     for each in averaged:

@@ -24,19 +24,10 @@ Changes: TypeAlias = Mapping[Fragment, list[torch.Tensor]]
 class Flight:
     """Changes of some fragments under way; they become their means, in place. Collective: the first is sent.
 
-    Args:
-        changes: By fragment, as from `Fragment.changes`; the flight's from now on.
-        engine: What averages them; None if they are means already, as in a loaded state.
-        consensus: What was asked before they are sent; None if that was read already.
-
     Attributes:
         changes: As given.
         consensus: What was asked before the latest round was sent: to be read before that is waited for.
         num_rounds: Rounds that were sent so far.
-
-    Raises:
-        AgreementError: The processes have other algorithms, parameters or loaded states.
-        CommunicationError: A collective failed.
     """
 
     def __init__(self, changes: Changes, engine: Engine | None, consensus: Consensus | None = None) -> None:
@@ -67,17 +58,7 @@ class Flight:
         read: Callable[[Consensus | None], object] = bool,
         asked: Consensus | None = None,
     ) -> None:
-        """Wait for rounds and send the next ones, until so many were sent or all have come.
-
-        Args:
-            num_rounds: So many.
-            read: Reads what was asked before a round is waited for.
-            asked: What was asked before this call.
-
-        Raises:
-            StepError: What `read` raises.
-            CommunicationError: A collective failed. Memory is as it was.
-        """
+        """Wait for rounds and send the next ones, until so many were sent or all have come."""
         assert self._step is not None, "sent after it has landed"
         while self.num_rounds < num_rounds:
             # After answers that differ, later messages would never be matched.
@@ -98,12 +79,7 @@ class Flight:
             fragment.num_rounds = self.num_rounds
 
     def land(self) -> None:
-        """Wait until all changes are their means, and let memory be written.
-
-        Raises:
-            StepError: A mean is not finite. Memory is as it was.
-            CommunicationError: A collective failed. Memory is as it was.
-        """
+        """Wait until all changes are their means, and let memory be written."""
         assert self._engine is not None
         assert self._step is not None, "landed before"
         with self._engine.clock.inside(self._engine.traffic):
@@ -126,10 +102,6 @@ class Flight:
 def are_finite(changes: Changes, together: Transport | None) -> bool:
     """Return whether changes are finite, on all shards of a replica.
 
-    Args:
-        changes: Of at least one fragment.
-        together: Joins the shards; None where there is one.
-
     Cost: one host synchronisation, however many types and devices there are.
     """
     # `isfinite()` of whole tensors would take several times as long on a CPU as a copy of them.
@@ -139,10 +111,6 @@ def are_finite(changes: Changes, together: Transport | None) -> bool:
 
 def have_moved(changes: Changes, together: Transport | None) -> bool:
     """Return whether any parameter has changed, on some shard of a replica; buffers do in every forward pass.
-
-    Args:
-        changes: Of at least one fragment.
-        together: As of `are_finite`.
 
     Cost: one host synchronisation.
     """

@@ -16,9 +16,6 @@ from thinwire.fronts.local_sgd.averaged import Averaged
 class Buckets:
     """Tensors that travel flat, as one for each device and type, buffers by themselves.
 
-    Args:
-        averaged: The tensors.
-
     Attributes:
         layout: The parameters of each bucket.
     """
@@ -34,12 +31,7 @@ class Buckets:
         return chain.from_iterable(self._buckets)
 
     def empty(self, device: torch.device | str | None = None, *, is_kept: bool = False) -> list[torch.Tensor]:
-        """Return what is flat, by bucket, not written yet.
-
-        Args:
-            device: None for that of the tensors.
-            is_kept: Whether small steps add up in it, which 16 bits would round away; it has at least 32.
-        """
+        """Return what is flat, by bucket, not written yet."""
         flats = []
         for bucket, specs in zip(self._buckets, self.layout, strict=True):
             value = bucket[0].value
@@ -63,10 +55,6 @@ class Fragment(Buckets):
     """Some of the averaged tensors, and a copy of what all processes held after their last averaging.
 
     What travels is the *change* since then. The model's tensors are written in place.
-
-    Args:
-        averaged: What is averaged.
-        device: Where the copy is; None for where the model's tensors are.
 
     Attributes:
         last: The copy, flat, by bucket; in fp32 of what has 16 bits.
@@ -123,12 +111,7 @@ class Fragment(Buckets):
             each.value.copy_(mean.add_(last.to(mean)))
 
     def step(self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None) -> None:
-        """Make the last average the last average plus mean changes, which are overwritten.
-
-        Args:
-            means: By bucket.
-            outer: Steps the parameters, with minus their mean change as gradient; None for the mean itself.
-        """
+        """Make the last average the last average plus mean changes, which are overwritten."""
         for (each, last), (_, change) in zip(self.lasts, self.parts(means), strict=True):
             # A statistic is no parameter: a step with momentum could make a variance negative.
             if outer is None or each.is_buffer:
@@ -146,13 +129,7 @@ class Fragment(Buckets):
     def move(
         self, means: Iterable[torch.Tensor], outer: torch.optim.Optimizer | None, local_weight: float = 0.0
     ) -> None:
-        """As `step`, and let the model follow.
-
-        Args:
-            means: As of `step`.
-            outer: As of `step`.
-            local_weight: The share that the model keeps of what it holds; the rest is of the new average.
-        """
+        """As `step`, and let the model follow."""
         self.step(means, outer)
         for each, last in self.lasts:
             if local_weight:
@@ -186,11 +163,7 @@ class Fragments(tuple[Fragment, ...]):
         return {id(last): each.name for each, last in self.lasts}
 
     def outer_parameters(self, averaged: Iterable[Averaged]) -> list[torch.Tensor]:
-        """Return the last averages that an outer optimizer steps: all but those of buffers.
-
-        Args:
-            averaged: What is averaged, in the order of the model.
-        """
+        """Return the last averages that an outer optimizer steps: all but those of buffers."""
         lasts = {each.name: last for each, last in self.lasts}
         # In one order, however many fragments there are: so that its state fits any number.
         return [lasts[each.name] for each in Buckets(averaged) if not each.is_buffer]
@@ -210,14 +183,7 @@ class Fragments(tuple[Fragment, ...]):
             self.are_shown = False
 
     def check_own(self, call: str) -> None:
-        """Refuse a call while the model holds the last averages.
-
-        Args:
-            call: What was called.
-
-        Raises:
-            StepError: It does.
-        """
+        """Refuse a call while the model holds the last averages."""
         # A step would change the average, and be lost when the model's own values come back.
         if self.are_shown:
             raise StepError(

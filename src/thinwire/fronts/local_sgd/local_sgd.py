@@ -246,15 +246,7 @@ class LocalSGD(Joinable):
         return f"{type(self).__name__}({self._schedule}), {self.sync.algorithm}"
 
     def __enter__(self) -> LocalSGD:
-        """Start: all processes take the first one's model, unless a state was loaded. Collective.
-
-        Raises:
-            StepError: It was entered before, or the model trains other parameters than when it was made.
-            ConfigError: `outer` does not make an optimizer of the tensors it is given.
-            StateError: The loaded state is not of this outer optimizer.
-            AgreementError: The processes have other models, settings or loaded states.
-            CommunicationError: A collective failed.
-        """
+        """Start: all processes take the first one's model, unless a state was loaded. Collective."""
         if self._averagings.fragments:
             raise StepError(
                 "this LocalSGD has been entered before; make a new one, and hand over what is remembered "

@@ -20,14 +20,7 @@ from thinwire.sync import Engine
 def after_each_step(
     optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | None, after_step: Callable[[], None]
 ) -> Iterator[None]:
-    """Call `after_step` after every attempted step of `optimizer`, until the context ends.
-
-    Args:
-        optimizer: Its own hook sees the steps it takes.
-        grad_scaler: Does not call the optimizer when it skips, and torch has no hook for that: for as long
-            as the context lasts, `step` is replaced on this one object.
-        after_step: Takes no arguments.
-    """
+    """Call `after_step` after every attempted step of `optimizer`, until the context ends."""
     is_in_scaler = False
 
     # The hook runs behind the step, so that the parameters it finds are those after it.
@@ -64,13 +57,7 @@ def after_each_step(
 def driven_gradients(
     model: DistributedDataParallel, engines: Mapping[Members, Engine], current: Callable[[], Members | None]
 ) -> Iterator[None]:
-    """Average the model's gradients over whom the schedule says; after the context over the group again.
-
-    Args:
-        model: Registers our hook, if it has none of ours yet.
-        engines: Average over the group and within the subgroup.
-        current: Returns over whom now; asked at every bucket.
-    """
+    """Average the model's gradients over whom the schedule says; after the context over the group again."""
     names = names_of(model.module, model.parameters_to_ignore)
     fronts = {members: BucketFront(engine, names, model) for members, engine in engines.items()}
     switch = switched(
@@ -83,11 +70,7 @@ def driven_gradients(
 
 
 def check_ddp(model: DistributedDataParallel) -> None:
-    """Refuse a DDP model that LocalSGD can't drive, or that would go on to send to all at every step.
-
-    Raises:
-        AttachError: It has a hook of someone else's, or options that are collective over the whole group.
-    """
+    """Refuse a DDP model that LocalSGD can't drive, or that would go on to send to all at every step."""
     # A copy of a DDP model still lists the hook that it has lost, with a `DetachedFront`.
     states = [state for _, state in model._comm_hooks if not isinstance(state, DetachedFront)]
     if any(not isinstance(state, Switch) or state.taken_by == ATTACHED for state in states):

@@ -45,11 +45,6 @@ class AveragedModel:
 
         Integer buffers (BatchNorm's `num_batches_tracked`) have no mean; buffers that the module does not
         save (masks, position tables) are constants.
-
-        Raises:
-            AttachError: It trains nothing, or a parameter or buffer has no values yet.
-            ConfigError: A parameter has no shape yet.
-            GradientError: A parameter is sharded by others than FSDP2.
         """
         # After an evaluation FSDP2 may still hold whole parameters, of other shapes than what is averaged.
         self.replica.show_shards()
@@ -84,15 +79,7 @@ class AveragedModel:
         return found
 
     def transports(self, subgroup: object) -> tuple[Transport, Transport | None]:
-        """Return what carries messages over the group, and within the subgroup if there is one.
-
-        Args:
-            subgroup: As the user gave it, or a transport.
-
-        Raises:
-            AttachError: This process is not a member of one, or torch.distributed is not initialised.
-            ConfigError: The subgroup is not part of the group, or the group is not the DDP model's.
-        """
+        """Return what carries messages over the group, and within the subgroup if there is one."""
         device, given = self.tensors()[0].tensor.device, self.replica.replicas
 
         def transport_of(given: Any) -> Transport:
@@ -119,11 +106,7 @@ class AveragedModel:
         self.entered = {each.name: each.identity for each in averaged}
 
     def check_unchanged(self) -> None:
-        """Refuse to go on with other tensors than on entry.
-
-        Raises:
-            StepError: Some are others.
-        """
+        """Refuse to go on with other tensors than on entry."""
         # A message is flat: with other tensors its parts would be taken for those of their neighbours.
         now = {each.name: each.identity for each in self.tensors()}
         changed = sorted({name for name, _ in self.entered.items() ^ now.items()})
@@ -144,12 +127,7 @@ def _check_values(found: Iterable[Averaged]) -> None:
 
 
 def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]:
-    """Return the module, and the DDP model around it if there is one.
-
-    Raises:
-        AttachError: It is sharded by FSDP1.
-        ConfigError: It is no module.
-    """
+    """Return the module, and the DDP model around it if there is one."""
     # What torch.compile was given.
     inner = getattr(model, "_orig_mod", model)
     if isinstance(inner, DistributedDataParallel):
@@ -168,17 +146,7 @@ def unwrapped(model: object) -> tuple[nn.Module, DistributedDataParallel | None]
 def replica_of(
     module: nn.Module, replicas: dist.ProcessGroup | Transport | DeviceMesh | None, *, has_subgroup: bool
 ) -> Replica:
-    """Return what is known of this process's replica of a model.
-
-    Args:
-        module: The model, not wrapped.
-        replicas: As the user gave it.
-        has_subgroup: Whether the user gave one.
-
-    Raises:
-        ConfigError: A setting does not go with this kind of model.
-        AttachError: A sharded model can't be averaged, or the group is not of equal shards.
-    """
+    """Return what is known of this process's replica of a model."""
     if not is_fsdp2(module):
         if hasattr(replicas, "get_group"):  # by its type: that takes seconds to import
             raise ConfigError(

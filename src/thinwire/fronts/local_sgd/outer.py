@@ -25,11 +25,7 @@ OUTER_EXAMPLE = "such as outer=thinwire.Nesterov(lr=0.7, momentum=0.9)"
 
 
 def check_outer(outer: object) -> None:
-    """Refuse what does not make an outer optimizer.
-
-    Raises:
-        ConfigError: It is no `Nesterov` and no function.
-    """
+    """Refuse what does not make an outer optimizer."""
     if outer is not None and not isinstance(outer, Nesterov) and not callable(outer):
         raise ConfigError(
             "outer must be a thinwire.Nesterov or a function that makes an optimizer, got "
@@ -54,18 +50,7 @@ def new_outer(
     every_steps: int,
     algorithm: Algorithm,
 ) -> torch.optim.Optimizer | None:
-    """Return the outer optimizer of `parameters`, if there is to be one.
-
-    Args:
-        make: What the user gave.
-        parameters: All that it must hold.
-        num_members: That train on their own.
-        every_steps: From one averaging to the next.
-        algorithm: How changes are averaged.
-
-    Raises:
-        ConfigError: `make` does not make an optimizer of exactly these.
-    """
+    """Return the outer optimizer of `parameters`, if there is to be one."""
     if make is None:
         return None
     if isinstance(make, Nesterov):
@@ -82,13 +67,7 @@ def new_outer(
 
 
 def warn_of_momentum(outer: torch.optim.Optimizer | None, algorithm: Algorithm, *, stacklevel: int) -> None:
-    """Warn of a momentum that does not go with an algorithm.
-
-    Args:
-        outer: The outer optimizer, as it is by now: a loaded state has brought its own momentum.
-        algorithm: How the changes that it is given are averaged.
-        stacklevel: Of the user's line.
-    """
+    """Warn of a momentum that does not go with an algorithm."""
     if outer is None or not algorithm.sends_few_entries:
         return
     if any(group.get("momentum", 0) or group.get("betas", (0,))[0] for group in outer.param_groups):
@@ -122,13 +101,7 @@ def settings_digest(outer: torch.optim.Optimizer | None) -> int:
 
 
 def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica) -> dict[str, Any]:
-    """Return the state of an outer optimizer, as if it had whole parameters: copies on the CPU. Collective.
-
-    Args:
-        outer: The optimizer.
-        names: Of its parameters, by identity.
-        replica: What this process holds of them.
-    """
+    """Return an outer optimizer's state, as if it had whole parameters: copies on the CPU. Collective."""
     # Copies: an optimizer hands out its own tensors, which go on changing.
     state: dict[str, Any] = tree_map(
         lambda value: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value),
@@ -144,17 +117,7 @@ def saved_outer(outer: torch.optim.Optimizer, names: Mapping[int, str], replica:
 def load_outer(
     outer: torch.optim.Optimizer, names: Mapping[int, str], replica: Replica, state: Mapping[str, Any]
 ) -> None:
-    """Let an outer optimizer go on from what `saved_outer` has returned.
-
-    Args:
-        outer: The optimizer.
-        names: Of its parameters, by identity.
-        replica: What this process holds of them.
-        state: Of whole parameters; left as it is.
-
-    Raises:
-        StateError: It is of another kind of optimizer, or of other parameters.
-    """
+    """Let an outer optimizer go on from what `saved_outer` has returned."""
     own = copy.deepcopy(dict(state))
     for name, parameter, kept, key in _tensors(outer, names, own):
         if kept[key].shape == replica.shape_of(name, parameter):

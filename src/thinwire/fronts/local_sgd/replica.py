@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 class Replica:
     """A replica, over processes that hold a shard of it each; of one process, the shard is all of it.
 
-    Args:
-        replicas: The processes that meet in an averaging, or a transport; None for the default group.
-        inside: Joins the processes of the replica; None where it is on one.
-        pieces: What this process has of each parameter, by name; of others it has all.
-
     Attributes:
         replicas: As given.
         inside: Joins the processes of the replica; a group of one where it is on one.
@@ -51,21 +46,13 @@ class Replica:
         return GradientSync(engine)
 
     def shape_of(self, name: str, held: torch.Tensor) -> tuple[int, ...]:
-        """Return the shape of a whole parameter or buffer.
-
-        Args:
-            name: Its name.
-            held: What this process has of it.
-        """
+        """Return the shape of a whole parameter or buffer."""
         return self._pieces[name].shape if name in self._pieces else tuple(held.shape)
 
     def whole(self, held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return by name, on the CPU, what has the shapes of whole parameters. Collective.
 
         Of what all have whole, such as a buffer, the first shard's: each process has its own.
-
-        Args:
-            held: What this process has, on the CPU.
         """
         return {name: self._gathered(name, each) for name, each in held.items()}
 

@@ -19,11 +19,7 @@ USUAL_LOCAL_WEIGHT = 0.5  # of Streaming DiLoCo (arXiv 2501.18512)
 
 @dataclass(frozen=True)
 class Schedule:
-    """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model.
-
-    Raises:
-        ConfigError: A number is of the wrong type or out of range, or some do not fit each other.
-    """
+    """The table in the docstring of `LocalSGD`, of its arguments and whether the model is a DDP model."""
 
     every_steps: int
     warmup_steps: int = 0
@@ -117,9 +113,5 @@ class Schedule:
 
         Evenly spread over the delay, and always the first one. When a round is waited for must not depend on
         when it comes, which differs between processes: each would send the next one in another order.
-
-        Args:
-            age: Steps since the change was sent.
-            num_rounds: That the averaging takes.
         """
         return min(num_rounds, 1 + age * num_rounds // max(1, self.delay_steps))

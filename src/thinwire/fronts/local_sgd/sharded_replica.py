@@ -17,15 +17,7 @@ from thinwire.sync import Engine, GradientSync
 
 
 class ShardedReplica(Replica):
-    """A replica whose processes hold a shard of it each.
-
-    Args:
-        module: One on which `fully_shard` was called; it has all trained parameters.
-        replicas: As of `LocalSGD`.
-
-    Raises:
-        AttachError: It is not sharded as it must be, or attached, or the group is not of equal shards.
-    """
+    """A replica whose processes hold a shard of it each."""
 
     is_sharded = True
 

@@ -54,19 +54,7 @@ class LoadedState(NamedTuple):
 def packed_state(
     averagings: Averagings, sync: GradientSync, warmup: Engine | None, replica: Replica
 ) -> dict[str, Any]:
-    """Return the state, as copies on the CPU. Collective.
-
-    Args:
-        averagings: In which all that was in flight has landed.
-        sync: Whose state is a part of it.
-        warmup: Averages gradients in the warm-up; None if it remembers nothing.
-        replica: What this process holds of the model.
-
-    Raises:
-        StepError: A step is under way.
-        CommunicationError: A collective failed.
-        AgreementError: The processes have made different steps, or have other algorithms.
-    """
+    """Return the state, as copies on the CPU. Collective."""
     fragments, outer = averagings.fragments, averagings.outer
     lasts = dict(chain.from_iterable(each.named(each.last).items() for each in fragments))
     in_flight = [item for flight in averagings.flights for item in flight.changes.items()]
@@ -90,17 +78,7 @@ def packed_state(
 def go_on_from(
     loaded: LoadedState, fragments: Fragments, outer: torch.optim.Optimizer | None, replica: Replica
 ) -> list[Flight]:
-    """Let fragments go on from a state; return what had landed and is still to be applied.
-
-    Args:
-        loaded: Of this process's shard.
-        fragments: Of the model.
-        outer: Goes on as well, if the state is of one.
-        replica: What this process holds of the model.
-
-    Raises:
-        StateError: The state is of another outer optimizer.
-    """
+    """Let fragments go on from a state; return what had landed and is still to be applied."""
     if outer is not None and loaded.outer is not None:
         _load_outer(outer, fragments, replica, loaded)
     sent_after = loaded.sent_after
@@ -119,11 +97,7 @@ def go_on_from(
 def _load_outer(
     outer: torch.optim.Optimizer, fragments: Fragments, replica: Replica, loaded: LoadedState
 ) -> None:
-    """Let an outer optimizer go on from a state, with which it has made a step of nothing first.
-
-    Raises:
-        StateError: It could not.
-    """
+    """Let an outer optimizer go on from a state, with which it has made a step of nothing first."""
     assert loaded.outer is not None
     # What its state must hold only the optimizer knows: of another kind, it would end the next averaging.
     try:
@@ -148,18 +122,7 @@ def checked_state(
     has_outer: bool,
     has_warmup: bool = False,
 ) -> LoadedState:
-    """Return a state once all of it has been checked, but for what the engine and the outer optimizer check.
-
-    Args:
-        state: As the user gave it.
-        shapes: Of what it must be of, by fragment and name.
-        has_outer: Whether there is an outer optimizer to take its state.
-        has_warmup: Whether there is an algorithm of the warm-up to take its state.
-
-    Raises:
-        StateError: It is none of LocalSGD's, of another version, damaged, or of another model; or something
-            was in flight, in other fragments.
-    """
+    """Return a state that has been checked, but for what the engine and the outer optimizer check."""
     check_readable(state)
     if not isinstance(state, Mapping) or "version" not in state:
         raise StateError("expected a state made by LocalSGD.state_dict()")
@@ -232,12 +195,7 @@ def _check_tensors(key: str, tensors: object, shapes: Mapping[str, tuple[int, ..
 
 
 class DistributedState:
-    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file.
-
-    Args:
-        save: Returns the state; None where there is nothing to save yet.
-        load: Takes one.
-    """
+    """A state as `torch.distributed.checkpoint` saves and loads it: all of it as the bytes of one file."""
 
     # In bytes: to load, it first asks a fresh run for a state, and fills in only the keys that are there.
     # Before the context is entered a `LocalSGD` has neither averages nor momenta to show.

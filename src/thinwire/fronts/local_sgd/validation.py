@@ -20,17 +20,7 @@ from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
 def check_gradient_settings(
     schedule: Schedule, on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, warmup: Warmup
 ) -> None:
-    """Refuse settings of gradients where none are averaged, or not by all.
-
-    Args:
-        schedule: What is averaged over whom.
-        on_nonfinite: As the user gave it.
-        grad_scaler: The scaler, if there is one.
-        warmup: As the user gave it.
-
-    Raises:
-        ConfigError: One is no choice, or not one with this model, scaler or subgroup, or without a warm-up.
-    """
+    """Refuse settings of gradients where none are averaged, or not by all."""
     if checked_on_nonfinite(on_nonfinite, grad_scaler) != "nan" and not schedule.has_ddp:
         raise ConfigError(
             f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
@@ -50,15 +40,7 @@ def check_gradient_settings(
 
 
 def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse the optimizer of a different model.
-
-    Args:
-        optimizer: As the user gave it.
-        parameters: Of which it must hold some.
-
-    Raises:
-        ConfigError: It holds none.
-    """
+    """Refuse the optimizer of a different model."""
     if not held_by(optimizer) & {id(each) for each in parameters}:
         raise ConfigError(
             "the optimizer holds none of the model's trainable parameters; build it from this model: "
@@ -69,16 +51,7 @@ def check_trains(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Te
 def checked_optimizer(
     optimizer: object, averaged: Sequence[Averaged], module: nn.Module
 ) -> torch.optim.Optimizer:
-    """Return the optimizer whose steps are counted.
-
-    Args:
-        optimizer: As the user gave it.
-        averaged: Of which it must hold some.
-        module: To which all that it holds must belong.
-
-    Raises:
-        ConfigError: It is none, wraps another one, or does not train this model.
-    """
+    """Return the optimizer whose steps are counted."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"expected a torch.optim.Optimizer, got {shown(optimizer)}")
     # Wrappers may derive from Optimizer without calling its __init__.

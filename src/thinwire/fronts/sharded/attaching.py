@@ -27,21 +27,7 @@ def attach_sharded(
     replicas: dist.ProcessGroup | DeviceMesh | None,
     settings: Settings,
 ) -> GradientSync:
-    """Do what `thinwire.attach` does, with an FSDP2 model.
-
-    Args:
-        model: One on which `fully_shard` or `replicate` was called; they have all trained parameters.
-        algorithm: As of `attach`.
-        replicas: As of `attach`.
-        settings: Of its steps.
-
-    Raises:
-        AttachError: The model, or the group, can't be attached.
-        AgreementError: The processes differ.
-        ConfigError: A setting is wrong.
-        GradientError: A parameter's gradient can't be averaged by the algorithm.
-        CommunicationError: A collective failed.
-    """
+    """Do what `thinwire.attach` does, with an FSDP2 model."""
     sharded = ShardedModel(model)
     group = replicas_of(sharded, replicas)
     pieces = pieces_of(model, sharded)

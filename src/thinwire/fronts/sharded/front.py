@@ -26,24 +26,12 @@ from thinwire.tensors.accelerators import sent_to
 
 
 def specs_of(pieces: Iterable[Piece]) -> list[ParameterSpec]:
-    """Return what an engine is to know of the trained ones, in the order of the model: this process's shards.
-
-    Args:
-        pieces: What this process has.
-    """
+    """Return the specs of this process's trained shards, in the order of the model."""
     return [piece.spec for piece in pieces if piece.parameter.requires_grad]
 
 
 def refuse_attached(pieces: Iterable[Piece], what_to_do: str) -> None:
-    """Refuse a model whose gradients a front averages already.
-
-    Args:
-        pieces: What this process has of its parameters.
-        what_to_do: Instead, for the error.
-
-    Raises:
-        AttachError: There is a front.
-    """
+    """Refuse a model whose gradients a front averages already."""
     # It leaves no trace on the module; its hooks are bound methods of it.
     for piece in pieces:
         hooks = getattr(piece.parameter, "_post_accumulate_grad_hooks", None) or {}
@@ -77,12 +65,6 @@ class ShardedFront:
     a pass queues the end of the step behind FSDP2's own end of the pass, so gradients are means when
     `backward()` returns, before they are clipped. In the first pass it is seen in which order buckets become
     ready; later ones are started in that order, each as soon as it is complete, while the pass goes on.
-
-    Args:
-        engine: What averages, over the replicas.
-        shards: Joins the shards of a replica.
-        sharded: FSDP2's side of the model.
-        pieces: What this process has of the parameters.
     """
 
     def __init__(
@@ -105,11 +87,7 @@ class ShardedFront:
         self.forget_pass()
 
     def register(self, model: torch.nn.Module) -> None:
-        """Hook into a model's passes.
-
-        Args:
-            model: The root module.
-        """
+        """Hook into a model's passes."""
         self._handles = [
             piece.parameter.register_post_accumulate_grad_hook(self.arrived)  # type: ignore[no-untyped-call]
             for piece in self._pieces
@@ -125,15 +103,7 @@ class ShardedFront:
         self._sharded.go_on_averaging()
 
     def check_before_forward(self, model: torch.nn.Module) -> None:
-        """Refuse what would go unnoticed: gradients that nobody averages.
-
-        Args:
-            model: The root module.
-
-        Raises:
-            StepError: The last pass has left gradients that are not averaged, or parameters have come in
-                that are not known, or gradients would come outside of the backward pass.
-        """
+        """Refuse what would go unnoticed: gradients that nobody averages."""
         # In a backward pass: an activation checkpoint computes the whole model anew.
         if torch._C._current_graph_task_id() != -1:
             # A reentrant one makes a pass inside of the pass, and of the outer one's end no gradient tells.
@@ -193,10 +163,6 @@ class ShardedFront:
         """Take note of a gradient, and start the buckets that are complete: the hook of each parameter.
 
         A module that is called several times has its gradients in parts: all but the last only add up.
-
-        Raises:
-            StepError: It was sent already.
-            CommunicationError: A message could not be sent; memory is as it was.
         """
         # Gradients of this pass stay where they are, and are averaged with those of the step's last one.
         if self._sharded.waits_for_more:
@@ -268,11 +234,6 @@ class ShardedFront:
         """Replace the gradients by their means over the replicas. Collective, over all shards and replicas.
 
         A parameter that no replica has a gradient of keeps none.
-
-        Raises:
-            NonfiniteError: A mean is not finite, and `on_nonfinite` is "raise"; memory is as it was.
-            AgreementError: The processes differ.
-            CommunicationError: A collective failed; memory is as it was.
         """
         engine = self.engine
         try:

@@ -23,12 +23,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
-    """Return what this process holds of something as a part of it, sharded as a parameter is.
-
-    Args:
-        parameter: Where it is no DTensor, the result is none either.
-        local: Of the shape of the parameter's part that is here; its memory is shared.
-    """
+    """Return what this process holds of something as a part of it, sharded as a parameter is."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -65,12 +60,7 @@ class Piece(NamedTuple):
         return ParameterSpec.of(self.name, local_of(self.parameter))
 
     def cut(self, shard: int, num_shards: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty.
-
-        Args:
-            shard: From 0 on.
-            num_shards: Of the parameter.
-        """
+        """Return what gives a shard of a tensor of the whole shape, as a view; it may be empty."""
         if self.dim is None:
             return lambda tensor: tensor
         # As DTensor cuts: into parts of so many rows, rounded up; the last ones are smaller, or empty.
@@ -81,14 +71,7 @@ class Piece(NamedTuple):
 
 
 class ShardedModel:
-    """FSDP2's side of a model: torch has no public names for what is asked of it here.
-
-    Args:
-        model: A model of which `fully_shard` or `replicate` holds parts.
-
-    Raises:
-        AttachError: A torch whose FSDP2 is built otherwise.
-    """
+    """FSDP2's side of a model: torch has no public names for what is asked of it here."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._states = _states_of(model)
@@ -105,11 +88,7 @@ class ShardedModel:
             ) from error
 
     def is_all_of(self, model: torch.nn.Module) -> bool:
-        """Return whether no part of a model has been sharded since.
-
-        Args:
-            model: As given.
-        """
+        """Return whether no part of a model has been sharded since."""
         return len(_states_of(model)) == len(self._states)
 
     @property
@@ -121,11 +100,7 @@ class ShardedModel:
         )
 
     def has_calls_to_come(self, bucket: int) -> bool:
-        """Return whether a module's forward calls have not all come back in this pass; perhaps some never do.
-
-        Args:
-            bucket: The number of its parameters.
-        """
+        """Return whether a module's forward calls have not all come back in this pass; some may never."""
         return bool(self.groups[bucket]._post_forward_indices)
 
     @property
@@ -152,11 +127,7 @@ class ShardedModel:
         return all(group.mesh_info.shard_mesh_dim is None for group in self.groups)
 
     def mesh(self) -> DeviceMesh:
-        """Return the mesh over which every parameter is sharded, or replicated.
-
-        Raises:
-            AttachError: PyTorch itself averages over replicas, or parts of the model have other meshes.
-        """
+        """Return the mesh over which every parameter is sharded, or replicated."""
         meshes: list[DeviceMesh] = []
         for group in self.groups:
             info = group.mesh_info
@@ -219,27 +190,14 @@ def _groups_of(state: Any) -> list[Any]:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let a model's parameters be its shards: after a forward pass without a backward one some may be whole.
-
-    Args:
-        model: The module.
-    """
+    """Let parameters be shards: after a forward pass without a backward one some may be whole."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
-    """Reshard a model, and return what this process has of each parameter: frozen ones too, tied ones once.
-
-    Args:
-        model: The module.
-        sharded: FSDP2's side of it.
-
-    Raises:
-        AttachError: A parameter is trained but not FSDP2's, or is cut over more than one dimension; or it, or
-            a buffer, has no values yet.
-    """
+    """Reshard a model; return what this process has of each parameter: frozen ones too, tied ones once."""
     reshard(model)
     # What FSDP2 reduces together becomes ready together.
     bucket_of = {
@@ -282,15 +240,7 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
 
 
 def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """Return the group of processes that hold the same shard of different replicas.
-
-    Args:
-        sharded: FSDP2's side of the model.
-        replicas: As the user gave them.
-
-    Raises:
-        AttachError: They are none, or of the wrong dimensions, or not those of `replicate`.
-    """
+    """Return the group of processes that hold the same shard of different replicas."""
     own = sharded.mesh()
     process_group = _group_of(replicas, own) if isinstance(replicas, DeviceMesh) else replicas
     if sharded.is_replicated:

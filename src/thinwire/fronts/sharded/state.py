@@ -25,15 +25,7 @@ from thinwire.sync.state import LoadedState
 
 
 class ShardedSync(GradientSync):
-    """The handle of a sharded model: its state is that of the whole model.
-
-    Args:
-        engine: What averages this process's shards.
-        shards: Joins the shards of a replica.
-        pieces: What this process has of each trained parameter, by name.
-        forget_pass: Called where steps are abandoned.
-        detach: Takes the front off the model; None where none is on it.
-    """
+    """The handle of a sharded model: its state is that of the whole model."""
 
     def __init__(
         self,
@@ -111,11 +103,7 @@ class ShardedSync(GradientSync):
         }
 
     def load_in_shards(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_in_shards` has returned, resharded to this run's shards.
-
-        Raises:
-            StateError: It is not such a state, damaged, or of another model.
-        """
+        """Go on from what `state_in_shards` has returned, resharded to this run's shards."""
         loaded = self._engine.check_state_dict(state["rest"], specs=self._whole_specs())
         loaded = _cut(loaded, self._pieces, self._shards)
         slots = {slot.name: slot for slot in loaded.slots}
@@ -147,13 +135,7 @@ def _key(slot: str, name: str) -> str:
 
 
 def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Transport) -> dict[str, Any]:
-    """Return the state of the whole model. Collective over the shards.
-
-    Args:
-        own: Of this shard.
-        pieces: What this process has of each parameter.
-        shards: Joins the shards.
-    """
+    """Return the state of the whole model. Collective over the shards."""
     if shards.size == 1:
         return dict(own)
     is_elementwise = {name: kind[1] for name, kind in own["slots"]}
@@ -201,16 +183,7 @@ def _tensors_of_all(
 
 
 def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) -> LoadedState:
-    """Return what a state has for this shard.
-
-    Args:
-        loaded: Of the whole model, checked.
-        pieces: What this process has of each parameter.
-        shards: Joins the shards.
-
-    Raises:
-        StateError: What is of this shard can't be its.
-    """
+    """Return what a state has for this shard."""
     if shards.size == 1:
         return loaded
     cut = {name: piece.cut(shards.rank, shards.size) for name, piece in pieces.items()}

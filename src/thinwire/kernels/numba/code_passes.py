@@ -75,18 +75,7 @@ SMALLEST = 0x0080  # one over what is smaller is not finite
 def encode(
     flat: int, numels: Counts, block: int, bits: int, last: float, message: int, row_bytes: int, share: int
 ) -> None:
-    """Write codes and scales of all blocks.
-
-    Args:
-        flat: Address of the tensors, one after the other.
-        numels: Their elements.
-        block: Elements of a block.
-        bits: Of a code.
-        last: The last level.
-        message: Address of the first row; written.
-        row_bytes: From one row to the next.
-        share: Blocks of a row.
-    """
+    """Write codes and scales of all blocks."""
     size = block * bits // 8
     scales, codes, left = message, message + SCALE_BYTES * share, share
     most = max(1, TOGETHER // block)
@@ -121,24 +110,7 @@ def average(
     message: int,
     share: int,
 ) -> None:
-    """Write codes and scales of the mean of what members have sent of some blocks.
-
-    Args:
-        received: Address of the first member's row.
-        row_bytes: From one member's to the next one's.
-        members: How many there are.
-        numels: Elements of the bucket's tensors.
-        first: Of the blocks.
-        stop: Behind the last one.
-        block: Elements of a block.
-        bits: Of a code.
-        last: The last level.
-        room: Address of as many blocks of numbers, which take what coding the mean has lost. If nobody wants
-            that, of `TOGETHER` numbers or one block.
-        keeps_lost: Whether somebody does.
-        message: Address of a row; written.
-        share: Blocks of a row.
-    """
+    """Write codes and scales of the mean of what members have sent of some blocks."""
     size = block * bits // 8
     part = np.float32(1) / np.float32(members)
     everywhere = first_lanes(LANES)
@@ -184,17 +156,7 @@ def average(
 def decode(
     message: int, row_bytes: int, share: int, numels: Counts, block: int, bits: int, flat: int
 ) -> None:
-    """Write the numbers that all blocks stand for.
-
-    Args:
-        message: Address of the first row.
-        row_bytes: From one row to the next.
-        share: Blocks of a row.
-        numels: Elements of the tensors.
-        block: Elements of a block.
-        bits: Of a code.
-        flat: Address of the tensors, one after the other; written.
-    """
+    """Write the numbers that all blocks stand for."""
     size = block * bits // 8
     scales, codes, left = message, message + SCALE_BYTES * share, share
     for numel in numels:
@@ -219,18 +181,7 @@ def decode(
 def subtract(
     flat: int, message: int, row_bytes: int, share: int, numels: Counts, block: int, bits: int, rest: int
 ) -> None:
-    """Write what all blocks have not sent of some numbers.
-
-    Args:
-        flat: Address of the numbers.
-        message: Address of the first row.
-        row_bytes: From one row to the next.
-        share: Blocks of a row.
-        numels: Elements of the tensors.
-        block: Elements of a block.
-        bits: Of a code.
-        rest: Address; written.
-    """
+    """Write what all blocks have not sent of some numbers."""
     size = block * bits // 8
     scales, codes, left = message, message + SCALE_BYTES * share, share
     for numel in numels:

@@ -53,69 +53,37 @@ def _at(builder: Any, address: Any, kind: Any) -> Any:
 
 @operation(types.int64(types.float32))
 def bits_of(builder: Any, number: Any) -> Any:
-    """Emit the bits of a number.
-
-    Args:
-        builder: Of the code.
-        number: fp32.
-    """
+    """Emit the bits of a number."""
     return builder.zext(builder.bitcast(number, INT32), INT64)
 
 
 @operation(types.float32(types.int64))
 def float_of(builder: Any, bits: Any) -> Any:
-    """Emit the number of some bits.
-
-    Args:
-        builder: Of the code.
-        bits: Of an fp32 number.
-    """
+    """Emit the number of some bits."""
     return builder.bitcast(builder.trunc(bits, INT32), FLOAT)
 
 
 @operation(types.int64(types.int64))
 def load_half(builder: Any, address: Any) -> Any:
-    """Emit the load of the sixteen bits at an address.
-
-    Args:
-        builder: Of the code.
-        address: Even.
-    """
+    """Emit the load of the sixteen bits at an address."""
     return builder.zext(builder.load(_at(builder, address, INT16), align=2), INT64)
 
 
 @operation(types.void(types.int64, types.int64))
 def store_half(builder: Any, address: Any, bits: Any) -> None:
-    """Emit the store of sixteen bits.
-
-    Args:
-        builder: Of the code.
-        address: Even.
-        bits: The number of which they are the lowest.
-    """
+    """Emit the store of sixteen bits."""
     builder.store(builder.trunc(bits, INT16), _at(builder, address, INT16), align=2)
 
 
 @operation(vector(vector))
 def magnitudes(builder: Any, numbers: Any) -> Any:
-    """Emit the magnitudes of sixteen numbers.
-
-    Args:
-        builder: Of the code.
-        numbers: The vector.
-    """
+    """Emit the magnitudes of sixteen numbers."""
     return builder.bitcast(_without_sign(builder, numbers), NUMBERS)
 
 
 @operation(vector(vector, vector))
 def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
-    """Emit the larger of magnitudes, lane by lane; NaN is larger than all.
-
-    Args:
-        builder: Of the code.
-        so_far: Magnitudes.
-        numbers: Of any sign.
-    """
+    """Emit the larger of magnitudes, lane by lane; NaN is larger than all."""
     # As whole numbers: without its sign a larger number has larger bits, and NaN the largest of all, where a
     # comparison of numbers would pass over it.
     bits = builder.bitcast(so_far, WORDS)
@@ -125,12 +93,7 @@ def larger(builder: Any, so_far: Any, numbers: Any) -> Any:
 
 @operation(types.float32(vector))
 def largest(builder: Any, numbers: Any) -> Any:
-    """Emit the largest of sixteen magnitudes; NaN is larger than all.
-
-    Args:
-        builder: Of the code.
-        numbers: Magnitudes.
-    """
+    """Emit the largest of sixteen magnitudes; NaN is larger than all."""
     bits = builder.bitcast(numbers, WORDS)
     return builder.bitcast(_call(builder, "llvm.vector.reduce.smax.v16i32", INT32, bits), FLOAT)
 
@@ -148,13 +111,7 @@ def _quarters(builder: Any, address: Any) -> list[Any]:
 
 @operation(vector(vector, types.int64))
 def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
-    """Emit the larger of magnitudes, lane by lane, of those so far and of sixty-four numbers.
-
-    Args:
-        builder: Of the code.
-        so_far: Magnitudes.
-        address: Of the numbers.
-    """
+    """Emit the larger of magnitudes, lane by lane, of those so far and of sixty-four numbers."""
     bits = builder.bitcast(so_far, WORDS)
     for quarter in _quarters(builder, address):
         bits = _call(builder, "llvm.smax.v16i32", WORDS, bits, _without_sign(builder, quarter))
@@ -163,14 +120,7 @@ def larger_wide(builder: Any, so_far: Any, address: Any) -> Any:
 
 @operation(vector(vector, types.int64, types.float32))
 def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
-    """Emit sums, and to each the squares of four numbers times a factor.
-
-    Args:
-        builder: Of the code.
-        sums: The vector.
-        address: Of sixty-four numbers.
-        factor: fp32.
-    """
+    """Emit sums, and to each the squares of four numbers times a factor."""
     for quarter in _quarters(builder, address):
         part = builder.fmul(quarter, _repeated(builder, factor, LANES))
         sums = builder.fadd(sums, builder.fmul(part, part, flags=("contract",)), flags=("contract",))
@@ -179,14 +129,7 @@ def add_squares(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
 
 @operation(vector(vector, types.int64, types.float32))
 def add_magnitudes(builder: Any, sums: Any, address: Any, factor: Any) -> Any:
-    """Emit sums, and to each the magnitudes of four numbers times a factor.
-
-    Args:
-        builder: Of the code.
-        sums: The vector.
-        address: Of sixty-four numbers.
-        factor: fp32.
-    """
+    """Emit sums, and to each the magnitudes of four numbers times a factor."""
     for quarter in _quarters(builder, address):
         part = builder.fmul(quarter, _repeated(builder, factor, LANES))
         sums = builder.fadd(sums, builder.bitcast(_without_sign(builder, part), NUMBERS))

@@ -40,17 +40,7 @@ def select(
     positions: Integers,
     values: Matrix,
 ) -> None:
-    """Write the entries of largest magnitude of some chunks. Of equal ones the first are taken.
-
-    Args:
-        flat: Address of the bucket.
-        firsts: Where each run of chunks begins in it, in elements.
-        counts: Chunks of each run.
-        length: Elements of a chunk.
-        kept: Entries of each that are written.
-        positions: Of the entries in their chunk, ascending, (chunks, kept); written.
-        values: Of the entries; written.
-    """
+    """Write the entries of largest magnitude of some chunks. Of equal ones the first are taken."""
     # As many entries as there are groups with a peak above some bound are above it. So the n-th highest peak
     # is a bound that few entries but the n largest exceed, and most groups are never looked at again.
     groups = -(-2 * kept // LANES) * LANES
@@ -91,16 +81,7 @@ def select(
 def merge(
     result: Matrix, places: Integers, values: Matrix, sent: Matrix, kept: Integers, by_senders: bool
 ) -> None:
-    """Add what members have sent to zeros.
-
-    Args:
-        result: The bucket, zeros; written.
-        places: Of each member's entries in the bucket, no place twice, (members, entries).
-        values: Of the entries; overwritten.
-        sent: As they were sent: who has sent zero has sent nothing.
-        kept: Entries of each chunk.
-        by_senders: Whether each sum is divided by the members that have sent something.
-    """
+    """Add what members have sent to zeros."""
     first = 0
     # Chunk by chunk, of all members: what is written again lies in a core's first cache.
     for count in kept:

@@ -24,17 +24,7 @@ def launch(
     reads: Sequence[torch.Tensor] = (),
     writes: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Launch a kernel on the current stream of a device.
-
-    Args:
-        kernel: "module.function", in this package.
-        programs: How many; with none nothing is launched.
-        arguments: Of the function, in order.
-        constants: Its compile-time arguments, and options of Triton's.
-        device: Where the tensors lie.
-        reads: What it reads, for who counts bytes.
-        writes: What it writes, likewise.
-    """
+    """Launch a kernel on the current stream of a device."""
     # Of parameters without elements; CUDA refuses a grid of none.
     if programs == 0:
         return

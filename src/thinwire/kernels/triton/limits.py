@@ -27,11 +27,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 
 def reaches(device: torch.device) -> bool:
-    """Return whether the kernels are compiled for a device; say so if not.
-
-    Args:
-        device: Where the tensors lie.
-    """
+    """Return whether the kernels are compiled for a device; say so if not."""
     why_not = _why_not(device)
     if why_not:
         tell(why_not)
@@ -90,9 +86,5 @@ def _why_unusable() -> str:
 
 
 def tell(why: str) -> None:
-    """Say why PyTorch's kernels serve: once in a warning, and in `stats()` of each engine that they serve.
-
-    Args:
-        why: The beginning of the sentence.
-    """
+    """Say why PyTorch's kernels serve: once in a warning, and in `stats()` of each engine that they serve."""
     note_shortfall(f"{why}: PyTorch's kernels serve, in several times as many launches")

@@ -19,23 +19,13 @@ def padded(size: int) -> int:
 
 
 def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> torch.Tensor:
-    """Return rows of numbers on a device, int64, shape (rows, numbers).
-
-    Args:
-        rows: At least one, all of one length.
-        device: Where.
-    """
+    """Return rows of numbers on a device, int64, shape (rows, numbers)."""
     # 64 bits: addresses, and sizes of which two are multiplied.
     return on_device(("table", *rows), lambda: torch.tensor(rows, dtype=torch.int64), device)
 
 
 def tiles_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return for each program its row of a table and its tile of that, int32, shape (programs, 2).
-
-    Args:
-        counts: Tiles of each row of the table.
-        device: Where.
-    """
+    """Return for each program its row of a table and its tile of that, int32, shape (programs, 2)."""
 
     def made() -> torch.Tensor:
         sizes = torch.tensor(counts)

@@ -22,10 +22,6 @@ def orthonormal_rows(
     """As `Kernels.orthonormal_rows`: by PyTorch's arithmetic, in three launches.
 
     Gram matrices are added up chunk by chunk, in order, so that many programs share a long factor.
-
-    Args:
-        batches: fp32, on one device.
-        drawn: Of each batch what replaces rows of zeros; None to leave them.
     """
     if not batches:
         return []
@@ -74,12 +70,7 @@ def orthonormal_rows(
 
 
 def basis_constants(kernel: str, rows: int) -> dict[str, object]:
-    """Return the compile-time arguments of a kernel that makes bases, and options.
-
-    Args:
-        kernel: "gram", "gram_again" or "orthonormal".
-        rows: Of a factor, a power of two.
-    """
+    """Return the compile-time arguments of a kernel that makes bases, and options."""
     constants: dict[str, object] = {"R": rows, "COLUMNS": COLUMNS, "CHUNK": CHUNK, **FUSED}
     # With these nothing is put aside on sm_80, sm_90 and sm_100: by trial, for it is the compiler's to say.
     constants["num_warps"] = 4 if (kernel, rows) == ("gram_again", 16) else 8

@@ -248,11 +248,7 @@ class _Given:
         self.written = _matrices(groups) if self.is_kept else []
 
     def rows(self, scale: torch.Tensor | None) -> list[tuple[int, ...]]:
-        """Return what `compiled_matrices._matrix` reads of each matrix.
-
-        Args:
-            scale: Of the loss; None for 1.
-        """
+        """Return what `compiled_matrices._matrix` reads of each matrix."""
         return [
             (
                 matrix.data_ptr(),
