@@ -123,7 +123,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _check(state: object) -> None:
     """Refuse what is no state, or damaged."""
     if isinstance(state, Mapping) and state.keys() >= {"sync", "last_average", "checksum"}:
-        # Of a LocalSGD: shapes are its model's to say, when it is loaded.
+        # A LocalSGD's shapes are checked against its model when it is loaded.
         check_readable(state)
         check_undamaged(state)
         state = state["sync"]

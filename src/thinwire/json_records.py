@@ -96,7 +96,7 @@ def _reader(hint: Any) -> Reader:
 
 
 def _number(kind: type, minimum: float, maximum: float, name: str, value: Any) -> Any:
-    # By type: to `isinstance` True is a whole number.
+    # Compare types: to `isinstance` True is a whole number.
     if type(value) not in (int, kind) or not minimum <= value <= maximum:
         whole, digits = ("whole ", "d") if kind is int else ("", "g")
         raise _expected(name, f"a {whole}number from {minimum:{digits}} to {maximum:{digits}}", value)

@@ -77,7 +77,7 @@ class EndSignals:
     def __enter__(self) -> EndSignals:
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
-            # What is ignored stays so: nohup asks for that.
+            # An ignored signal stays ignored: nohup asks for that.
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._remember)
         return self

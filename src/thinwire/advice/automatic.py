@@ -99,7 +99,7 @@ def auto(
     )
     if log is not None and not callable(log):
         raise ConfigError(f"log must be a function that takes a text, such as print, or None, got {log!r}")
-    # What is no model, `attach` refuses.
+    # `attach` refuses what is no model.
     if isinstance(trainer, torch.optim.Optimizer) and isinstance(model, torch.nn.Module):
         check_trains(trainer, (each for each in model.parameters() if each.requires_grad))
     sync = attach(model, AllReduce(), **settings)

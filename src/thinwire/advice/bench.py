@@ -53,7 +53,7 @@ class Bench:
             turns.reverse()
             done += 1
             if done == MIN_ROUNDS:
-                # Of all processes: a module that communicates by itself must run equally often everywhere.
+                # The mean over all processes: a module that communicates must run equally often everywhere.
                 own_seconds = (time.perf_counter() - start) / done
                 (round_seconds,) = mean_over_processes([own_seconds], transport)
                 # The budget bends where steps are long: fewer would tell nothing.
@@ -137,7 +137,7 @@ class Bench:
 
 def slowest_of(seconds: Sequence[float], world_size: int) -> tuple[float, float, float]:
     """Return median and quartiles of the slowest of as many steps as there are processes."""
-    # Of k independent steps, all are below a time with the k-th power of the chance that one is.
+    # All of k independent steps are below a time with the k-th power of the chance that one is.
     ordered = sorted(seconds)
 
     def below(share: float) -> float:

@@ -72,7 +72,7 @@ def _notes_on_probe(probe: Probe, num_processes: int, device: torch.device) -> I
             f"The probe is of other machines ({', '.join(places[:4])}{', …' if len(places) > 4 else ''}): "
             f"their links, and the arithmetic of this one, {gethostname()}."
         )
-    # What is said of the network that this very job has just probed needs no warning.
+    # Nothing is old about a network that this very job has just probed.
     if len(places) == 1 and num_processes != probe.world_size:
         yield (
             f"All processes of the probe ran on one machine, {places[0]}; for a training on several, probe "

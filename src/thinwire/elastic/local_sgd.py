@@ -271,7 +271,7 @@ class _Front(MemberFront):
 
     def _commit(self, flight: Flight, num_members: int) -> None:
         local = self._local
-        # What can raise comes first: where a mean is not finite, nothing has moved.
+        # Whatever can raise comes first: if a mean is not finite, nothing has moved.
         flight.land()
         if local._outer is not None and isinstance(local._make_outer, Nesterov):
             for group in local._outer.param_groups:

@@ -69,7 +69,7 @@ class Member:
         module = _plain_module(model)
         self._averaged, self._front = AveragedModel(module, buffers=average_buffers), front
         averaged = self._averaged.tensors()
-        # Of several whose state each keeps, the one that steps last is enough to count steps.
+        # If there are several optimizers, the one that steps last is enough to count steps.
         self._optimizers = _checked_optimizers(optimizer, averaged, module, must_hold_all=send_optimizer)
         self._sent_optimizers = self._optimizers if send_optimizer else ()
         parts = [Buckets(part).layout for part in fragments_of(averaged, fragments)]

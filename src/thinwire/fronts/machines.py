@@ -49,7 +49,7 @@ def warn_of_shared_cards(engine: Engine, transport: ProcessGroupTransport) -> No
         sent += card_bytes(whole, "sum", machines, per_machine)
         return 100 * sent / card_bytes(in_16_bits, "sum", machines, per_machine)
 
-    # What is gathered is counted with as many members as there are.
+    # A gather is counted with as many members as there are.
     alone = compressed / per_machine if travels_by == "gather" else compressed
     warnings.warn(
         f"{engine.algorithm} sends from every process to every other, and here {machines} machines have "

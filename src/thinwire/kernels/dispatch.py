@@ -228,7 +228,7 @@ def subtract_own(groups: Sequence[MatrixGroup], factors: Sequence[Factors]) -> N
 
 def write(items: Sequence[Write], is_healthy: torch.Tensor | None) -> list[torch.Tensor]:
     """As `Kernels.write`, each tensor by its backend."""
-    # By device and type alone: writing is the same at every matrix rank.
+    # Device and type decide: writing is the same at every matrix rank.
     kinds = [(item.target, 1) for item in items]
     return _shared_out(kinds, [items], lambda kernels, its: kernels.write(its, is_healthy))
 

@@ -101,7 +101,7 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     if not segments:
         why = (run.damage or "it is empty").removesuffix(READ_UP_TO_THERE)
         raise ConfigError(f"{shown} is no file of a thinwire.Watch: {why}; give one that a Watch has written")
-    # Of every start: training may have been resumed with a different version.
+    # Every start is listed: training may have been resumed with a different version.
     for segment in segments:
         if segment[0]["format"] != FORMAT:
             raise ConfigError(

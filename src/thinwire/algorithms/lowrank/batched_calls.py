@@ -14,7 +14,7 @@ def all_divided(items: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torc
     """Return tensors over their loss scales: a step has one scale for all tensors on a device."""
     by_scale: dict[int, list[int]] = {}
     for index, (_, scale) in enumerate(items):
-        # By identity: to compare the numbers, the host would wait for the device.
+        # Compare by identity: to compare the numbers, the host would wait for the device.
         by_scale.setdefault(id(scale), []).append(index)
     results: dict[int, torch.Tensor] = {}
     for some in by_scale.values():

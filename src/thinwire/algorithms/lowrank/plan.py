@@ -141,7 +141,7 @@ class LowRankPlan(BucketPlan):
             factor = memory[FACTOR].get(route.label)
             if factor is None or route.matrix_rank is None or len(factor) == route.matrix_rank:
                 continue
-            # What is added is zeros: dead rows, which the next step draws again.
+            # Rows are added as zeros: dead rows, which the next step draws again.
             memory[FACTOR][route.label] = fitted(factor, factor.new_empty(route.matrix_rank, factor.shape[1]))
             refitted.append((route.label, len(factor), route.matrix_rank))
         if not refitted:

@@ -280,7 +280,7 @@ def _copy(factor: Matrix, to: Matrix) -> None:
 @inlined
 def _load_rows(address: int, stride: int, count: int, lanes: int) -> Four:
     """Return the first `lanes` of sixteen columns of four rows, or of one; zeros for the rest."""
-    # Of a single row the others are masked out: their addresses are not its, and are never touched.
+    # For a single row the others are masked out: their addresses are not its, and are never touched.
     mask, others = first_lanes(lanes), first_lanes(lanes if count > 1 else 0)
     return (
         load(address, mask),
