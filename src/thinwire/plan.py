@@ -26,6 +26,7 @@ class ParameterSpec(NamedTuple):
         dtype: The type of its gradient, a floating one.
         is_statistic: Whether it is no parameter but counted, as BatchNorm's variances are. A bucket of such
             travels whole, whatever the algorithm: an approximation could make a variance negative.
+        start: Of a part of a parameter, its first element, in the parameter's order of memory.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ParameterSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     is_statistic: bool = False
+    start: int = 0
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> ParameterSpec:
@@ -130,9 +132,11 @@ class Plan:
 
     Attributes:
         routes: One for each parameter (or bucket, where the algorithm compresses a bucket as one).
+        processes: Of a machine whose processes share its messages; 1 if each process sends its own.
     """
 
     routes: tuple[Route, ...]
+    processes: int = 1
 
     @property
     def gradient_bytes(self) -> int:
@@ -141,7 +145,7 @@ class Plan:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes a process sends per step, all rounds together, once past any warm-up."""
+        """Bytes a process sends per step, or all of a machine, in all rounds, once past any warm-up."""
         return sum(route.message_bytes for route in self.routes)
 
     @property
@@ -154,7 +158,8 @@ class Plan:
         for route in self.routes:
             rows.append((route.label, route.detail, f"{route.gradient_bytes:,}", f"{route.message_bytes:,}"))
         rows.append(("total", "", f"{self.gradient_bytes:,}", f"{self.message_bytes:,}"))
-        return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f} (of each process)"
+        of = f"machine of {self.processes} processes" if self.processes > 1 else "process"
+        return _table(rows) + f"\ncompression ratio {self.compression_ratio:.1f} (of each {of})"
 
 
 def compression_ratio(gradient_bytes: float, message_bytes: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from thinwire.algorithms import Algorithm
-from thinwire.channel import InProcessTransport, run_members
+from thinwire.channel import InProcessTransport, Machines, run_members
 from thinwire.checks import whole_number
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
@@ -28,6 +28,8 @@ class Simulation:
         algorithm: How gradients become their mean.
         buckets: The parameters of each bucket.
         num_workers: Members of the group.
+        workers_per_machine: Those that share a machine, where one process averages each part of the gradients
+            for all; see `thinwire.attach`.
         loss_scale: Returns what the loss is multiplied by; None if it is not.
         host_check: As of `thinwire.attach`.
         on_nonfinite: As of `thinwire.attach`.
@@ -52,6 +54,7 @@ class Simulation:
         buckets: Sequence[tuple[ParameterSpec, ...]],
         *,
         num_workers: int,
+        workers_per_machine: int = 1,
         loss_scale: LossScale | None = None,
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
@@ -63,7 +66,13 @@ class Simulation:
         specs = [spec for bucket in self.buckets for spec in bucket]
         settings = Settings(loss_scale, host_check=host_check, on_nonfinite=on_nonfinite)
         transports = InProcessTransport.group(num_workers)
-        self.engines = [Engine(algorithm, transport, specs, settings) for transport in transports]
+        machines: list[Machines] | list[None] = [None] * num_workers
+        if workers_per_machine > 1:
+            machines = Machines.in_process(num_workers // workers_per_machine, workers_per_machine)
+        self.engines = [
+            Engine(algorithm, transport, specs, settings, machines=groups)
+            for transport, groups in zip(transports, machines, strict=True)
+        ]
         self.syncs = [GradientSync(engine) for engine in self.engines]
 
     def step(self, gradients: Sequence[Sequence[torch.Tensor]]) -> bool:

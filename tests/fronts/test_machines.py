@@ -1,85 +1,221 @@
-"""Several processes on a machine: what `attach` says of it, and the table of docs/choosing.md."""
+"""Machines of several processes under DDP: how they are found, what is refused, and what leaves a machine."""
 
 from __future__ import annotations
 
 import os
-import re
-import warnings
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import Pool
-from thinwire import Cast, PowerSGD, Quantize, TopK
-from thinwire.algorithms import Algorithm
-from thinwire.fronts.machines import card_bytes
-from thinwire.plan import ParameterSpec
+from thinwire import AllReduce, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.channel import ProcessGroupTransport, Recording
+from thinwire.channel.machines import machines_of
+from thinwire.errors import AgreementError, ConfigError, ThinwireError
+from thinwire.sync.handle import engine_of
 
-CHOOSING = Path(__file__).parents[2] / "docs" / "choosing.md"
-ROWS: list[Algorithm] = [
-    Cast("bf16"), Quantize(bits=8), Quantize(bits=4), Quantize(bits=2), TopK(density=1 / 64),
-]  # fmt: skip
-
-
-def test_the_page_has_what_leaves_a_machine() -> None:
-    table = CHOOSING.read_text().partition("with 1 process each |")[2].partition("\n\n")[0].splitlines()[2:]
-    spec = ParameterSpec.of("weight", torch.empty(4096, 1024))
-    for algorithm, line in zip(ROWS, table, strict=True):
-        assert f"`{type(algorithm).__name__}(" in line
-        expected = []
-        for machines in (2, 4):
-            for per_machine in (1, 2, 4, 8):
-                plan = algorithm.prepare([spec], num_members=machines * per_machine)
-                message = sum(route.message_bytes for route in plan.routes) / spec.numel
-                sent = card_bytes(message, algorithm.travels_by, machines, per_machine)
-                expected.append(f"{sent:.2f}")
-        assert re.findall(r"\d\.\d\d", line) == expected
+PAIRS = [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("per_machine", [1, 2, 4])
-def test_an_exchange_is_counted_pair_by_pair(per_machine: int) -> None:
-    """Each process sends a slice to each on other machines; then means go round a ring, and leave once."""
-    machines, message = 3, 720.0
-    members = machines * per_machine
-    pairs = [(a, b) for a in range(members) for b in range(members) if a // per_machine != b // per_machine]
-    from_first = sum(a < per_machine for a, _ in pairs) * message / members
-    ring = message / members * (members - 1)
-    assert card_bytes(message, "exchange", machines, per_machine) == pytest.approx(from_first + ring)
-    assert card_bytes(message, "sum", machines, per_machine) == pytest.approx(2 * ring)
+def ddp_model(dtype: torch.dtype = torch.float32, **options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48), nn.Tanh(), nn.Linear(48, 7)]
+    return DistributedDataParallel(nn.Sequential(*layers).to(dtype), bucket_cap_mb=0.03, **options)
 
 
-def test_attach_warns_once_where_processes_share_a_card(pool4: Pool) -> None:
-    told = pool4.run(_told)
-    assert len(told) == 4
-    assert [len(messages) for messages in told] == [2, 0, 0, 0]
-    of_bits, of_entries = told[0]
-    assert "here 2 machines have 2 processes each" in of_bits
-    assert "sends 31 % of what 16 bits would take, and 27 % with one process on each machine" in of_bits
-    assert of_entries.startswith("TopK(density=0.015625")
+def gradients(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """Those of a pass over inputs of this process's own."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    model.zero_grad()
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(8, 64, generator=generator, dtype=dtype)).square().mean().backward()
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
-def _told() -> list[str]:
-    """What attaching says: on two machines of two, then where none is to be said."""
-    one_a_machine = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
-    cases: list[tuple[str, Algorithm, dist.ProcessGroup | None]] = [
-        ("2", Quantize(bits=4), None),
-        ("2", TopK(), None),
-        ("2", PowerSGD(), None),
-        ("2", Quantize(bits=4), one_a_machine),
-        ("4", Quantize(bits=4), None),
-        ("1", Quantize(bits=4), None),
-    ]
-    messages = []
-    for local, algorithm, group in cases:
-        with patch.dict(os.environ, LOCAL_WORLD_SIZE=local), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model = DistributedDataParallel(nn.Linear(256, 256), process_group=group)
-            assert thinwire.attach(model, algorithm).plan.compression_ratio > 3
-        messages += [str(each.message) for each in caught]
-    return messages
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    rows = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, tensor)
+    return rows
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [AllReduce(), Quantize(bits=4), PowerSGD(matrix_rank=2), BatchedPowerSGD(), TopK(chunk=512)],
+    ids=str,
+)
+def test_all_processes_get_what_one_for_each_machine_would(algorithm: Algorithm, pool4: Pool) -> None:
+    for several, alone, same in pool4.run(_several_and_alone, algorithm):
+        assert same
+        assert 0 < alone <= several <= 1.1 * alone
+
+
+def _several_and_alone(algorithm: Algorithm) -> tuple[int, int, bool]:
+    """Bytes of a machine of two, and of one process, and whether both got the same; with rebuilt buckets."""
+    model = ddp_model(torch.float64)
+    sync = thinwire.attach(model, algorithm, machines=PAIRS)
+    assert "over 2 machines of 2 processes" in str(sync)
+    rank = dist.get_rank()
+    inside = [dist.new_group(pair) for pair in PAIRS][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    # One process for each machine: both of a machine have the mean of their gradients.
+    other = ddp_model(torch.float64, process_group=across)
+    plain = thinwire.attach(other, algorithm)
+    is_same = True
+    for step in range(4):
+        mine = gradients(model, step)
+        is_same = is_same and all(torch.equal(mine, each) for each in gathered(mine))
+        with other.no_sync():
+            own = gradients(other, step)
+        dist.all_reduce(own.div_(2), group=inside)
+        theirs = _averaged(other, own)
+        # Sums of more than two differ in their last bits from those of a machine's means.
+        is_same = is_same and torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+    return sync.stats().message_bytes, plain.stats().message_bytes, is_same
+
+
+def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.Tensor:
+    """What a model's hook makes of given gradients."""
+    parameters = list(model.parameters())
+    model.zero_grad()
+    parts = gradient.split_with_sizes([parameter.numel() for parameter in parameters])
+    model(torch.zeros(1, 64, dtype=gradient.dtype))  # prepares the pass
+    products = [(p * part.view_as(p)).sum() for p, part in zip(parameters, parts, strict=True)]
+    torch.autograd.backward(torch.stack(products).sum())
+    return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+
+
+LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+
+
+def test_the_launcher_tells_who_shares_a_machine(pool4: Pool) -> None:
+    assert pool4.run(_found) == [("2 machines of 2 processes", "")] * 4
+
+
+def _found() -> tuple[str, str]:
+    with patch.dict(os.environ, LAUNCHED, GROUP_RANK=str(dist.get_rank() // 2)):
+        sync = thinwire.attach(ddp_model(), Quantize(bits=4))
+    where = str(sync).partition(" over ")[2].partition(", of which")[0]
+    return where, "".join(sync.stats().shortfalls)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": "4"},
+        {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"},
+    ],
+    ids=["no launcher", "one machine", "one process each", "an older launcher"],
+)
+def test_nothing_is_sent_where_there_is_nothing_to_find(variables: dict[str, str], pool4: Pool) -> None:
+    assert pool4.run(_notes, variables) == [0] * 4
+
+
+def _notes(variables: dict[str, str]) -> int:
+    recording = Recording(ProcessGroupTransport())
+    with (
+        patch.dict(os.environ, variables, GROUP_RANK="0"),
+        patch.object(ProcessGroupTransport, "all_gather", recording.all_gather),
+    ):
+        assert machines_of(ProcessGroupTransport()) == (None, "")
+        assert machines_of(ProcessGroupTransport(), False) == (None, "")
+    return len(recording.notes)
+
+
+def test_unequal_machines_are_said_and_each_process_sends_by_itself(pool4: Pool) -> None:
+    for said, shown in pool4.run(_uneven):
+        assert said == (
+            "machines have 3, 1 processes of the group, so each process sends messages of its own; with as "
+            "many on each, what a machine has in common would be sent once",
+        )
+        assert "over 4 processes" in shown
+
+
+def _uneven() -> tuple[Sequence[str], str]:
+    sync = thinwire.attach(ddp_model(), Quantize(bits=4), machines=[[0, 1, 2], [3]])
+    return sync.stats().shortfalls, str(sync)
+
+
+CASES: dict[str, tuple[Callable[[], Any], type[ThinwireError], str]] = {
+    "left out": (lambda: [[0, 1], [2]], ConfigError, r"leaves out \[3\]"),
+    "twice": (lambda: [[0, 1], [1, 2, 3]], ConfigError, "has some twice"),
+    "unknown": (lambda: [[0, 1], [2, 3, 4]], ConfigError, r"has \[4\], which are not in it"),
+    "no ranks": (lambda: 2, ConfigError, "machines must be True, False"),
+    "one dimension": (lambda: init_device_mesh("cpu", (4,)), ConfigError, "a mesh of two dimensions"),
+    "disagree": (
+        lambda: [[0, 1], [2, 3]] if dist.get_rank() else [[0, 2], [1, 3]],
+        AgreementError,
+        r"process 0 has machines \[\[0, 2\], \[1, 3\]\], processes 1, 2, 3 have machines",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_can_not_be_is_refused_in_a_sentence(case: str, pool4: Pool) -> None:
+    pool4.run(_refused, case)
+
+
+def _refused(case: str) -> None:
+    make, kind, words = CASES[case]
+    with pytest.raises(kind, match=words):
+        thinwire.attach(ddp_model(), Quantize(bits=4), machines=make())
+
+
+@pytest.mark.parametrize("case", ["hosts differ", "too many", "some differ", "one is late"])
+def test_variables_that_lie_are_refused_on_all(case: str, pool4: Pool) -> None:
+    pool4.run(_lied_to, case)
+
+
+def _lied_to(case: str) -> None:
+    rank = dist.get_rank()
+    variables = {**LAUNCHED, "GROUP_RANK": str(rank // 2)}
+    words, host = "LOCAL_WORLD_SIZE is", "host"
+    if case == "hosts differ":
+        host, words = f"host {rank}", "their host names differ"
+    if case == "too many":
+        variables["GROUP_RANK"] = "0"
+    if case == "some differ" and rank == 1:
+        variables["LOCAL_WORLD_SIZE"] = "3"
+    model = ddp_model()
+    with patch.dict(os.environ, variables), patch("socket.gethostname", lambda: host):
+        if case == "one is late":
+            # The others attach, while one trains a model that it has attached by itself.
+            engine = engine_of(thinwire.attach(ddp_model(), Quantize(bits=4), machines=False))
+            attach = partial(thinwire.attach, model, Quantize(bits=4))
+            with pytest.raises(AgreementError, match="under way"):
+                engine.agree(torch.device("cpu")) if rank == 3 else attach()
+            return
+        with pytest.raises(AgreementError, match=words):
+            thinwire.attach(model, Quantize(bits=4))
+
+
+def test_a_mesh_tells_it_too_and_unused_parameters_stay_equal(pool4: Pool) -> None:
+    for same, shown in pool4.run(_meshed):
+        assert same
+        assert "2 machines of 2 processes" in shown
+
+
+def _meshed() -> tuple[bool, str]:
+    model = ddp_model(find_unused_parameters=True)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("machine", "place"))
+    sync = thinwire.attach(model, PowerSGD(matrix_rank=2), machines=mesh)
+    same = True
+    for step in range(3):
+        mine = gradients(model, step)
+        same = same and all(torch.equal(mine, each) for each in gathered(mine))
+    state = sync.state_dict()
+    assert {name for name, _ in state["error"]} >= {"0.weight", "2.weight"}
+    return same, str(sync)

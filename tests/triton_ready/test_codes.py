@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from catalog import spec
 from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.kernels.triton.triton_codes import ELEMENTS, TritonCodes
 from thinwire.tensors.blocks import Blocks
@@ -40,7 +41,9 @@ def are_equal(one: Coded, other: Coded) -> bool:
 
 
 def draws_of(blocks: Blocks) -> Draws:
-    return draws_for(blocks, [str(numel) for numel in blocks.numels], 0, 0, 0, torch.device("cpu"))
+    return draws_for(
+        blocks, [spec(str(numel), numel) for numel in blocks.numels], 0, 0, 0, torch.device("cpu")
+    )
 
 
 @every_bits

@@ -25,6 +25,9 @@ Kind = TypeVar("Kind", bound="Algorithm")
 TravelsBy: TypeAlias = Literal["sum", "exchange", "gather"]
 """An all-reduce; an all-to-all, and a gather of the means; or a gather of what each member sends."""
 
+Indivisible: TypeAlias = "int | Literal['parameter', 'bucket']"
+"""What processes of a machine do not divide: so many elements of a parameter, a parameter, or a bucket."""
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -276,6 +279,14 @@ class Algorithm(ABC):
     def mixes_parameters(self) -> bool:
         """Whether it keeps a residual, and what it sends for one parameter changes the means of others."""
         return False
+
+    @property
+    def indivisible(self) -> Indivisible:
+        """What must be averaged as one; the processes of a machine divide the rest of the work.
+
+        A bucket, unless an algorithm says that what becomes of a parameter does not depend on its neighbours.
+        """
+        return "bucket"
 
     @abstractmethod
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:

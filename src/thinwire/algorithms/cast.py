@@ -64,6 +64,11 @@ class Cast(Algorithm):
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
 
+    @property
+    def indivisible(self) -> int:
+        """As `Algorithm.indivisible`: an element."""
+        return 1
+
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed, in 16 bits."""
         return UncompressedPlan.of(specs, wire_dtype_of(self.dtype))

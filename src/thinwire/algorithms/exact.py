@@ -29,6 +29,11 @@ class AllReduce(Algorithm):
 
     slots = (ERROR,)
 
+    @property
+    def indivisible(self) -> int:
+        """As `Algorithm.indivisible`: an element."""
+        return 1
+
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all travels uncompressed."""
         return UncompressedPlan.of(specs, wire_dtype=None)

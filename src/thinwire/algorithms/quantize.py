@@ -111,6 +111,11 @@ class Quantize(Algorithm):
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def indivisible(self) -> int:
+        """As `Algorithm.indivisible`: a block."""
+        return self.block
+
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: all parameters travel in whole blocks.
 
@@ -199,7 +204,7 @@ class QuantizePlan(BucketPlan):
             return None
         device, seed = bucket.flat.device, self.config.seed
         member, mean = (
-            draws_for(self.blocks, self.names, seed, memory.step, who, device)
+            draws_for(self.blocks, self.specs, seed, memory.step, who, device)
             for who in (bucket.rank, OF_THE_MEAN)
         )
         return member, mean

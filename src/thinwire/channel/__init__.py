@@ -14,6 +14,7 @@ from thinwire.channel.collectives import (
     true_for_all,
 )
 from thinwire.channel.in_process import InProcessTransport, run_members
+from thinwire.channel.machines import Layout, Machines, machines_of
 from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, message_bytes_of, wire_bytes
 from thinwire.channel.process_group import ProcessGroupTransport, alone, checked_group, own_subgroup
 from thinwire.channel.recording import Note, Recording
@@ -25,6 +26,8 @@ __all__ = [
     "CollectiveTraffic",
     "Description",
     "InProcessTransport",
+    "Layout",
+    "Machines",
     "Metered",
     "Note",
     "Operation",
@@ -40,6 +43,7 @@ __all__ = [
     "gather_bytes",
     "gather_numbers",
     "gather_stacked",
+    "machines_of",
     "message_bytes_of",
     "own_subgroup",
     "run_members",

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from thinwire.channel import pieces
 from thinwire.channel.pieces import Pieces
-from thinwire.channel.transport import Operation, Transport
+from thinwire.channel.transport import Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
@@ -40,7 +40,7 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> None:
         self.group = checked_group(group)
-        self._gradient_device = device
+        self.gradient_device = device
 
     @property
     def size(self) -> int:
@@ -59,8 +59,8 @@ class ProcessGroupTransport(Transport):
         # The host reads control messages, so keep them off the accelerator, which it would have to wait for.
         if "cpu" in kinds:
             return torch.device("cpu")
-        if self._gradient_device is not None:
-            return self._gradient_device
+        if self.gradient_device is not None:
+            return self.gradient_device
         return self._own_gpu() if kinds[0] == "cuda" else torch.device(kinds[0])
 
     @property
@@ -146,6 +146,17 @@ class ProcessGroupTransport(Transport):
 
         return self._started(
             what, lambda: pieces.swapped(received, sent, self.rank, self._num_pieces(sent), start)
+        )
+
+    def mean_row(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.mean_row`; NCCL adds up what passes by, so nothing is received but the mean."""
+        if self.backend_for(tensor.device) != "nccl" or self.size == 1:
+            return super().mean_row(output, tensor, purpose)
+        return self._started(
+            f"{purpose}: the average of a row of {tensor.numel()} × {tensor.dtype}",
+            lambda: dist.reduce_scatter_tensor(
+                output, tensor.view(-1), dist.ReduceOp.AVG, self.group, async_op=True
+            ),
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:

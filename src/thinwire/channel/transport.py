@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -92,3 +92,26 @@ class Transport(ABC):
         # Before the sum: in half precision that would overflow where the mean does not.
         tensor.div_(self.size)
         return self.all_reduce(tensor, purpose)
+
+    def mean_row(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """Average the members' rows for this member: a reduce-scatter.
+
+        Args:
+            output: Shape (n,), contiguous, floating; written: the mean of all members' row of this rank.
+            tensor: Shape (members, n), contiguous, of the same type; row i goes to member i. Only read.
+            purpose: What for and in which step, for errors.
+        """
+        received = torch.empty_like(tensor)
+        return _MeanRow(self.all_to_all(received, tensor, purpose), received, output)
+
+
+class _MeanRow(NamedTuple):
+    work: Work
+    received: torch.Tensor
+    output: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        # In fp32 at least: a sum in half precision would overflow, and round after each member.
+        wide = torch.promote_types(self.output.dtype, torch.float32)
+        self.output.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))

@@ -13,6 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm
+from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import attach_ddp
 from thinwire.fronts.ddp_model import is_fsdp2
@@ -30,6 +31,7 @@ def attach(
     algorithm: Algorithm,
     *,
     replicas: dist.ProcessGroup | DeviceMesh | None = None,
+    machines: Layout = True,
     grad_scaler: GradScaler | Callable[[], float] | None = None,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
@@ -52,6 +54,13 @@ def attach(
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
             `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, which has its own
             group; `replicate` has one too.
+        machines: Of a DDP model: which processes share a machine. If several do, and all machines have as
+            many, gradients are first averaged exactly inside of each machine. Then each process averages a
+            part of them, by the algorithm, with the processes of its place on the other machines, and all
+            get all parts: so everything leaves a machine once. See docs/machines.md. True finds it out from
+            the launcher's variables (torchrun's `LOCAL_WORLD_SIZE`, `GROUP_WORLD_SIZE`, `GROUP_RANK`). Or
+            give the ranks on each machine, `[[0, 1], [2, 3]]`, or a mesh of two dimensions, (machines,
+            processes of each). With False each process sends by itself.
         grad_scaler: The scaler that scales the loss, if there is one; or, where something else scales it, a
             function that returns what the loss of the step under way was multiplied by. Error memory is
             then kept in unscaled units, so that a change of scale changes no result.
@@ -78,8 +87,10 @@ def attach(
             has a communication hook already (DDP's own `mixed_precision` is one), sparse gradients, or an
             option under which DDP does not hand over all gradients; an FSDP2 model whose replicas PyTorch
             averages itself (a mesh of two dimensions), or with a group that is not of equal shards.
-        AgreementError: The replicas of an FSDP2 model are not sharded alike.
-        ConfigError: `algorithm` or `grad_scaler` is not one, or `on_nonfinite` does not go with the others.
+        AgreementError: The replicas of an FSDP2 model are not sharded alike; or processes disagree on who
+            shares a machine.
+        ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or
+            `on_nonfinite` does not go with the others.
         NonfiniteError: (From `backward()`.) See `on_nonfinite`.
         GradientError: A parameter's gradient can't be averaged by the algorithm.
 
@@ -118,4 +129,4 @@ def attach(
             "DistributedDataParallel(model, process_group=…)"
         )
     # What is neither is refused there, with what was expected.
-    return attach_ddp(model, algorithm, settings)
+    return attach_ddp(model, algorithm, settings, machines)

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.channel import ProcessGroupTransport, Transport
+from thinwire.channel import Layout, Machines, ProcessGroupTransport, Transport, machines_of
 from thinwire.errors import AttachError, ConfigError, NonfiniteError, StateError, StepError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.contributors import divide_by_contributors
@@ -32,7 +32,6 @@ from thinwire.fronts.ddp_model import (
     unguard,
     wrong_model,
 )
-from thinwire.fronts.machines import warn_of_shared_cards
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.lane import Lane
@@ -42,15 +41,19 @@ from thinwire.sync.step import Step
 PATIENCE_SECONDS = 10.0
 
 
-def attach_ddp(ddp_model: torch.nn.Module, algorithm: Algorithm, settings: Settings) -> GradientSync:
+def attach_ddp(
+    ddp_model: torch.nn.Module, algorithm: Algorithm, settings: Settings, layout: Layout
+) -> GradientSync:
     """Do what `thinwire.attach` does, with a DDP model."""
     model = _checked_model(ddp_model)
     # Gradients are on the parameters' device, which is known on CPUs too, where DDP has no device_ids.
     transport = ProcessGroupTransport(model.process_group, next(model.parameters()).device)
     refuse_averaged_twice(model.parameters(), transport, AttachError)
-    front = front_of(model, algorithm, transport, settings)
+    machines, why_flat = machines_of(transport, layout)
+    front = front_of(model, algorithm, transport, settings, machines)
+    if why_flat:
+        front.engine.shortfalls[why_flat] = None
     switch = switched(model, lambda: front, ATTACHED)
-    warn_of_shared_cards(front.engine, transport)
     owner = weakref.ref(model)
 
     def detach() -> None:
@@ -66,13 +69,14 @@ def front_of(
     algorithm: Algorithm,
     transport: Transport,
     settings: Settings = Settings(),  # noqa: B008 - frozen
+    machines: Machines | None = None,
 ) -> "BucketFront":
     """Return a front that knows the model's parameters by name; not registered yet."""
     check_options(model)
     names = names_of(model.module, model.parameters_to_ignore)
     specs = [ParameterSpec.of(name, each) for each, name in names.items() if each.requires_grad]
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
-    engine = Engine(algorithm, transport, specs, settings)
+    engine = Engine(algorithm, transport, specs, settings, machines=machines)
     return BucketFront(engine, names, model)
 
 

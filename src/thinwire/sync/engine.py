@@ -11,7 +11,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Metered, Traffic, Transport, agree
+from thinwire.channel import Machines, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
@@ -37,7 +37,7 @@ class Engine(Lanes):
     stands before the engine.
 
     Attributes:
-        transport: As given. What is agreed upon and saved goes through it.
+        transport: As given, of all processes. What is agreed upon goes through it.
         wire: What steps send through: it counts. `thinwire.testing` puts another one in its place between
             steps.
         metered: What `wire` is without that.
@@ -55,11 +55,15 @@ class Engine(Lanes):
         traffic: Traffic | None = None,
         clock: StepClock | None = None,
         parts: Parts = (),
+        machines: Machines | None = None,
     ) -> None:
+        if machines is not None:
+            # Processes of a machine average different parts, so they ask each other whether all are healthy.
+            settings = replace(settings, together=machines.inside)
         # A wrapper, not a replacement: agreement and checkpoint traffic is neither counted nor
         # fault-injected.
-        self.metered = Metered(transport, traffic)
-        super().__init__(algorithm, transport, self.metered.traffic, specs, settings, parts)
+        self.metered = Metered(transport if machines is None else machines.between, traffic)
+        super().__init__(algorithm, transport, self.metered.traffic, specs, settings, parts, machines)
         self.wire: Transport = self.metered
         self.clock = StepClock() if clock is None else clock
         self.observers: list[Callable[[bool], None]] = []
@@ -75,7 +79,13 @@ class Engine(Lanes):
         Cost: none.
         """
         transport, plan = self.transport, self.plan
-        lines = [f"{self.algorithm} over {transport.size} processes, of which this is {transport.rank}"]
+        if self.places is None:
+            where = f"{transport.size} processes, of which this is {transport.rank}"
+        else:
+            machine, place = self.between.rank, self.places.inside.rank
+            where = f"{self.between.size} machines of {self.places.inside.size} processes, of which this is "
+            where += f"process {place} of machine {machine}"
+        lines = [f"{self.algorithm} over {where}"]
         if plan.routes:
             compressed = [name for route in plan.routes if route.is_compressed for name in route.names]
             lines.append(
@@ -223,11 +233,13 @@ class Engine(Lanes):
         Cost: none.
         """
         traffic = self.traffic
+        places = self.places
         return Stats(
             steps=self.steps,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
-            message_bytes=traffic.message_bytes,
+            message_bytes=traffic.message_bytes if places is None else int(places.message_bytes),
+            inside_bytes=0 if places is None else places.inside_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
             arithmetic_seconds=self.clock.arithmetic_seconds,
@@ -330,15 +342,23 @@ class Engine(Lanes):
                 # Only those: what has been averaged and is averaged again may change in its last bits, and of
                 # parameters whose bucket has not come since a load nothing is in memory.
                 specs = [spec for name, spec in self.known_specs.items() if name in self.differing]
-                average_local(self.memory, specs, self.device, self.transport, purpose)
+                if self.places is not None:
+                    specs = self.places.held_parts(specs)
+                average_local(self.memory, specs, self.device, self.between, purpose)
                 self.differing.clear()
-            return self._packed(self.memory, self.unclaimed)
+            if self.places is None:
+                return self._packed(self.memory, self.unclaimed)
+            unclaimed = {slot.name: tensors for slot, tensors in self.unclaimed.items()}
+            return self.places.whole_state(self._packed(self.memory, {}), self.known_specs, unclaimed)
 
     def _packed(self, memory: Memory, unclaimed: Mapping[Slot, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        specs = self.known_specs
+        if self.places is not None:
+            specs = {part.name: part for part in self.places.held_parts(specs.values())}
         return packed_state(
             self.algorithm,
             memory,
-            self.known_specs,
+            specs,
             self.shapes,
             unclaimed,
             skipped_steps=self.nonfinite_steps,

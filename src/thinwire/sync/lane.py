@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from thinwire.algorithms import BucketPlan
 from thinwire.plan import ParameterSpec
+from thinwire.sync.parts import BucketParts
 
 
 @dataclass(eq=False)
@@ -16,17 +17,16 @@ class Lane:
     done once for a bucket (processes compared, plan made, memory put in order) is in no later step's way.
 
     Attributes:
-        plan: How they travel.
+        specs: The bucket's parameters, in the order of their gradients.
+        plan: How they travel; on a machine of several processes, the part that this one averages.
+        parts: How they divide the bucket there, else None.
         is_current: Whether it may be started. An engine closes its lanes when its algorithm, its members or
             its memory change; they are opened again then.
         is_in_flight: Whether a step is under way in it.
     """
 
+    specs: tuple[ParameterSpec, ...]
     plan: BucketPlan
+    parts: BucketParts | None = None
     is_current: bool = True
     is_in_flight: bool = False
-
-    @property
-    def specs(self) -> tuple[ParameterSpec, ...]:
-        """The bucket's parameters, in the order of their gradients."""
-        return self.plan.specs

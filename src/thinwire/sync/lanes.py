@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import TypeAlias
 
@@ -12,10 +12,11 @@ import torch
 
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Memory, Slot
 from thinwire.algorithms.base import no_algorithm
-from thinwire.channel import CALL, Description, Traffic, Transport, agree
+from thinwire.channel import CALL, Description, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
-from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan
+from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
 from thinwire.sync.lane import Lane
+from thinwire.sync.places import NOTHING, Places
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order
 from thinwire.version import __version__
@@ -49,6 +50,8 @@ class Lanes:
         device: Of the last bucket.
         shortfalls: Why slower kernels than those made for the device have served steps.
         num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
+        places: Which process of this machine averages what; None if each averages whole buckets with all.
+        between: With whom this process averages: all, or those of its place on the other machines.
     """
 
     def __init__(
@@ -59,7 +62,10 @@ class Lanes:
         specs: Iterable[ParameterSpec],
         settings: Settings,
         parts: Parts = (),
+        machines: Machines | None = None,
     ) -> None:
+        self.places = None if machines is None else Places(machines.inside)
+        self.between = transport if machines is None else machines.between
         self.known_specs = {spec.name: spec for spec in specs}
         self.all_known = bool(self.known_specs)
         self.settings = settings
@@ -73,7 +79,8 @@ class Lanes:
         self.transport = transport
         self.traffic = traffic
         self._open: dict[Specs, Lane] = {}
-        self._plans: tuple[BucketPlan, ...] = ()  # of the last step; of parts, all
+        self._buckets: tuple[Specs, ...] = ()  # of the last step; of parts, all
+        self._plans: tuple[BucketPlan, ...] = ()
         self._model_plans: tuple[BucketPlan, ...] = ()  # before it, as if the model were one bucket
         self._shown: tuple[Sequence[BucketPlan], Plan] = (self._plans, Plan(()))
         self.has_agreed = False  # without a bucket
@@ -82,8 +89,9 @@ class Lanes:
         self._unchecked: LoadedState | None = None
         self._loaded_checksum: str | None = None
         self._take(algorithm)
-        several = parts if self.num_parts > 1 else ()
-        self._plans = tuple(self._prepared(bucket) for part in several for bucket in part)
+        if self.num_parts > 1:
+            self._buckets = tuple(bucket for part in parts for bucket in part)
+            self._plans = tuple(map(self._prepared, self._buckets))
 
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -95,6 +103,8 @@ class Lanes:
             algorithm.check_model(self.specs)
         # Last: what was refused above has changed nothing.
         self.algorithm: Algorithm = algorithm
+        if self.places is not None:
+            self.places.divide(algorithm.indivisible, self.specs)
 
     @property
     def specs(self) -> Specs:
@@ -140,11 +150,12 @@ class Lanes:
 
     def _plans_of_model(self) -> tuple[BucketPlan, ...]:
         if not self._model_plans:
-            parts = [
-                tuple(spec for spec in self.specs if spec.is_statistic is kind) for kind in (False, True)
-            ]
-            self._model_plans = tuple(self._prepared(part) for part in parts if part)
+            self._model_plans = tuple(map(self._prepared, self._model_buckets()))
         return self._model_plans
+
+    def _model_buckets(self) -> list[Specs]:
+        parts = [tuple(spec for spec in self.specs if spec.is_statistic is kind) for kind in (False, True)]
+        return [part for part in parts if part]
 
     @property
     def plan(self) -> Plan:
@@ -152,10 +163,19 @@ class Lanes:
         plans, plan = self._shown
         if plans is not self.plans:  # asked in every step, and seldom another one
             order = {name: position for position, name in enumerate(self.known_specs)}
-            routes = [route for each in self.plans for route in each.routes]
-            plan = Plan(tuple(sorted(routes, key=lambda route: order[route.names[0]])))
+            routes = sorted(self._routes(), key=lambda route: order[route.names[0]])
+            plan = Plan(tuple(routes), 1 if self.places is None else self.places.inside.size)
             self._shown = self.plans, plan
         return plan
+
+    def _routes(self) -> Iterator[Route]:
+        """Yield what this process sends; on a machine of several, what all of them send."""
+        if self.places is None:
+            for plan in self.plans:
+                yield from plan.routes
+            return
+        for bucket in self._buckets or self._model_buckets():
+            yield from self.places.routes(bucket, self._planned)
 
     def use(self, algorithm: Algorithm) -> None:
         """As `GradientSync.use`."""
@@ -183,18 +203,25 @@ class Lanes:
         self._open.clear()
         # Whatever has changed may have changed on some processes only, so they are compared again.
         self._model_plans, self.has_agreed = (), False
-        self._plans = tuple(self._prepared(plan.specs) for plan in self._plans)
+        self._plans = tuple(map(self._prepared, self._buckets))
 
-    def _prepared(self, specs: Specs) -> BucketPlan:
+    def _prepared(self, bucket: Specs) -> BucketPlan:
+        """Plan a bucket, or what of it this process averages."""
+        return self._planned(bucket if self.places is None else self.places.parts(bucket).own_specs)
+
+    def _planned(self, specs: Specs) -> BucketPlan:
+        if not specs:
+            return NOTHING
         algorithm = EXACT if all(spec.is_statistic for spec in specs) else self.algorithm
-        return algorithm.prepare(specs, num_members=self.transport.size)
+        return algorithm.prepare(specs, num_members=self.between.size)
 
     def note(self, lanes: Sequence[Lane]) -> None:
         """Take note of the buckets of a step that has ended."""
         if self.num_parts > 1:
             return  # known from the start
-        if [lane.specs for lane in lanes] != [plan.specs for plan in self._plans]:
-            self._plans = tuple(lane.plan for lane in lanes)
+        buckets = tuple(lane.specs for lane in lanes)
+        if buckets != self._buckets:
+            self._buckets, self._plans = buckets, tuple(lane.plan for lane in lanes)
             self._forget_stale()
             self._close_oldest(lanes)
 
@@ -231,32 +258,38 @@ class Lanes:
         self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False
     ) -> Mapping[Specs, Lane]:
         """Return the lanes of buckets. Collective where some were not open: once, however many."""
-        plans = [self._prepared(specs) for specs in buckets if specs not in self._open]
-        for plan in plans:
-            self.device = buckets[plan.specs]
-            if any(spec.name not in self.known_specs for spec in plan.specs):
-                self.known_specs.update((spec.name, spec) for spec in plan.specs)
+        new = {specs: self._prepared(specs) for specs in buckets if specs not in self._open}
+        for specs in new:
+            self.device = buckets[specs]
+            if any(spec.name not in self.known_specs for spec in specs):
+                self.known_specs.update((spec.name, spec) for spec in specs)
                 self._model_plans = ()
         # Before the first message of any: members whose messages have other lengths would wait for ever, or
         # add up what does not belong together. And by a gather, which is never taken for an average: where
         # only some come here, it ends in a timeout that says what to look for.
-        if plans and not is_agreed:
-            self._compare([plan.specs for plan in plans])
-        for plan in plans:
-            self._open_one(plan, buckets[plan.specs])
+        if new and not is_agreed:
+            self._compare(list(new))
+        for specs, plan in new.items():
+            self._open_one(specs, plan, buckets[specs])
         return {specs: self._open[specs] for specs in buckets}
 
-    def _open_one(self, plan: BucketPlan, device: torch.device) -> None:
+    def _open_one(self, specs: Specs, plan: BucketPlan, device: torch.device) -> None:
+        parts = None if self.places is None else self.places.parts(specs)
+        if self.places is not None and parts is not None:
+            self.places.hold(parts, plan.labels, self.memory, device)
         # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
         for slot, tensors in self.unclaimed.items():
-            for spec in plan.specs:
+            for spec in specs:
                 if spec.name in tensors:
-                    loaded = tensors.pop(spec.name)
-                    self.memory[slot][spec.name] = in_memory_order(slot, loaded, spec, device)
+                    loaded = in_memory_order(slot, tensors.pop(spec.name), spec, device)
+                    if self.places is not None:
+                        loaded = loaded[self.places.held(spec.name)].clone()
+                    if spec.name in plan.labels:  # else all of it is of other processes of the machine
+                        self.memory[slot][spec.name] = loaded
         warning = plan.adopt(self.memory)
         if warning and self._unchecked is not None:
             warnings.warn(warning, stacklevel=6)
-        self._open[plan.specs] = Lane(plan)
+        self._open[specs] = Lane(specs, plan, parts)
 
     def agree(self, device: torch.device) -> None:
         """Refuse to go on where processes differ. Collective, once after each change."""
@@ -290,7 +323,7 @@ class Lanes:
                 else:
                     described[self.settings.typed.get(name, name)] = repr(value)
         described |= self.settings.described()
-        kernels = {name for plan in self._plans_of_model() for name in plan.kernels(device)}
+        kernels = {name for each in self._model_buckets() for name in self._planned(each).kernels(device)}
         if kernels:
             described["kernels of"] = " and ".join(sorted(kernels))
         if has_progress:
@@ -324,6 +357,8 @@ class Lanes:
         loaded = fitting(loaded, self.known_specs if self.all_known else None)
         memory = Memory(loaded.step, {s: dict(t) for s, t in loaded.slots.items() if not s.is_elementwise})
         self.memory = memory
+        if self.places is not None:
+            self.places.forget()
         # Into memory when lanes are opened: its order there, and the device, are not known before.
         self.unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 
 from thinwire.algorithms import Algorithm, Memory, Slot
 from thinwire.algorithms.registry import SLOTS
-from thinwire.channel import Transport
+from thinwire.channel import Transport, gather_bytes
 from thinwire.channel.collectives import in_messages
 from thinwire.checks import whole_number
 from thinwire.errors import StateError
@@ -132,6 +133,30 @@ def packed_state(
         kept |= {name: tensor.clone() for name, tensor in unclaimed.get(slot, {}).items()}
         state[slot.name] = tuple(sorted(kept.items()))
     return with_checksum(state)
+
+
+def tensors_of_all(
+    own: Mapping[str, Any], slots: Iterable[str], transport: Transport
+) -> Iterator[tuple[int, tuple[str, str, torch.Tensor]]]:
+    """Yield member by member what each packed state has: slot, label and tensor, on the CPU. Collective."""
+    mine = [(slot, label, tensor) for slot in slots for label, tensor in own[slot]]
+    described = [
+        (slot, label, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for slot, label, tensor in mine
+    ]
+    data = json.dumps(described).encode()
+    device = transport.control_device
+    # What each has, and in which order, is known to all before: so all broadcast the same in one order.
+    for member, listed in enumerate(gather_bytes(data, transport, "state_dict(), who has what")):
+        for number, (slot, label, shape, dtype) in enumerate(json.loads(listed)):
+            if member == transport.rank:
+                tensor = mine[number][2].to(device, copy=True)
+            else:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            # The last shards of a parameter may be empty.
+            if tensor.numel():
+                transport.broadcast(tensor, member, f"state_dict(), {slot} of {label}").wait()
+            yield member, (slot, label, tensor.cpu())
 
 
 def slot_names(state: Mapping[str, Any]) -> list[str]:

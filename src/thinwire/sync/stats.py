@@ -19,8 +19,10 @@ class Stats:
             without memory (`AllReduce`, `Cast`) have nothing to take back: they do not look, and count none.
         messages: Collectives of steps; saving a state adds none.
         message_bytes: Their bytes, counted as of an all-reduce (of which a process hands over as many): what
-            an all-gather or an all-to-all sends is converted to what would be as much on a ring. They are of
-            this process, as all here: what leaves a machine of several may be more (docs/choosing.md).
+            an all-gather or an all-to-all sends is converted to what would be as much on a ring. If the
+            processes of a machine share its messages (`attach(machines=…)`), those of all of them, which
+            leave the machine's card; else of this process, and what leaves a machine of several may be more.
+        inside_bytes: What this process has sent to others of its machine for that.
         gradient_bytes: Bytes that would have been contributed without compression.
         waiting_seconds: Time the host was blocked: until means had come back, processes had agreed, or an
             accelerator had made known whether all is finite.
@@ -39,6 +41,7 @@ class Stats:
     nonfinite_steps: int = 0
     messages: int = 0
     message_bytes: int = 0
+    inside_bytes: int = 0
     gradient_bytes: int = 0
     waiting_seconds: float = 0.0
     arithmetic_seconds: float = 0.0

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from thinwire.algorithms import Bucket, Commit
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Traffic, Transport, true_for_all
-from thinwire.errors import StepError
+from thinwire.channel import Traffic, Transport, Work, true_for_all
+from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.clock import StepClock
 from thinwire.sync.exchange import Exchange, shown
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes, Specs
+from thinwire.sync.places import Places
 from thinwire.sync.precision import full_precision
 from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
@@ -49,9 +52,14 @@ class Step:
         self._number = number
         self._ended = ended
         self._pipelined = pipelined and lanes.algorithm.pipelines_buckets
-        self._exchange = Exchange(wire, f"step {number}")
+        self._name = f"step {number}"
+        self._exchange = Exchange(wire, self._name)
         self._streams = Streams()
         self._buckets: list[Bucket] = []
+        # On a machine of several processes: the gradients of all buckets, and what is averaged inside of it.
+        self._flats: list[torch.Tensor] = []
+        self._inside: deque[tuple[Lane, torch.Tensor, Work]] = deque()
+        self._sent_before = traffic.message_bytes
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
         self._loss_scale = lanes.settings.loss_scale
@@ -65,7 +73,7 @@ class Step:
         self._check_open()
         refuse_capture(flat.device)
         specs = lane.specs if isinstance(lane, Lane) else lane
-        if any(bucket.specs == specs for bucket in [*self._buckets, *self._held]):
+        if specs in [*(each.specs for each in self.lanes), *(bucket.specs for bucket in self._held)]:
             # The pass that began this step will never end it: left open, it would stand in the way of saving.
             self.abandon()
             raise StepError(
@@ -93,22 +101,53 @@ class Step:
                 self._held.append(Bucket(specs, flat))
 
     def _send(self, lane: Lane, flat: torch.Tensor) -> None:
+        places = self._all_lanes.places
+        if lane.parts is None or places is None:
+            self._send_part(lane, flat)
+            return
+        # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
+        purpose = f"{self._name}, the mean inside of the machine of the bucket of {lane.specs[0].name}"
+        work, own = lane.parts.reduced(flat, places.inside, purpose)
+        places.inside_bytes += lane.parts.inside_bytes
+        self._take_lane(lane)
+        self._flats.append(flat)
+        self._inside.append((lane, own, work))
+        if len(self._inside) > 1:
+            self._send_reduced()
+
+    def _send_reduced(self) -> None:
+        lane, own, work = self._inside[0]
+        self._wait_for(work)
+        self._inside.popleft()
+        self._send_part(lane, own)
+
+    def _wait_for(self, work: Work) -> None:
+        start = time.perf_counter()
+        work.wait()
+        self._traffic.waiting_seconds += time.perf_counter() - start
+
+    def _take_lane(self, lane: Lane) -> None:
+        lane.is_in_flight = True
+        self.lanes.append(lane)
+
+    def _send_part(self, lane: Lane, flat: torch.Tensor) -> None:
+        """Send the first message of what this process averages of a bucket."""
         lanes = self._all_lanes
-        bucket = Bucket(lane.specs, flat, self.loss_scale_on(flat.device), self._wire.rank)
+        bucket = Bucket(lane.plan.specs, flat, self.loss_scale_on(flat.device), self._wire.rank)
         if not self._buckets:
             # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the
             # first one has no residual, a later one may.
             has_residual = bool(lanes.memory[ERROR] or lanes.unclaimed.get(ERROR))
             means_unused = has_residual or lanes.algorithm.mixes_parameters
             self._finds_unused = lanes.settings.may_be_unused and means_unused
-        if self._finds_unused:
+        if self._finds_unused and bucket.specs:
             # Before the exchange starts, which may write to the gradients.
             self._used.append(used_flags(bucket))
         memory = lanes.memory_at(self._number)
         self._exchange.start(lane.plan.exchange(bucket, memory), lane.specs[0].name)
         # Only now: where the message could not be sent, the lane stays free for another step.
-        lane.is_in_flight = True
-        self.lanes.append(lane)
+        if lane.parts is None:
+            self._take_lane(lane)
         self._buckets.append(bucket)
         # Not on an accelerator: there its stream would wait, and with it the backward pass that is on it.
         if self._pipelined and flat.device.type == "cpu":
@@ -154,11 +193,13 @@ class Step:
 
     def _complete(self) -> None:
         """Take no more buckets, and send what waited until all are there."""
-        if not self._buckets and not self._held:
+        if not self.lanes and not self._held:
             raise StepError("finish() was called without start(): there are no gradients to average")
         # Buckets may have been started on several streams; from here on all are worked on from one.
         self._streams.gather()
         self._send_held()
+        while self._inside:
+            self._send_reduced()
         if self._used:
             # One message for all buckets, which travels with their second.
             self._exchange.close_with(keep_unapplied(self._buckets, self._used, self._all_lanes.memory))
@@ -201,6 +242,8 @@ class Step:
                 with shown("thinwire: commit"):
                     committed = self._commit()
                 lanes = self._all_lanes
+                if lanes.places is not None:
+                    self._gather_inside(lanes.places)
                 # Behind the commit: exchanges go by the count of the steps before theirs.
                 if committed:
                     lanes.memory.step += 1
@@ -232,8 +275,12 @@ class Step:
         is_healthy = self._exchange.is_healthy()
         if settings.together is not None:
             # Other shards have received other messages, so they do ask.
-            purpose = f"step {self._number}, whether it is healthy"
-            is_healthy = true_for_all(is_healthy, settings.together, purpose)
+            purpose = f"{self._name}, whether it is healthy"
+            if self._all_lanes.places is None:
+                is_healthy = true_for_all(is_healthy, settings.together, purpose)
+            else:
+                sent_bytes = self._traffic.message_bytes - self._sent_before
+                is_healthy = self._all_lanes.places.are_healthy(is_healthy, sent_bytes, purpose)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             self._commit_unseen(is_healthy, fill)
@@ -244,6 +291,17 @@ class Step:
         self._traffic.waiting_seconds += time.perf_counter() - start
         self._commit_if(committed, fill)
         return committed
+
+    def _gather_inside(self, places: Places) -> None:
+        """Bring the means of all parts to all processes of the machine; what was not committed, as well."""
+        gathers = []
+        for lane, bucket in zip(self.lanes, self._buckets, strict=True):
+            purpose = f"{self._name}, the means of the bucket of {lane.specs[0].name}"
+            if lane.parts is not None:
+                gathers.append((lane.parts, *lane.parts.gathered(bucket.flat, places.inside, purpose)))
+        for flat, (parts, work, rows) in zip(self._flats, gathers, strict=True):
+            self._wait_for(work)
+            parts.write(flat, rows)
 
     def _commit_if(self, is_healthy: bool, fill: float) -> None:
         if is_healthy:
@@ -286,6 +344,9 @@ class Step:
 
     def drain(self) -> None:
         """Wait for the messages that were under way when the step was abandoned."""
+        for _, _, work in self._inside:
+            with suppress(CommunicationError):
+                work.wait()
         self._exchange.drain()
 
     def _check_open(self) -> None:

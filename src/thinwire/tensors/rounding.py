@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import torch
 
+from thinwire.plan import ParameterSpec
 from thinwire.tensors.accelerators import sent_to
 from thinwire.tensors.blocks import Blocks
 
@@ -49,12 +50,14 @@ class Draws:
 
 
 def draws_for(
-    blocks: Blocks, names: Sequence[str], seed: int, step: int, who: int, device: torch.device
+    blocks: Blocks, specs: Sequence[ParameterSpec], seed: int, step: int, who: int, device: torch.device
 ) -> Draws:
     """Return the draws of one who rounds, in one step."""
     keys = [
-        int.from_bytes(blake2b(f"{seed} {step} {who} {name}".encode(), digest_size=4).digest(), "little")
-        for name in names
+        int.from_bytes(blake2b(f"{seed} {step} {who} {spec.name}".encode(), digest_size=4).digest(), "little")
+        for spec in specs
     ]
-    places = torch.arange(blocks.total) - blocks.spread(blocks.starts[:-1])
-    return Draws(sent_to(device, blocks.spread(keys)), sent_to(device, places * blocks.block))
+    places = (torch.arange(blocks.total) - blocks.spread(blocks.starts[:-1])) * blocks.block
+    # A part of a parameter draws what the whole one would there.
+    places += blocks.spread([spec.start for spec in specs])
+    return Draws(sent_to(device, blocks.spread(keys)), sent_to(device, places))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from catalog import spec
 from thinwire.kernels import dispatch
 from thinwire.kernels.codes import CodeKernels
 from thinwire.tensors.blocks import Blocks
@@ -219,7 +220,7 @@ def test_stochastic_rounding_is_right_on_average(bits: int, kernels: CodeKernels
     blocks, codebook = Blocks((64,) * 400, 64, 1), CODEBOOKS[bits]
     one = torch.linspace(-1, 1, 64) ** 3
     names = [f"layer {index}" for index in range(400)]
-    draws = draws_for(blocks, names, 0, 0, 0, one.device)
+    draws = draws_for(blocks, [spec(name, 64) for name in names], 0, 0, 0, one.device)
     coded = kernels.encoded(one.repeat(400), blocks, codebook, draws)
     found = torch.empty(64 * 400)
     kernels.decode(coded, blocks, codebook, found)
@@ -234,7 +235,8 @@ def test_draws_depend_on_name_step_seed_and_who_but_not_on_neighbours() -> None:
     device = torch.device("cpu")
 
     def drawn(blocks: Blocks, names: list[str], seed: int = 0, step: int = 0, who: int = 0) -> torch.Tensor:
-        return draws_for(blocks, names, seed, step, who, device).uniform(16, torch.float32)[-7:]
+        specs = [spec(name, numel) for name, numel in zip(names, blocks.numels, strict=True)]
+        return draws_for(blocks, specs, seed, step, who, device).uniform(16, torch.float32)[-7:]
 
     first = drawn(alone, ["weight"])
     assert torch.equal(first, drawn(among, ["bias", "weight"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.algorithms.base import BucketPlan
+from thinwire.algorithms.base import BucketPlan, Indivisible
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.powersgd_plan import PowerSGDPlan
 from thinwire.checks import true_or_false, whole_number
@@ -85,6 +85,11 @@ class PowerSGD(LowRank):
         # Sorted: settings are compared as text, and may have been given in any order.
         checked = [(str(n), whole_number(f"the matrix rank of {n}", r, minimum=1)) for n, r in ranks.items()]
         self._keep("matrix_ranks", tuple(sorted(checked)))
+
+    @property
+    def indivisible(self) -> Indivisible:
+        """As `Algorithm.indivisible`: a parameter, which is one matrix."""
+        return "parameter"
 
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: every matrix that shrinks enough is compressed.

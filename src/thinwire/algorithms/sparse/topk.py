@@ -123,6 +123,11 @@ class TopK(Algorithm):
         object.__setattr__(self, "bits", bits)
         object.__setattr__(self, "chunk", chunk)
 
+    @property
+    def indivisible(self) -> int:
+        """As `Algorithm.indivisible`: a chunk."""
+        return self.chunk
+
     def prepare(self, specs: Sequence[ParameterSpec], *, num_members: int = 1) -> BucketPlan:
         """As `Algorithm.prepare`: of every parameter its largest entries, in one message for the bucket."""
         message = Message(chunks_of(specs, self.chunk, self.density), self.density, self.bits)

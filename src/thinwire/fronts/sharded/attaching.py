@@ -14,7 +14,6 @@ from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.errors import AttachError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.ddp_model import plain_name
-from thinwire.fronts.machines import warn_of_shared_cards
 from thinwire.fronts.sharded.front import ShardedFront, refuse_attached, specs_of
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, pieces_of, replicas_of
 from thinwire.fronts.sharded.state import ShardedSync
@@ -68,7 +67,6 @@ def attach_sharded(
     front = ShardedFront(engine, shards, sharded, pieces)
     # Last: hooks of an attach that was refused would stay on the model.
     front.register(model)
-    warn_of_shared_cards(engine, transport)
     own = {piece.name: piece for piece in pieces if piece.parameter.requires_grad}
     return ShardedSync(engine, shards, own, front.forget_pass, front.detach)
 

@@ -7,21 +7,20 @@ and taken up by the same shard of as many; other shards start without it.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from thinwire.algorithms import Slot
-from thinwire.channel import Transport, gather_bytes
+from thinwire.channel import Transport
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.fronts.sharded.model import Piece, local_of, sharded_like
 from thinwire.plan import SHARD_MARK, ParameterSpec
 from thinwire.sync import Engine, GradientSync
 from thinwire.sync.checksum import check_finite, with_checksum
-from thinwire.sync.state import LoadedState
+from thinwire.sync.state import LoadedState, tensors_of_all
 
 
 class ShardedSync(GradientSync):
@@ -140,7 +139,7 @@ def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Tr
         return dict(own)
     is_elementwise = {name: kind[1] for name, kind in own["slots"]}
     whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
-    for shard, (slot, label, tensor) in _tensors_of_all(own, is_elementwise, shards):
+    for shard, (slot, label, tensor) in tensors_of_all(own, is_elementwise, shards):
         if not is_elementwise[slot]:
             whole[slot][_marked(label, shard, shards.size)] = tensor
             continue
@@ -156,30 +155,6 @@ def _whole_state(own: Mapping[str, Any], pieces: Mapping[str, Piece], shards: Tr
             **{slot: tuple(sorted(tensors.items())) for slot, tensors in whole.items()},
         }
     )
-
-
-def _tensors_of_all(
-    own: Mapping[str, Any], slots: Mapping[str, bool], shards: Transport
-) -> Iterator[tuple[int, tuple[str, str, torch.Tensor]]]:
-    """Yield shard by shard what each has: the slot, the label and the tensor, on the CPU."""
-    mine = [(slot, label, tensor) for slot in slots for label, tensor in own[slot]]
-    described = [
-        (slot, label, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        for slot, label, tensor in mine
-    ]
-    data = json.dumps(described).encode()
-    device = shards.control_device
-    # What each has, and in which order, is known to all before: so all broadcast the same in one order.
-    for shard, listed in enumerate(gather_bytes(data, shards, "state_dict(), what each shard has")):
-        for number, (slot, label, shape, dtype) in enumerate(json.loads(listed)):
-            if shard == shards.rank:
-                tensor = mine[number][2].to(device, copy=True)
-            else:
-                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            # The last shards of a parameter may be empty.
-            if tensor.numel():
-                shards.broadcast(tensor, shard, f"state_dict(), {slot} of {label}").wait()
-            yield shard, (slot, label, tensor.cpu())
 
 
 def _cut(loaded: LoadedState, pieces: Mapping[str, Piece], shards: Transport) -> LoadedState:

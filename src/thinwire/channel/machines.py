@@ -1,0 +1,167 @@
+"""Which processes share a machine: found from the launcher's variables, or given by the user."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+
+from thinwire.channel.agreement import CALL, agree, check_same
+from thinwire.channel.collectives import gather_bytes
+from thinwire.channel.in_process import InProcessTransport
+from thinwire.channel.process_group import ProcessGroupTransport
+from thinwire.channel.transport import Transport
+from thinwire.errors import AgreementError, ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger(__name__)
+
+Layout: TypeAlias = "bool | Sequence[Sequence[int]] | DeviceMesh"
+"""Which processes share a machine: True to find it out, False to treat each as a machine of its own; or the
+global ranks of each machine; or a mesh of two dimensions, (machines, processes of each)."""
+
+PURPOSE = "attach(), which processes share a machine"
+MAGIC = b"machine\0"  # before what each process says of its machine
+ROW = struct.Struct("<8sii16s")  # as long as the digest that `agree` gathers
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The two groups of a process on a machine of several, where all machines have as many.
+
+    Attributes:
+        inside: The processes of this machine; a process's rank in it is its place.
+        between: The processes of the same place, one on each machine; a process's rank in it is its machine.
+    """
+
+    inside: Transport
+    between: Transport
+
+    @classmethod
+    def in_process(cls, machines: int, processes: int) -> list[Machines]:
+        """Return the groups of members of this process, machine by machine."""
+        insides = [InProcessTransport.group(processes) for _ in range(machines)]
+        betweens = [InProcessTransport.group(machines) for _ in range(processes)]
+        return [cls(insides[m][p], betweens[p][m]) for m in range(machines) for p in range(processes)]
+
+
+def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tuple[Machines | None, str]:
+    """Return this process's two groups, or None if each process is to send by itself. Collective.
+
+    Cost: nothing on one machine, or with one process on each; else a gather of 32 bytes, and two new groups.
+
+    Returns:
+        The groups, and a sentence if machines have several processes and yet there are none; else "".
+
+    Raises:
+        AgreementError: Processes disagree on who is where.
+        ConfigError: What was given does not divide the group into equal machines.
+    """
+    if layout is False:
+        return None, ""
+    ranks = dist.get_process_group_ranks(transport.group)
+    rows = _found(transport, ranks) if layout is True else _given(transport, ranks, layout)
+    sizes = [len(row) for row in rows]
+    if len(rows) < 2 or max(sizes) == 1:
+        return None, ""
+    if min(sizes) < max(sizes):
+        shown = ", ".join(map(str, sizes[:8])) + (", …" if len(sizes) > 8 else "")
+        uneven = (
+            f"machines have {shown} processes of the group, so each process sends messages of its own; "
+            "with as many on each, what a machine has in common would be sent once"
+        )
+        if not transport.rank:
+            logger.warning("%s", uneven)
+        return None, uneven
+    own = next(row for row in rows if ranks[transport.rank] in row)
+    across = [row[own.index(ranks[transport.rank])] for row in rows]
+    # Inside first, on all: whoever makes a group waits for its members.
+    return Machines(_new_group(transport, own), _new_group(transport, across)), ""
+
+
+def _new_group(transport: ProcessGroupTransport, ranks: Sequence[int]) -> Transport:
+    backend = dist.get_backend_config(transport.group)
+    # With that flag only the members call: the model's group may be a part of the job.
+    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    return ProcessGroupTransport(cast(dist.ProcessGroup, group), transport.gradient_device)
+
+
+def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[int]]:
+    """Return the ranks of each machine by the launcher's variables; one machine if these say nothing."""
+    local, world, nodes = (
+        int(os.environ.get(name) or 0) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
+    )
+    # The same on all processes of a launcher. What it does not tell is taken for the simplest case.
+    nodes = nodes or (world // local if local else 1)
+    if transport.size < 3 or nodes in (0, 1, world):
+        return [list(ranks)]
+    machine = int(os.environ.get("GROUP_RANK", dist.get_rank() // max(local, 1)))
+    host = hashlib.sha256(socket.gethostname().encode()).digest()
+    said = ROW.pack(MAGIC, machine, local, host[:16])
+    own = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(transport.control_device)
+    rows = own.new_empty(transport.size, ROW.size)
+    transport.all_gather(rows, own, PURPOSE).wait()
+    everyone = [bytes(row) for row in rows.tolist()]
+    # A process in a different call has sent a digest of the same length; it asks for words next.
+    if not all(row.startswith(MAGIC) for row in everyone):
+        description = json.dumps({CALL: "attach()"}).encode()
+        check_same([json.loads(each) for each in gather_bytes(description, transport, PURPOSE)], PURPOSE)
+    return _by_machine(ranks, [ROW.unpack(row)[1:] for row in everyone])
+
+
+def _by_machine(ranks: Sequence[int], said: Sequence[tuple[int, int, bytes]]) -> list[list[int]]:
+    machines: dict[int, list[int]] = {}
+    for rank, (machine, local, host) in zip(ranks, said, strict=True):
+        here = machines.setdefault(machine, [])
+        here.append(rank)
+        first = ranks.index(here[0])
+        if said[first][2] != host:
+            raise AgreementError(
+                f"by the launcher's variables processes {here[0]} and {rank} share a machine, and their host "
+                f"names differ (LOCAL_WORLD_SIZE is {local} on process {rank}); correct the variables, or "
+                "pass machines=[[…], …], the ranks on each machine"
+            )
+        if len(here) > local or said[first][1] != local:
+            raise AgreementError(
+                f"processes {here} share machine {machine}, and LOCAL_WORLD_SIZE is {said[first][1]} on "
+                f"process {here[0]} and {local} on process {rank}; correct the variable, or pass "
+                "machines=[[…], …], the ranks on each machine"
+            )
+    return list(machines.values())
+
+
+def _given(
+    transport: ProcessGroupTransport, ranks: Sequence[int], layout: Sequence[Sequence[int]] | DeviceMesh
+) -> list[list[int]]:
+    mesh = getattr(layout, "mesh", None)
+    rows = mesh.tolist() if isinstance(mesh, torch.Tensor) else layout
+    if mesh is not None and mesh.dim() != 2:
+        raise ConfigError(
+            f"machines must be a mesh of two dimensions, (machines, processes of each), got {mesh.dim()}"
+        )
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, list | tuple | range) for row in rows):
+        raise ConfigError(
+            "machines must be True, False, the ranks on each machine ([[0, 1], [2, 3]]) or a mesh, got "
+            f"{rows!r}"
+        )
+    listed = [rank for row in rows for rank in row]
+    if sorted(listed) != sorted(ranks):
+        missing, unknown = sorted(set(ranks) - set(listed)), sorted(set(listed) - set(ranks))
+        wrong = f"leaves out {missing[:8]}" if missing else f"has {unknown[:8]}, which are not in it"
+        wrong = wrong if missing or unknown else "has some twice"
+        raise ConfigError(
+            f"machines must list each process of the model's group {list(ranks)[:8]} once; it {wrong}"
+        )
+    agree(transport, {CALL: "attach()", "machines": repr([list(row) for row in rows])}, PURPOSE)
+    return [list(row) for row in rows]

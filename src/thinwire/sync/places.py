@@ -1,0 +1,185 @@
+"""The processes of a machine: who of them averages and remembers what, and what they send together."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from thinwire.algorithms import Bucket, BucketPlan, Commit, Memory, Requests, all_finite
+from thinwire.algorithms.base import Indivisible
+from thinwire.algorithms.registry import SLOTS
+from thinwire.channel import Transport, gather_bytes
+from thinwire.plan import ParameterSpec, Route
+from thinwire.sync.checksum import with_checksum
+from thinwire.sync.parts import BucketParts, Division, Ranges, part_of
+from thinwire.sync.state import names_in, tensors_of_all
+
+Specs = tuple[ParameterSpec, ...]
+
+
+@dataclass(frozen=True)
+class _NothingPlan(BucketPlan):
+    """The plan of a process that averages nothing of a bucket."""
+
+    def exchange(self, bucket: Bucket, memory: Memory) -> Requests:
+        """As `BucketPlan.exchange`: without a message."""
+        yield Commit(all_finite, writes=False)
+
+
+NOTHING = _NothingPlan((), ())
+
+
+class Places:
+    """Which process of this machine averages and remembers which part of each parameter.
+
+    Attributes:
+        inside: The processes of this machine, by place.
+        message_bytes: What all of them have sent to other machines, counted as of an all-reduce.
+        inside_bytes: What this process has sent to others of the machine.
+    """
+
+    def __init__(self, inside: Transport) -> None:
+        self.inside = inside
+        self.message_bytes = torch.zeros((), dtype=torch.float64)
+        self.inside_bytes = 0
+        self.forget()
+
+    def divide(self, indivisible: Indivisible, model: Iterable[ParameterSpec]) -> None:
+        """Divide the work by what an algorithm must average as one."""
+        self._division = Division(indivisible, self.inside.size, tuple(model))
+
+    def parts(self, bucket: Specs) -> BucketParts:
+        """Return who averages what of a bucket."""
+        return BucketParts(bucket, self._division.of(bucket), self.inside.rank)
+
+    def routes(self, bucket: Specs, planned: Callable[[Specs], BucketPlan]) -> Iterator[Route]:
+        """Yield how the parameters of a bucket travel, with what all places send of them."""
+        found = defaultdict(list)
+        for place in range(self.inside.size):
+            for route in planned(self.parts(bucket).specs_of(place)).routes:
+                found[route.label].append((place, route))
+        whole = {route.label: route for route in planned(bucket).routes}
+        for label, routes in found.items():
+            place, route = routes[0]
+            if len(routes) == 1:
+                yield replace(route, detail=f"{route.detail}, by process {place}")
+                continue
+            sent_bytes = sum(route.message_bytes for _, route in routes)
+            detail = f"{whole[label].detail}, by {len(routes)} processes"
+            yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
+
+    def are_healthy(self, is_healthy: torch.Tensor, sent_bytes: int, purpose: str) -> torch.Tensor:
+        """Return whether a step is healthy on all places, as a tensor of one bool. Collective inside.
+
+        The same message counts what they have sent; it is not read back.
+        """
+        device = self.inside.control_device
+        said = torch.stack(
+            [
+                (~is_healthy).reshape(()).to(device, torch.float64),
+                torch.tensor(float(sent_bytes), dtype=torch.float64, device=device),
+            ]
+        )
+        self.inside.all_reduce(said, purpose).wait()
+        self.message_bytes = self.message_bytes.to(device) + said[1]
+        return said[0] == 0
+
+    # What this process remembers.
+
+    def forget(self) -> None:
+        """Remember that memory holds nothing yet."""
+        self._held: dict[str, Ranges] = {}
+
+    def held(self, name: str) -> slice:
+        """Return which elements of a parameter memory holds here."""
+        return self._held[name][self.inside.rank]
+
+    def held_parts(self, specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+        """Return those parts of parameters of which memory may hold something here."""
+        held = [(spec, part_of(spec, self.held(spec.name))) for spec in specs if spec.name in self._held]
+        return [part for spec, part in held if part.numel or not spec.numel]
+
+    def hold(self, parts: BucketParts, labels: Collection[str], memory: Memory, device: torch.device) -> None:
+        """Let memory hold this process's part of a bucket. Collective inside, if it held different parts.
+
+        So it is where the algorithm was switched, or buckets are cut differently and it averages whole ones.
+        """
+        ranges = dict(zip((spec.name for spec in parts.specs), parts.ranges, strict=True))
+        moved = {
+            spec.name: spec
+            for spec in parts.specs
+            if self._held.get(spec.name, ranges[spec.name]) != ranges[spec.name]
+        }
+        if moved:
+            self._move(moved, ranges, memory, device)
+        self._held |= ranges
+        names = ranges.keys()
+        for slot, tensors in memory.slots.items():
+            # What was loaded for the other processes of the machine.
+            for label in () if slot.is_elementwise else tensors.keys() - labels:
+                if names >= names_in(label):
+                    del tensors[label]
+
+    def _move(
+        self,
+        moved: Mapping[str, ParameterSpec],
+        ranges: Mapping[str, Ranges],
+        memory: Memory,
+        device: torch.device,
+    ) -> None:
+        own = [
+            (slot.name, name)
+            for slot, tensors in memory.slots.items()
+            for name in (moved.keys() & tensors.keys() if slot.is_elementwise else ())
+        ]
+        # Another process may remember something of what this one does not.
+        everyone = gather_bytes(json.dumps(own).encode(), self.inside, "who of a machine remembers what")
+        slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
+        for slot_name, name in sorted({tuple(pair) for each in everyone for pair in json.loads(each)}):
+            spec, tensors = moved[name], memory[slots[slot_name]]
+            whole = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device)
+            if name in tensors:
+                whole[self.held(name)] = tensors.pop(name)
+            self.inside.all_reduce(whole, f"moving the {slot_name} of {name} inside of a machine").wait()
+            some = ranges[name][self.inside.rank]
+            if some.stop > some.start:
+                tensors[name] = whole[some].clone()
+
+    def whole_state(
+        self,
+        own: Mapping[str, Any],
+        specs: Mapping[str, ParameterSpec],
+        unclaimed: Mapping[str, Mapping[str, torch.Tensor]],
+    ) -> dict[str, Any]:
+        """Return the state of the whole model from those of all processes of the machine. Collective inside.
+
+        Args:
+            own: What this process remembers, packed.
+            specs: All parameters.
+            unclaimed: By slot, what was loaded and is not in memory yet, in the shape of the parameters.
+        """
+        is_elementwise = {name: kind[1] for name, kind in own["slots"]}
+        whole: dict[str, dict[str, torch.Tensor]] = {slot: {} for slot in is_elementwise}
+        for place, (slot, label, tensor) in tensors_of_all(own, is_elementwise, self.inside):
+            if not is_elementwise[slot]:
+                whole[slot].setdefault(label, tensor)
+                continue
+            spec = specs[label]
+            if tensor.numel() == spec.numel:  # of one process alone, packed in the parameter's shape
+                whole[slot][label] = tensor
+                continue
+            if label not in whole[slot]:
+                whole[slot][label] = torch.empty_strided(spec.shape, spec.stride, dtype=tensor.dtype).zero_()
+            whole[slot][label].as_strided((spec.numel,), (1,))[self._held[label][place]] = tensor
+        for slot in whole:
+            whole[slot] |= unclaimed.get(slot, {})
+        tensors = {
+            slot: tuple((label, each.contiguous()) for label, each in sorted(of_slot.items()))
+            for slot, of_slot in whole.items()
+        }
+        return with_checksum({**own, **tensors})

@@ -1,0 +1,203 @@
+"""Machines of several processes, in this process: together they do what one for each machine would do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from algorithms.test_conformance import assert_same_state, over, warmup_steps
+from catalog import ENTRIES, Entry, buckets, flat_error, random_gradients, spec, true_means
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
+from thinwire.plan import ParameterSpec
+from thinwire.simulation import Simulation
+from thinwire.sync.parts import Division
+
+Buckets = Sequence[tuple[ParameterSpec, ...]]
+
+every_entry = over(ENTRIES)
+every_with_feedback = over(entry for entry in ENTRIES if entry.feedback)
+LAYERS = [(spec(f"{n}.weight", 96, 64), spec(f"{n}.bias", 96)) for n in range(6)]
+TOGETHER = [tuple(each for bucket in LAYERS for each in bucket)]
+
+
+def machines(algorithm: Algorithm, model: Buckets, num: int = 2, processes: int = 2) -> Simulation:
+    return Simulation(algorithm, model, num_workers=num * processes, workers_per_machine=processes)
+
+
+def means_of_machines(gradients: list[list[torch.Tensor]], processes: int = 2) -> list[list[torch.Tensor]]:
+    """The gradients of one process for each machine."""
+    by_machine = [gradients[first : first + processes] for first in range(0, len(gradients), processes)]
+    return [[torch.stack(each).mean(0) for each in zip(*machine, strict=True)] for machine in by_machine]
+
+
+def errors(sim: Simulation) -> torch.Tensor:
+    """The residual of the model: the mean over machines."""
+    state = sim.state_dicts()[0]
+    return torch.cat([flat_error(state, bucket) for bucket in sim.buckets])
+
+
+@every_entry
+def test_results_and_state_are_those_of_a_process_for_each_machine(entry: Entry) -> None:
+    """What depends on which parts of parameters share a bucket is compared in the first step only."""
+    several, alone = (
+        machines(entry.algorithm, buckets(torch.float64)),
+        Simulation(entry.algorithm, buckets(torch.float64), num_workers=2),
+    )
+    is_cut_alike = entry.same_in_any_buckets or entry.algorithm.indivisible == "bucket"
+    for step in range(5 if is_cut_alike else 1):
+        gradients = random_gradients(several.buckets, num_workers=4, seed=step)
+        expected = means_of_machines(gradients)
+        assert several.step(gradients)
+        assert alone.step(expected)
+        for others in gradients[1:]:
+            assert all(map(torch.equal, gradients[0], others))
+        for mine, theirs in zip(gradients[0], expected[0], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    states = several.state_dicts()
+    for each in states[1:]:
+        assert_same_state(each, states[0])
+    if is_cut_alike:
+        (ours, *_), (of_one, *_) = states, alone.state_dicts()
+        assert ours["slots"] == of_one["slots"]
+        for slot, _ in ours["slots"]:
+            for (label, tensor), (same_label, same) in zip(ours[slot], of_one[slot], strict=True):
+                assert label == same_label
+                torch.testing.assert_close(tensor, same, rtol=1e-12, atol=1e-12)
+
+
+@every_entry
+@pytest.mark.parametrize(("num", "processes"), [(2, 4), (4, 2)])
+def test_a_machine_sends_what_one_process_would(entry: Entry, num: int, processes: int) -> None:
+    several = machines(entry.algorithm, TOGETHER, num, processes)
+    alone = Simulation(entry.algorithm, TOGETHER, num_workers=num)
+    steps = 2 + min(3, warmup_steps(entry.algorithm))
+    for step in range(steps):
+        before = several.syncs[-1].stats()
+        gradients = random_gradients(TOGETHER, num_workers=num * processes, seed=step)
+        assert several.step(gradients)
+        assert alone.step(means_of_machines(gradients, processes))
+    stats, of_one = several.syncs[-1].stats(), alone.syncs[-1].stats()
+    assert of_one.message_bytes <= stats.message_bytes <= 1.1 * of_one.message_bytes
+    assert stats.gradient_bytes == of_one.gradient_bytes
+    assert {sync.stats().message_bytes for sync in several.syncs} == {stats.message_bytes}
+    if not warmup_steps(entry.algorithm) and not getattr(entry.algorithm, "alternating", False):
+        assert stats.message_bytes - before.message_bytes == several.syncs[0].plan.message_bytes
+    # A scatter and a gather, each of the bytes of the bucket but for this process's part.
+    uncompressed = steps * stats.gradient_bytes / steps * 2 * (processes - 1) / processes
+    assert uncompressed <= stats.inside_bytes <= processes * uncompressed
+
+
+@every_with_feedback
+def test_results_plus_residual_are_the_sum_of_true_means_over_every_change(entry: Entry) -> None:
+    """Also behind steps that overflow, another algorithm, other buckets, and a state that is loaded."""
+    sim = machines(entry.algorithm, LAYERS)
+    sent, true = torch.zeros(()).double(), torch.zeros(()).double()
+
+    def run(steps: range) -> None:
+        nonlocal sent, true
+        for step in steps:
+            gradients = random_gradients(sim.buckets, num_workers=4, seed=step)
+            true = true + torch.cat(true_means(gradients))
+            assert sim.step(gradients)
+            sent = sent + torch.cat([flat.double() for flat in gradients[0]])
+
+    run(range(3))
+    overflow = random_gradients(sim.buckets, num_workers=4, seed=99)
+    overflow[3][0][5] = torch.inf
+    assert not sim.step(overflow)
+    assert all(flat.isnan().all() for worker in overflow for flat in worker)
+    run(range(3, 4))
+    for other in (Quantize(bits=2, error_feedback=True), BatchedPowerSGD(), entry.algorithm):
+        for sync in sim.syncs:
+            sync.use(other)
+        run(range(4, 5))
+    sim.buckets = list(TOGETHER)
+    run(range(5, 7))
+    state = sim.state_dicts()[0]
+    for num, processes in ((4, 2), (2, 1), (1, 8), (2, 2)):
+        again = machines(entry.algorithm, list(TOGETHER), num, processes)
+        for sync in again.syncs:
+            sync.load_state_dict(copy.deepcopy(state))
+        assert torch.equal(errors(again), errors(sim))
+        sim = again
+        if num * processes == 4:
+            run(range(7, 9))
+    gap = true - sent - errors(sim)
+    assert gap.norm() <= max(entry.tolerance, 1e-5) * true.norm()
+
+
+@every_with_feedback
+def test_a_resumed_run_goes_on_to_the_same_bits(entry: Entry) -> None:
+    first = machines(entry.algorithm, buckets())
+    for step in range(3):
+        first.step(random_gradients(first.buckets, num_workers=4, seed=step))
+    saved = first.state_dicts()[0]
+    second = machines(entry.algorithm, buckets())
+    for sync in second.syncs:
+        sync.load_state_dict(saved)
+    for step in range(3, 5):
+        ours = random_gradients(first.buckets, num_workers=4, seed=step)
+        theirs = copy.deepcopy(ours)
+        first.step(ours)
+        second.step(theirs)
+        assert all(map(torch.equal, ours[0], theirs[0]))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [PowerSGD(matrix_rank=2), Quantize(bits=2, error_feedback=True), TopK()], ids=str
+)
+def test_each_process_remembers_its_part(algorithm: Algorithm) -> None:
+    several, alone = machines(algorithm, LAYERS, 2, 4), Simulation(algorithm, LAYERS, num_workers=2)
+    gradients = random_gradients(LAYERS, num_workers=8, seed=0)
+    assert alone.step(means_of_machines(gradients, 4))
+    assert several.step(gradients)
+    whole = alone.engines[0].memory_bytes()
+    parts = [engine.memory_bytes() for engine in several.engines[:4]]
+    assert whole <= sum(parts) <= 1.05 * whole
+    assert max(parts) <= 1.5 * whole / 4 + 64  # six matrices for four processes
+
+
+def test_whole_matrices_are_divided_evenly() -> None:
+    """Of a GPT-2: the embedding, and 12 layers of four matrices and as many vectors."""
+    model = [spec("wte", 50_257, 768), spec("wpe", 1024, 768)]
+    for layer in range(12):
+        shapes = {
+            "qkv": (2304, 768),
+            "proj": (768, 768),
+            "up": (3072, 768),
+            "down": (768, 3072),
+            "ln": (768,),
+        }
+        model += [spec(f"{layer}.{name}", *shape) for name, shape in shapes.items()]
+    for places, most in ((2, 1.3), (3, 1.3)):
+        ranges = Division("parameter", places, model).of(model)
+        loads = [sum(each[place].stop - each[place].start for each in ranges) for place in range(places)]
+        assert sum(loads) == sum(each.numel for each in model)
+        assert max(loads) <= most * sum(loads) / places
+
+
+def test_the_plan_says_who_sends_what() -> None:
+    sim = machines(PowerSGD(matrix_rank=2), LAYERS)
+    assert str(sim.syncs[3]).startswith(
+        "PowerSGD(matrix_rank=2) over 2 machines of 2 processes, of which this is process 1 of machine 1"
+    )
+    shown = str(sim.syncs[0].plan)
+    assert all(f"96×64, rank 2, by process {place}" in shown for place in range(2))
+    assert shown.endswith("(of each machine of 2 processes)")
+    for sync in sim.syncs:
+        sync.use(Quantize(bits=4))
+        assert "4 bits in blocks of 64, by 2 processes" in str(sync.plan)
+
+
+@pytest.mark.parametrize("algorithm", [AllReduce(), Cast("bf16")], ids=str)
+def test_one_overflow_reaches_all_processes(algorithm: Algorithm) -> None:
+    sim = machines(algorithm, LAYERS)
+    gradients = random_gradients(LAYERS, num_workers=4, seed=0)
+    gradients[1][2][7] = torch.nan
+    assert not sim.step(gradients)
+    assert all(flat.isnan().all() for worker in gradients for flat in worker)
+    assert {sync.stats().nonfinite_steps for sync in sim.syncs} == {1}
