@@ -39,25 +39,27 @@ POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
 
 def test_what_accelerate_prepares_with_our_config_is_attached(pool4: Pool) -> None:
     """Accelerate shards on accelerators only: here its own code is called as it calls it."""
-    for difference, ratio, is_agreed, refused in pool4.run(_accelerate):
-        assert difference <= 1e-9
-        assert ratio > 1
-        assert is_agreed
-        assert "a mesh of two dimensions, ('dp_replicate', 'dp_shard_cp')" in refused
+    for differences, ratios, are_agreed in pool4.run(_accelerate):
+        assert len(differences) == 2
+        assert max(differences) <= 1e-9
+        assert min(ratios) > 1
+        assert are_agreed
 
 
-def _accelerate() -> tuple[float, float, bool, str]:
+def _accelerate() -> tuple[list[float], list[float], bool]:
     native = sharded(language(), mesh_of())
     train(native, range(2))
-    model, mesh = prepared(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2))
-    sync = thinwire.attach(model, AllReduce(), replicas=mesh["dp_replicate"])
-    train(model, range(2))
-    difference = (flat(model) - flat(native)).abs().max().item()
-    sync.use(POWER)
-    train(model, range(2, 4))
-    stock, theirs = prepared(StockConfig(dp_replicate_size=2, dp_shard_size=2))
-    refused = error_of(lambda: thinwire.attach(stock, POWER, replicas=theirs["dp_replicate"]))
-    return difference, sync.stats().compression_ratio, agreed(model), refused
+    differences, ratios, are_agreed = [], [], True
+    for config in (ParallelismConfig, StockConfig):  # the stock one makes native HSDP
+        model, mesh = prepared(config(dp_replicate_size=2, dp_shard_size=2))
+        sync = thinwire.attach(model, AllReduce(), replicas=mesh["dp_replicate"])
+        train(model, range(2))
+        differences.append((flat(model) - flat(native)).abs().max().item())
+        sync.use(POWER)
+        train(model, range(2, 4))
+        ratios.append(sync.stats().compression_ratio)
+        are_agreed = are_agreed and agreed(model)
+    return differences, ratios, are_agreed
 
 
 def prepared(config: Any) -> tuple[Any, Any]:

@@ -70,6 +70,7 @@ def shards_of(model: nn.Module) -> Transport:
     """Return what joins the processes of a replica."""
     sharded = ShardedModel(model)
     mesh = sharded.mesh()
+    sharded.refuse_native()
     if sharded.is_replicated:
         raise ConfigError(
             "advise got a model of replicate, which is whole on each process; pass the plain module, as it "

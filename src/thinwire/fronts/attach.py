@@ -45,15 +45,16 @@ def attach(
         model: A `DistributedDataParallel` model (or the result of `torch.compile` on one), on any
             backend, over any process group, with any of DDP's options but `mixed_precision` and
             `skip_all_reduce_unused_params`. A `copy.deepcopy` of it has no hook. Training it raises an error
-            until you attach it. Or an FSDP2 model: one on which you called `fully_shard` over a mesh of one
-            dimension, the shards of one replica; or one on which you called `replicate`. docs/sharded.md says
-            what differs then; replicas become equal here, parameters and buffers.
+            until you attach it. Or an FSDP2 model: one on which you called `fully_shard` over a mesh of the
+            shards of one replica, or of replicas and shards (native HSDP); or one on which you called
+            `replicate`. docs/sharded.md says what differs then; replicas become equal here, parameters and
+            buffers.
         algorithm: Such as `thinwire.PowerSGD(matrix_rank=4)`. `TopK` is meant for averaged models; here it
             warns.
         replicas: Of an FSDP2 model: the processes that hold the same shard of different replicas, as a mesh
             or a process group: `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to
             `fully_shard`, or that mesh of two named dimensions as a whole. Not with DDP, which has its own
-            group; `replicate` has one too.
+            group; `replicate` and native HSDP have one too.
         machines: Of a DDP model: which processes share a machine. If several do, and all machines have as
             many, gradients are first averaged exactly inside of each machine. Then each process averages a
             part of them, by the algorithm, with the processes of its place on the other machines, and all
@@ -85,8 +86,8 @@ def attach(
     Raises:
         AttachError: Neither a DDP nor an FSDP2 model, or none of its parameters is trained; a DDP model that
             has a communication hook already (DDP's own `mixed_precision` is one), sparse gradients, or an
-            option under which DDP does not hand over all gradients; an FSDP2 model whose replicas PyTorch
-            averages itself (a mesh of two dimensions), or with a group that is not of equal shards.
+            option under which DDP does not hand over all gradients; an FSDP2 model with a group that is not
+            of equal shards.
         AgreementError: The replicas of an FSDP2 model are not sharded alike; or processes disagree on who
             shares a machine.
         ConfigError: `machines` does not divide the processes; `algorithm` or `grad_scaler` is not one; or

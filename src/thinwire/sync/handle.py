@@ -147,9 +147,10 @@ class GradientSync:
     def detach(self) -> None:
         """Take Thinwire off the model again, between steps; to be called on every process alike.
 
-        Then PyTorch averages as if it had not been there: DDP exactly; `replicate` too; of a model of
-        `fully_shard` nobody averages over the replicas. The model may be attached again. This handle keeps
-        what was done and is remembered: `again.load_state_dict(sync.state_dict())` goes on with it.
+        Then PyTorch averages as if it had not been there: DDP exactly; `replicate` and native HSDP too; of
+        another model of `fully_shard` nobody averages over the replicas. The model may be attached again.
+        This handle keeps what was done and is remembered: `again.load_state_dict(sync.state_dict())` goes on
+        with it.
 
         Raises:
             AttachError: No `attach` has made this handle, or it was detached.

@@ -26,6 +26,7 @@ class ShardedReplica(Replica):
     ) -> None:
         sharded = ShardedModel(module)
         own = sharded.mesh()
+        sharded.refuse_native()
         if sharded.is_replicated:
             raise AttachError(
                 "replicate averages this model's gradients in every step; pass the plain module instead, "

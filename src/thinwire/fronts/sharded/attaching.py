@@ -45,7 +45,7 @@ def attach_sharded(
     # Where a replica is one shard there is nobody to ask, and no group of such a kind.
     shards: Transport = InProcessTransport.group(1)[0]
     if not sharded.is_replicated:
-        shards = ProcessGroupTransport(sharded.mesh().get_group(), torch.device(sharded.mesh().device_type))
+        shards = ProcessGroupTransport(sharded.shard_group, torch.device(sharded.mesh().device_type))
     # A step is committed on all shards or on none, so they ask each other.
     together = shards if shards.size > 1 else None
     settings = replace(settings, together=together)
@@ -60,7 +60,7 @@ def attach_sharded(
         lambda: agree(transport, described, "attach()"),
     )
     # Only when nothing is refused any more: from here on PyTorch averages nothing itself.
-    if sharded.is_replicated:
+    if sharded.is_averaged_by_torch:
         sharded.stop_averaging()
     # Behind all that is compared: replicas of unlike shapes would wait for each other in here.
     copy_from(transport.rank == 0, map(local_of, tensors.values()), transport)

@@ -126,42 +126,57 @@ class ShardedModel:
         """Whether `replicate` holds it, and no `fully_shard`."""
         return all(group.mesh_info.shard_mesh_dim is None for group in self.groups)
 
+    @property
+    def is_native(self) -> bool:
+        """Whether `fully_shard` was given a mesh of two dimensions, replicas and shards: native HSDP."""
+        return any(
+            None not in (group.mesh_info.shard_mesh_dim, group.mesh_info.replicate_mesh_dim)
+            for group in self.groups
+        )
+
+    @property
+    def is_averaged_by_torch(self) -> bool:
+        """Whether PyTorch would average over replicas itself."""
+        return self.is_replicated or self.is_native
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """Over which PyTorch averages, with `replicate` and native HSDP."""
+        group: dist.ProcessGroup = self.groups[0].mesh_info.replicate_process_group
+        return group
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Over which every parameter is sharded."""
+        group: dist.ProcessGroup = self.groups[0].mesh_info.shard_process_group
+        return group
+
     def mesh(self) -> DeviceMesh:
-        """Return the mesh over which every parameter is sharded, or replicated."""
-        meshes: list[DeviceMesh] = []
-        for group in self.groups:
-            info = group.mesh_info
-            names = tuple(info.mesh.mesh_dim_names or ())
-            # FSDP2 reduces over both dimensions, in its own pass.
-            if info.shard_mesh_dim is not None and info.replicate_mesh_dim is not None:
-                if info.mesh.size(info.shard_mesh_dim) == 1:
-                    raise AttachError(
-                        "the model's mesh has one shard for each replica, as replicate() of torch 2.9 makes "
-                        "it, so PyTorch averages whole gradients before anybody can compress them; wrap the "
-                        "plain module in DistributedDataParallel, or use replicate() of torch 2.13"
-                    )
-                shard = f'mesh["{names[info.shard_mesh_dim]}"]' if names else "a mesh of the shards alone"
-                replicate = f'mesh["{names[info.replicate_mesh_dim]}"]' if names else "that of the replicas"
-                raise AttachError(
-                    f"fully_shard was given a mesh of two dimensions, {names or tuple(info.mesh.shape)}, so "
-                    "PyTorch averages whole gradients between replicas before anybody can compress them; "
-                    f"give it one dimension, fully_shard(module, mesh={shard}), and the other to Thinwire: "
-                    f"thinwire.attach(model, algorithm, replicas={replicate})"
-                )
-            meshes.append(info.mesh)
+        """Return the mesh over which every parameter is sharded, or replicated, or both."""
+        meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in self.groups]
         if not meshes:
             raise AttachError("fully_shard holds no parameter of this model, so there is nothing to average")
         # By their processes: each call may have been given a DeviceMesh object of its own.
         others = {str(mesh.mesh.tolist()) for mesh in meshes}
-        if len(others) > 1 or meshes[0].ndim != 1:
+        if len(others) > 1 or meshes[0].ndim != 1 + self.is_native:
             raise AttachError(
                 f"parts of the model are sharded over unlike meshes, {' and '.join(sorted(others))}; "
-                "expected one mesh of one dimension for all fully_shard calls"
+                "expected one mesh for all fully_shard calls, of the shards, or of replicas and shards"
             )
         return meshes[0]
 
+    def refuse_native(self) -> None:
+        """Refuse native HSDP, for those who average models: PyTorch would average gradients as well."""
+        if self.is_native:
+            names = self.mesh().mesh_dim_names or ("replicas", "shards")
+            raise AttachError(
+                f"fully_shard was given a mesh of two dimensions, {names}, so PyTorch averages gradients "
+                "between replicas in each step; give it one dimension, fully_shard(module, "
+                f'mesh=mesh["{names[-1]}"]), and the other to Thinwire: replicas=mesh["{names[0]}"]'
+            )
+
     def stop_averaging(self) -> None:
-        """Let `replicate` reduce over this process alone; it gives each its own gradients then."""
+        """Let `replicate` or native HSDP average over this process alone, which changes nothing."""
         # FSDP2 all-reduces over a group in any case; over one process that changes nothing.
         group = alone()
         for info in {id(each.mesh_info): each.mesh_info for each in self.groups}.values():
@@ -226,13 +241,13 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
                 f"{name} is a {type(parameter).__name__} where FSDP2 has a DTensor; attach before the first "
                 "forward pass, or between steps"
             )
-        if len(parameter.placements) != 1:
+        dims = [each.dim for each in parameter.placements if isinstance(each, Shard)]
+        if len(parameter.placements) != 1 + sharded.is_native or len(dims) > 1:
             raise AttachError(
                 f"{name} lies on a mesh of several dimensions {parameter.placements}, expected shards of "
                 "fully_shard alone; tensor parallelism does not go with Thinwire yet"
             )
-        placement = parameter.placements[0]
-        dim = placement.dim if isinstance(placement, Shard) else None
+        dim = dims[0] if dims else None
         if parameter.is_complex():
             raise AttachError(f"{name} is complex, expected real parameters in a sharded model")
         pieces.append(Piece(name, parameter, tuple(parameter.shape), dim, bucket_of[id(parameter)]))
@@ -242,14 +257,17 @@ def pieces_of(model: torch.nn.Module, sharded: ShardedModel) -> list[Piece]:
 def replicas_of(sharded: ShardedModel, replicas: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """Return the group of processes that hold the same shard of different replicas."""
     own = sharded.mesh()
-    process_group = _group_of(replicas, own) if isinstance(replicas, DeviceMesh) else replicas
-    if sharded.is_replicated:
-        replicating = own.get_group()
+    process_group = replicas
+    if isinstance(replicas, DeviceMesh):
+        is_own = sharded.is_native and replicas.mesh.tolist() == own.mesh.tolist()
+        process_group = sharded.replicate_group if is_own else _group_of(replicas, own)
+    if sharded.is_averaged_by_torch:
+        replicating = sharded.replicate_group
         given = checked_group(replicating if process_group is None else process_group, "replicas")
         if _members(given) != _members(replicating):
             raise AttachError(
                 f"the model is replicated over processes {_members(replicating)}, and the group given is of "
-                f"{_members(given)}; leave it out, or give the same to replicate(mesh=…)"
+                f"{_members(given)}; leave it out, or give the same to replicate(mesh=…) or fully_shard"
             )
         return replicating
     if process_group is None:
