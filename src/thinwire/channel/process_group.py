@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -148,16 +148,38 @@ class ProcessGroupTransport(Transport):
             what, lambda: pieces.swapped(received, sent, self.rank, self._num_pieces(sent), start)
         )
 
-    def mean_row(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.mean_row`; NCCL adds up what passes by, so nothing is received but the mean."""
-        if self.backend_for(tensor.device) != "nccl" or self.size == 1:
-            return super().mean_row(output, tensor, purpose)
+    def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
+        """As `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
+        what = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
+        own = flat.split_with_sizes(list(lengths))[self.rank]
+        if self._is_even_over_nccl(flat, lengths):
+            return self._started(
+                what,
+                lambda: dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, self.group, async_op=True),
+            )
+        received = flat.new_empty(self.size, len(own))
+        # As bytes, which Gloo exchanges of every type.
+        own_bytes, bytes_of = own.nbytes, [flat.element_size() * length for length in lengths]
+
+        def start() -> object:
+            to, sent = _as_bytes(received), _as_bytes(flat)
+            sizes = [own_bytes] * self.size
+            return dist.all_to_all_single(to, sent, sizes, bytes_of, group=self.group, async_op=True)
+
+        return _MeanOfRows(self._started(what, start), received, own)
+
+    def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
+        """As `Transport.gather_parts`: NCCL's where parts are of one length, else copies of each part."""
+        if not self._is_even_over_nccl(flat, lengths):
+            return super().gather_parts(flat, lengths, purpose)
+        own = flat.split_with_sizes(list(lengths))[self.rank]
         return self._started(
-            f"{purpose}: the average of a row of {tensor.numel()} × {tensor.dtype}",
-            lambda: dist.reduce_scatter_tensor(
-                output, tensor.view(-1), dist.ReduceOp.AVG, self.group, async_op=True
-            ),
+            f"{purpose}: the gather of {flat.numel()} × {flat.dtype}",
+            lambda: dist.all_gather_into_tensor(flat, own, self.group, async_op=True),
         )
+
+    def _is_even_over_nccl(self, flat: torch.Tensor, lengths: Sequence[int]) -> bool:
+        return self.backend_for(flat.device) == "nccl" and len(set(lengths)) == 1
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """As `Transport.broadcast`."""
@@ -219,6 +241,21 @@ class ProcessGroupWork:
             return result()
 
         return cast("Future[Result]", self.work.get_future().then(finished))
+
+
+@dataclass(frozen=True)
+class _MeanOfRows:
+    """An exchange under way, and where the mean of what it brings is to lie."""
+
+    work: ProcessGroupWork
+    received: torch.Tensor
+    mean: torch.Tensor
+
+    def wait(self) -> None:
+        self.work.wait()
+        # In fp32 at least: a sum in half precision would overflow, and round after each member.
+        wide = torch.promote_types(self.mean.dtype, torch.float32)
+        self.mean.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

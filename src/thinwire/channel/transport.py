@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -93,25 +94,32 @@ class Transport(ABC):
         tensor.div_(self.size)
         return self.all_reduce(tensor, purpose)
 
-    def mean_row(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """Average the members' rows for this member: a reduce-scatter.
+    def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
+        """Average tensors of the members, each member a part: a reduce-scatter, of parts of any lengths.
 
         Args:
-            output: Shape (n,), contiguous, floating; written: the mean of all members' row of this rank.
-            tensor: Shape (members, n), contiguous, of the same type; row i goes to member i. Only read.
+            flat: Shape (sum of lengths,), contiguous, floating; the part of this rank becomes the mean, what
+                the other parts hold then is undefined.
+            lengths: Of the parts, by rank.
             purpose: What for and in which step, for errors.
         """
-        received = torch.empty_like(tensor)
-        return _MeanRow(self.all_to_all(received, tensor, purpose), received, output)
+        return self.mean(flat, purpose)  # more than is needed; where bytes count, a transport sends less
+
+    def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
+        """Collect the parts of all members.
+
+        Args:
+            flat: Shape (sum of lengths,), contiguous; this rank's part is sent, the others are written.
+            lengths: Of the parts, by rank.
+            purpose: What for and in which step, for errors.
+        """
+        parts = flat.split_with_sizes(list(lengths))
+        return _Several([self.broadcast(part, rank, purpose) for rank, part in enumerate(parts) if len(part)])
 
 
-class _MeanRow(NamedTuple):
-    work: Work
-    received: torch.Tensor
-    output: torch.Tensor
+class _Several(NamedTuple):
+    works: Sequence[Work]
 
     def wait(self) -> None:
-        self.work.wait()
-        # In fp32 at least: a sum in half precision would overflow, and round after each member.
-        wide = torch.promote_types(self.output.dtype, torch.float32)
-        self.output.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))
+        for work in self.works:
+            work.wait()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
 from thinwire.algorithms.base import Indivisible
-from thinwire.channel import Transport, Work
 from thinwire.plan import ParameterSpec
 
 Ranges = tuple[slice, ...]
@@ -82,47 +80,33 @@ def part_of(spec: ParameterSpec, some: slice) -> ParameterSpec:
     return spec._replace(shape=(numel,), stride=(1,), start=some.start)
 
 
-class Piece(NamedTuple):
-    """A part of a parameter.
-
-    Attributes:
-        place: Whose it is.
-        in_bucket: Where it lies in the bucket's flat gradients.
-        in_row: Where it lies in that place's row.
-    """
-
-    place: int
-    in_bucket: slice
-    in_row: slice
-
-
 class BucketParts:
     """How a bucket is divided among the processes of a machine.
 
     Attributes:
         specs: The bucket's parameters.
         ranges: Of each parameter, the elements of each place.
+        lengths: Elements of the bucket of each place.
     """
 
     def __init__(self, specs: tuple[ParameterSpec, ...], ranges: Sequence[Ranges], place: int) -> None:
         self.specs, self.ranges, self._place = specs, ranges, place
-        self._lengths = [0] * len(ranges[0])
-        pieces, offset = [], 0
-        for spec, of_spec in zip(specs, ranges, strict=True):
-            for each, some in enumerate(of_spec):
-                start, numel = self._lengths[each], some.stop - some.start
-                if numel:
-                    in_bucket = slice(offset + some.start, offset + some.stop)
-                    pieces.append(Piece(each, in_bucket, slice(start, start + numel)))
-                    self._lengths[each] += numel
-            offset += spec.numel
-        self._pieces = list(_joined(pieces))
-        self._width = max(self._lengths)
+        offsets = list(accumulate((spec.numel for spec in specs), initial=0))
+        of_places = [
+            [
+                slice(offset + of_spec[each].start, offset + of_spec[each].stop)
+                for offset, of_spec in zip(offsets, ranges, strict=False)
+            ]
+            for each in range(len(ranges[0]))
+        ]
+        self.lengths: list[int] = [sum(some.stop - some.start for some in slices) for slices in of_places]
+        # Of the bucket, in the order of places.
+        self._slices = list(_joined([some for slices in of_places for some in slices]))
 
     def specs_of(self, place: int) -> tuple[ParameterSpec, ...]:
-        """Return a place's parts, in the order of its row."""
+        """Return a place's parts, in the order of the bucket."""
         # What has no elements goes to the place with most elements, so that it has a route.
-        busiest = self._lengths.index(self._width)
+        busiest = self.lengths.index(max(self.lengths))
         return tuple(
             part_of(spec, ranges[place])
             for spec, ranges in zip(self.specs, self.ranges, strict=True)
@@ -136,47 +120,34 @@ class BucketParts:
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that each process sends to others of its machine in a step, and receives."""
-        return 2 * (len(self._lengths) - 1) * self._width * self.specs[0].dtype.itemsize
+        """Bytes that this process sends to others of its machine in a step."""
+        own, others = self.lengths[self._place], len(self.lengths) - 1
+        return (sum(self.lengths) - own + others * own) * self.specs[0].dtype.itemsize
 
-    def reduced(self, flat: torch.Tensor, inside: Transport, purpose: str) -> tuple[Work, torch.Tensor]:
-        """Start averaging a bucket inside of the machine; return what to wait for, and this place's part."""
-        # Rows are of one length; what fills them up is sent, and must be no leftover that is not finite.
-        rows = flat.new_zeros(len(self._lengths), self._width)
-        torch._foreach_copy_(self._in_rows(rows), self._in_bucket(flat))
-        own = flat.new_empty(self._width)
-        return inside.mean_row(own, rows, purpose), own[: self._lengths[self._place]]
+    def by_place(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a bucket in the order of places: itself, if it has that order."""
+        return flat if len(self._slices) < 2 else torch.cat([flat[some] for some in self._slices])
 
-    def gathered(self, own: torch.Tensor, inside: Transport, purpose: str) -> tuple[Work, torch.Tensor]:
-        """Start collecting the means of all places; return what to wait for, and where they will be."""
-        rows = own.new_empty(len(self._lengths), self._width)
-        padded = torch.nn.functional.pad(own, (0, self._width - len(own)))
-        return inside.all_gather(rows, padded, purpose), rows
+    def own(self, by_place: torch.Tensor) -> torch.Tensor:
+        """Return this process's part, a view."""
+        return by_place.split_with_sizes(self.lengths)[self._place]
 
-    def write(self, flat: torch.Tensor, rows: torch.Tensor) -> None:
-        """Write what was gathered to the bucket."""
-        torch._foreach_copy_(self._in_bucket(flat), self._in_rows(rows))
-
-    def _in_bucket(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[piece.in_bucket] for piece in self._pieces]
-
-    def _in_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        return [rows[piece.place, piece.in_row] for piece in self._pieces]
+    def write(self, flat: torch.Tensor, by_place: torch.Tensor) -> None:
+        """Write what `by_place` has returned back to the bucket."""
+        if by_place is not flat:
+            sizes = [some.stop - some.start for some in self._slices]
+            torch._foreach_copy_([flat[some] for some in self._slices], by_place.split_with_sizes(sizes))
 
 
-def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Yield pieces with those joined that follow each other in the bucket and in one row: fewer copies."""
-    joined: Piece | None = None
-    for piece in pieces:
-        if joined and (joined.place, joined.in_bucket.stop) == (piece.place, piece.in_bucket.start):
-            joined = Piece(
-                piece.place,
-                slice(joined.in_bucket.start, piece.in_bucket.stop),
-                slice(joined.in_row.start, piece.in_row.stop),
-            )
-            continue
-        if joined:
-            yield joined
-        joined = piece
-    if joined:
+def _joined(slices: Sequence[slice]) -> Iterator[slice]:
+    """Yield slices that are not empty, with those joined that follow each other: fewer copies."""
+    joined = slice(0, 0)
+    for some in slices:
+        if some.start == joined.stop:
+            joined = slice(joined.start, some.stop)
+        elif some.start < some.stop:
+            if joined.start < joined.stop:
+                yield joined
+            joined = some
+    if joined.start < joined.stop:
         yield joined

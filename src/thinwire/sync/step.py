@@ -17,6 +17,7 @@ from thinwire.sync.clock import StepClock
 from thinwire.sync.exchange import Exchange, shown
 from thinwire.sync.lane import Lane
 from thinwire.sync.lanes import Lanes, Specs
+from thinwire.sync.parts import BucketParts
 from thinwire.sync.places import Places
 from thinwire.sync.precision import full_precision
 from thinwire.sync.streams import Streams, refuse_capture
@@ -56,9 +57,10 @@ class Step:
         self._exchange = Exchange(wire, self._name)
         self._streams = Streams()
         self._buckets: list[Bucket] = []
-        # On a machine of several processes: the gradients of all buckets, and what is averaged inside of it.
-        self._flats: list[torch.Tensor] = []
+        # On a machine of several processes: what is averaged inside of it; and all buckets, as they lie and
+        # in the order of places.
         self._inside: deque[tuple[Lane, torch.Tensor, Work]] = deque()
+        self._divided: list[tuple[BucketParts, torch.Tensor, torch.Tensor]] = []
         self._sent_before = traffic.message_bytes
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
@@ -107,11 +109,12 @@ class Step:
             return
         # First inside of the machine. The bucket before has mostly come by now, and goes on its way.
         purpose = f"{self._name}, the mean inside of the machine of the bucket of {lane.specs[0].name}"
-        work, own = lane.parts.reduced(flat, places.inside, purpose)
+        by_place = lane.parts.by_place(flat)
+        work = places.inside.scatter_mean(by_place, lane.parts.lengths, purpose)
         places.inside_bytes += lane.parts.inside_bytes
         self._take_lane(lane)
-        self._flats.append(flat)
-        self._inside.append((lane, own, work))
+        self._divided.append((lane.parts, flat, by_place))
+        self._inside.append((lane, lane.parts.own(by_place), work))
         if len(self._inside) > 1:
             self._send_reduced()
 
@@ -294,14 +297,15 @@ class Step:
 
     def _gather_inside(self, places: Places) -> None:
         """Bring the means of all parts to all processes of the machine; what was not committed, as well."""
-        gathers = []
-        for lane, bucket in zip(self.lanes, self._buckets, strict=True):
-            purpose = f"{self._name}, the means of the bucket of {lane.specs[0].name}"
-            if lane.parts is not None:
-                gathers.append((lane.parts, *lane.parts.gathered(bucket.flat, places.inside, purpose)))
-        for flat, (parts, work, rows) in zip(self._flats, gathers, strict=True):
+        gathers = [
+            places.inside.gather_parts(
+                by_place, parts.lengths, f"{self._name}, the means of the bucket of {parts.specs[0].name}"
+            )
+            for parts, _, by_place in self._divided
+        ]
+        for (parts, flat, by_place), work in zip(self._divided, gathers, strict=True):
             self._wait_for(work)
-            parts.write(flat, rows)
+            parts.write(flat, by_place)
 
     def _commit_if(self, is_healthy: bool, fill: float) -> None:
         if is_healthy:
