@@ -11,7 +11,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +28,7 @@ from known_methods import LOCAL, PER_STEP
 from pages import ROOT
 from progress import Progress
 from thinwire.demo.text import batch_generator, fixed_batches, load_text, sample_batch
-from thinwire.launch import LOOK_EVERY_SECONDS, LocalJob, join_local_job
+from thinwire.launch import LocalJob, join_local_job
 
 __all__ = ["PROCESSES", "RATE", "fine_tuned"]
 
@@ -61,8 +60,9 @@ def fine_tuned(method: str, steps: int, seed: int) -> tuple[float, float]:
         script = [sys.executable, __file__, f"--method={method}", f"--steps={steps}", f"--seed={seed}"]
         with Path(folder, "log").open("w+b") as log:
             with LocalJob([*script, f"--out={out}"], PROCESSES, out=log) as job:
-                while job.is_running():
-                    time.sleep(LOOK_EVERY_SECONDS)
+                received = job.run()
+            if received is not None:
+                raise KeyboardInterrupt
             if job.failure is not None:
                 log.seek(0)
                 raise RuntimeError(f"{job.failure}\n{log.read().decode(errors='replace')[-4000:]}")

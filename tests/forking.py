@@ -7,7 +7,6 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import IO, NoReturn
@@ -45,19 +44,6 @@ class Forked:
             if ended:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("forked", timeout)
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-    def terminate(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
 
 
 def _be(command: Sequence[str], out: int, environment: Mapping[str, str]) -> NoReturn:

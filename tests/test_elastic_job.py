@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -149,8 +150,8 @@ while number == "1" and not (folder / "told-0-0").exists():
 sys.exit(3 if number == "1" else 0)
 """
     with job(die, tmp_path, min_members=1) as running:
-        for member in running._members:
-            while member.process.exit_code is None:
+        for process in running.processes:
+            while process.exit_code is None:
                 time.sleep(0.01)
         wait_for_end(running)
         running.kill(1)  # nothing, since it has ended
@@ -194,7 +195,8 @@ def test_who_does_not_leave_is_killed_and_at_once_where_that_is_urgent(tmp_path:
     with job(deaf, tmp_path, end_within_seconds=1000) as running:
         while not all((tmp_path / number).exists() for number in "01"):
             time.sleep(0.01)
-        running.end(lambda: True)
+        Timer(0.2, signal.raise_signal, [signal.SIGTERM]).start()
+        running.end()
     assert_all_have_ended(tmp_path)
 
 

@@ -16,7 +16,8 @@ import pytest
 from crash import listening_on
 from launcher import started_python
 from thinwire import ConfigError, launch, lifeline
-from thinwire.launch import LocalJob, python_module, run_here
+from thinwire.cli.common import run_here
+from thinwire.launch import LocalJob, python_module
 
 WITHIN_SECONDS = 60.0
 
@@ -40,7 +41,7 @@ def job(rest: str, folder: Path) -> LocalJob:
 
 def wait_for_end(running: LocalJob) -> None:
     deadline = time.monotonic() + WITHIN_SECONDS
-    while running.is_running():
+    while running.look():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -78,10 +79,10 @@ path.write_text('{"message": {"message": "RuntimeError: lost a peer\\\\nat lengt
 sys.exit(1)
 """
     with job(fail, tmp_path) as running:
-        for process in running._processes:
+        for process in running.processes:
             while process.exit_code is None:
                 time.sleep(0.01)
-        assert not running.is_running()
+        assert not running.look()
     assert running.failure == "process 2 was ended by signal 9"
     assert running.exit_code == 137
 

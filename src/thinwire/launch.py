@@ -1,12 +1,8 @@
-"""Processes that are started here: their output, the signals for them, their end; and a job of them.
-
-The processes of a `LocalJob` find each other by a file that other users can't open, and listen on the
-loopback interface only. The other way would be torchrun; but its rendezvous listens on every address, and
-loads pickles from whoever reaches it.
-"""
+"""Processes that are started here: their output, the signals for them, their end; and jobs of them."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -15,54 +11,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType, TracebackType
-from typing import IO, Any
+from types import FrameType
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from thinwire.checks import processes_here
 from thinwire.errors import ConfigError
-from thinwire.lifeline import LAUNCHER_VARIABLE, following
+from thinwire.lifeline import END_ALL, LAUNCHER_VARIABLE, following
 
 STORE_VARIABLE = "THINWIRE_STORE"  # in the environment of a job's processes: the file by which they meet
 LOOPBACKS = ("lo", "lo0")
-LOOK_EVERY_SECONDS = 0.1
-END_LOOK_EVERY_SECONDS = 0.02
+LOOK_EVERY_SECONDS = 0.05
 END_WITHIN_SECONDS = 10.0
+LAST_WORDS_SECONDS = 5.0  # for the output of a process to end: what it has started may have that open still
 
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM has come; as `KeyboardInterrupt`, so that what cleans up after Ctrl-C does so here."""
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """While open, end by an exception at SIGTERM; but a process of a job its launcher may end at once."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or "RANK" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+Opened = TypeVar("Opened", bound="Job")
 
 
 class EndSignals:
     """While open, remembers a signal that asks this process to end, instead of being ended by it.
-
-    Signals that this process ignores, as under nohup, stay ignored.
 
     Attributes:
         received: The last one; None if there was none.
@@ -82,17 +55,9 @@ class EndSignals:
                 self._previous[number] = signal.signal(number, self._remember)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-
-    def stand_by(self, goes_on: Callable[[], bool]) -> int | None:
-        """Look again and again whether something goes on; return the signal that came meanwhile, if any."""
-        while goes_on() and self.received is None:
-            time.sleep(LOOK_EVERY_SECONDS)
-        return self.received
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = number
@@ -112,8 +77,14 @@ class Output:
         # One thread per process writes: without the lock, lines would be torn.
         self._out, self._lock = out, threading.Lock()
 
-    def write(self, line: bytes) -> None:
-        """Write a line; drop it if that failed before."""
+    def follow(self, lines: IO[bytes], prefix: bytes) -> None:
+        """Write all lines, each with a prefix; go on reading when nothing can be written any more."""
+        # A process whose pipe is full would never end.
+        with lines:
+            for line in lines:
+                self._write(prefix + line.removesuffix(b"\n") + b"\n")
+
+    def _write(self, line: bytes) -> None:
         with self._lock:
             if self.error is None:
                 try:
@@ -123,34 +94,15 @@ class Output:
                 except OSError as error:
                     self.error = error
 
-    def follow(self, process: subprocess.Popen[bytes], prefix: str) -> threading.Thread:
-        """Write what a process prints.
-
-        Returns:
-            The thread that does so, until the process has closed its output.
-        """
-        assert process.stdout is not None
-        thread = threading.Thread(target=self._follow, args=(process.stdout, prefix.encode()), daemon=True)
-        thread.start()
-        return thread
-
-    def _follow(self, lines: IO[bytes], prefix: bytes) -> None:
-        # Also when nothing can be written any more: a process whose pipe is full would never end.
-        with lines:
-            for line in lines:
-                self.write(prefix + line.removesuffix(b"\n") + b"\n")
-
-    @property
-    def exit_code(self) -> int:
-        """The code to end with where output can't be written: as a shell tells SIGPIPE if nobody reads it."""
-        return 128 + signal.SIGPIPE if isinstance(self.error, BrokenPipeError) else 1
-
 
 class Process:
     """A process that is started here, and ends with this one.
 
+    With `enter`, a command that enters a host of the lab, it also ends with all that it has started, and its
+    signals are for its process group, as on a terminal.
+
     Attributes:
-        pid: Of the process, and of its session and process group.
+        seconds: How long it ran, by the look that found its end; None before.
     """
 
     def __init__(
@@ -159,9 +111,13 @@ class Process:
         variables: Mapping[str, str],
         out: Output | IO[bytes] | None,
         prefix: str = "",
+        *,
+        enter: Sequence[str] | None = None,
     ) -> None:
+        self.seconds: float | None = None
+        self._start, self._is_kept = time.monotonic(), enter is not None
         self._process = subprocess.Popen(
-            following(command),
+            [*(enter or []), *following(command, is_kept=self._is_kept)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE if isinstance(out, Output) else out,
             stderr=None if out is None else subprocess.STDOUT,
@@ -171,13 +127,18 @@ class Process:
             # hears it, and ends the others in order.
             start_new_session=True,
         )
-        self.pid = self._process.pid
-        self._reader = out.follow(self._process, prefix) if isinstance(out, Output) else None
+        self._reader: threading.Thread | None = None
+        if isinstance(out, Output):
+            given = self._process.stdout, prefix.encode()
+            self._reader = threading.Thread(target=out.follow, args=given, daemon=True)
+            self._reader.start()
 
     @property
     def exit_code(self) -> int | None:
         """As a shell tells it, 128 + the signal that ended it; None while it runs."""
         code = self._process.poll()
+        if code is not None and self.seconds is None:
+            self.seconds = time.monotonic() - self._start
         return code if code is None or code >= 0 else 128 - code
 
     @property
@@ -187,76 +148,173 @@ class Process:
         assert code is not None
         return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
-    def read_to_the_end(self, within_seconds: float | None = None) -> None:
-        """Wait for its last lines; what it has started may keep its output open."""
+    def read_to_the_end(self) -> None:
+        """Wait for the last lines of a process that has ended."""
         if self._reader is not None:
-            self._reader.join(within_seconds)
+            self._reader.join(None if self._is_kept else LAST_WORDS_SECONDS)
 
-    def kill(self) -> None:
-        """Kill it, if it still runs."""
-        self._process.kill()
-
-    @staticmethod
-    def end(
-        processes: Iterable[Process], within_seconds: float, is_urgent: Callable[[], bool] = lambda: False
-    ) -> None:
-        """Ask all that run to end, and kill those that have not within the time, or if it becomes urgent."""
-        # All are asked first, and share one deadline: they may be waiting for each other.
-        running = [each._process for each in processes if each._process.poll() is None]
-        for process in running:
-            process.terminate()
-        deadline = time.monotonic() + within_seconds
-        while any(process.poll() is None for process in running):
-            if time.monotonic() >= deadline or is_urgent():
-                for process in running:
-                    process.kill()
-                    process.wait()
-            time.sleep(END_LOOK_EVERY_SECONDS)
+    def send(self, number: int) -> None:
+        """Send a signal, if it still runs; SIGKILL ends it for certain."""
+        # Once it has ended, its number may be another process's.
+        if self.exit_code is not None:
+            return
+        if not self._is_kept:
+            os.kill(self._process.pid, number)
+        elif number == signal.SIGKILL:
+            # At SIGKILL its keeper could end nobody.
+            os.kill(self._process.pid, END_ALL)
+        else:
+            os.killpg(self._process.pid, number)
 
 
-class LocalJob:
-    """While open, the processes of a job run; all of them have ended afterwards.
+class Job:
+    """While open, processes run here; all of them have ended afterwards.
 
-    The first that fails ends the others, at the next look.
+    The first that fails ends the others: they are asked to after `grace_seconds`, and killed
+    `end_within_seconds` later. A signal asks them at once, a further one kills them. If their output can't be
+    written, they are asked at once, too.
 
     Attributes:
+        processes: By place, from 0.
         failure: What the first that failed died of, in one line; None if none has.
-        exit_code: Of that one, as a shell tells it (128 + the signal that ended it); 0 if none has failed.
+        received: The signal that has asked the job to end; None if none has.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int], Process],
+        size: int,
+        *,
+        out: Output | IO[bytes] | None = None,
+        grace_seconds: float = 0.0,
+        end_within_seconds: float = END_WITHIN_SECONDS,
+        passes_signals_on: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.processes: list[Process] = []
+        self.failure: str | None = None
+        self.received: int | None = None
+        self._start, self._size, self._out, self._say = start, size, out, say
+        self._grace_seconds, self._end_within_seconds = grace_seconds, end_within_seconds
+        self._passes_signals_on = passes_signals_on
+        self._signals, self._opened = EndSignals(), ExitStack()
+        self._failed_code = 0
+        self._over_since: float | None = None
+
+    def __enter__(self: Opened) -> Opened:
+        with ExitStack() as opened:
+            # Before any process: a signal while they start must end them, too.
+            opened.enter_context(self._signals)
+            self._prepare(opened)
+            opened.callback(self.end)
+            for place in range(self._size):
+                self.processes.append(self._start(place))
+            # Only now: if one can't be started, those before it are ended on the way out.
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if all ended well, else as a shell tells it; 128 + the signal if one has ended the job."""
+        if self.received is not None:
+            return 128 + self.received
+        error = self.output_error
+        if error is not None:
+            return 128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else 1
+        return self._code_of_failure()
+
+    @property
+    def output_error(self) -> OSError | None:
+        """Why what the processes print can't be written; None as long as it can."""
+        return self._out.error if isinstance(self._out, Output) else None
+
+    def run(self, each_look: Callable[[], None] = lambda: None) -> int | None:
+        """Stay until the job has ended; return the signal that asked it to, if one did."""
+        while self.look() and self._signals.received is None:
+            each_look()
+            time.sleep(LOOK_EVERY_SECONDS)
+        self.received = self._signals.received
+        if self.received is not None:
+            name = signal.Signals(self.received).name
+            self._say(f"{name}: all are asked to end; a further signal kills them")
+        self.end()
+        each_look()
+        return self.received
+
+    def look(self) -> bool:
+        """Look after the processes once; return whether the job goes on."""
+        codes = [process.exit_code for process in self.processes]
+        failed = [place for place, code in enumerate(codes) if code]
+        if failed and self._over_since is None:
+            first = min(failed, key=self._failed_at)
+            self.failure, self._failed_code = self._cause(first), codes[first] or 0
+            self._over_since = time.monotonic()
+        # Not ended at once: the others find out by themselves, and their own words tell more than a signal's.
+        return None in codes and self.output_error is None and self._is_within(self._grace_seconds)
+
+    def end(self) -> None:
+        """Ask all that still run to end, and kill those that take too long, or all at a further signal."""
+        numbers, num_received = [int(signal.SIGTERM)], self._signals.num_received
+        if self.received is not None and self._passes_signals_on:
+            numbers.insert(0, self.received)
+        for number in numbers:
+            # All are asked first, and share one deadline: they may be waiting for each other.
+            self._send(number)
+            deadline = time.monotonic() + self._end_within_seconds
+            while (
+                self.is_running and time.monotonic() < deadline and self._signals.num_received == num_received
+            ):
+                time.sleep(LOOK_EVERY_SECONDS)
+        self._send(signal.SIGKILL)
+        while self.is_running:
+            time.sleep(LOOK_EVERY_SECONDS)
+        for process in self.processes:
+            process.read_to_the_end()
+
+    def _prepare(self, opened: ExitStack) -> None:
+        """Open what the processes need, before they start; it closes after their end."""
+
+    def _code_of_failure(self) -> int:
+        return self._failed_code
+
+    def _failed_at(self, place: int) -> int:
+        """Return a time that tells the order of failures found at one look."""
+        return 0
+
+    def _cause(self, place: int) -> str:
+        return f"process {place} {self.processes[place].ending}"
+
+    def _is_within(self, seconds: float) -> bool:
+        """Return whether the job is not over, or was found to be for no longer than this."""
+        return self._over_since is None or time.monotonic() < self._over_since + seconds
+
+    @property
+    def is_running(self) -> bool:
+        """Whether some processes still run."""
+        return any(process.exit_code is None for process in self.processes)
+
+    def _send(self, number: int) -> None:
+        for process in self.processes:
+            process.send(number)
+
+
+class LocalJob(Job):
+    """A job whose processes are told what torchrun would tell them; `join_local_job` makes their group.
+
+    They find each other by a file that other users can't open, and listen on the loopback interface only.
+    torchrun's rendezvous would listen on every address, and load pickles from whoever reaches it.
     """
 
     def __init__(self, command: Sequence[str], processes: int, *, out: IO[bytes] | None = None) -> None:
-        self.failure: str | None = None
-        self.exit_code = 0
-        self._command, self._size, self._out = list(command), processes, out
-        self._interface = loopback_interface()
-        self._processes: list[Process] = []
-        self._open = ExitStack()
+        super().__init__(self._started, processes, out=out)
+        self._command, self._interface = list(command), loopback_interface()
 
-    def __enter__(self) -> LocalJob:
-        with ExitStack() as opened:
-            # Of mode 0700: whoever could write to the file could tell the processes to connect elsewhere.
-            self._folder = Path(opened.enter_context(TemporaryDirectory(prefix="thinwire-job-")))
-            opened.callback(lambda: Process.end(self._processes, END_WITHIN_SECONDS))
-            for process_rank in range(self._size):
-                self._processes.append(self._started(process_rank))
-            # Only now: where one can't be started, those before it are ended on the way out.
-            self._open = opened.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._open.close()
-
-    def is_running(self) -> bool:
-        """Return whether some still run, and none has failed."""
-        codes = [process.exit_code for process in self._processes]
-        failed = [process_rank for process_rank, code in enumerate(codes) if code]
-        if failed and self.failure is None:
-            # Of several at one look: who said nothing was killed, and the others' errors are for want of it.
-            first = min(failed, key=self._failed_at)
-            self.failure, self.exit_code = self._cause(first), codes[first] or 0
-        return None in codes and not failed
+    def _prepare(self, opened: ExitStack) -> None:
+        # Of mode 0700: whoever could write to the file could tell the processes to connect elsewhere.
+        self._folder = Path(opened.enter_context(TemporaryDirectory(prefix="thinwire-job-")))
 
     def _started(self, process_rank: int) -> Process:
         variables = {
@@ -276,7 +334,8 @@ class LocalJob:
         return self._folder / f"error-{process_rank}.json"
 
     def _failed_at(self, process_rank: int) -> int:
-        # By the age of what it wrote on its way out: exit codes that are found at one look have no order.
+        # By the age of what it wrote on its way out. A process that wrote nothing was killed, and is first:
+        # the others' errors are for want of it.
         path = self._error_path(process_rank)
         return path.stat().st_mtime_ns if path.exists() else 0
 
@@ -284,7 +343,7 @@ class LocalJob:
         try:
             cause = json.loads(self._error_path(process_rank).read_text())["message"]
         except (OSError, ValueError, KeyError):
-            return f"process {process_rank} {self._processes[process_rank].ending}"
+            return super()._cause(process_rank)
         message = str(cause["message"] if isinstance(cause, dict) else cause)
         return f"process {process_rank}: {message.strip().partition(chr(10))[0]}"
 
@@ -318,29 +377,12 @@ def join_local_job(backend: str, *, timeout_seconds: float) -> None:
     )
 
 
-def run_here(processes: int | None, option: str = "--processes") -> None:
-    """Run this very command in so many processes of this machine.
-
-    Exits as they do. Returns at once in one of them, and where None is asked for.
-    """
-    if processes is None or is_in_local_job():
-        return
-    processes_here(option.removeprefix("--"), processes, minimum=1)
-    if "RANK" in os.environ:
-        raise ConfigError(
-            f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"
-        )
-    command = [*python_module("thinwire"), *sys.argv[1:]]
-    with EndSignals() as end_signals, LocalJob(command, processes) as job:
-        received = end_signals.stand_by(job.is_running)
-    if received is not None:
-        name = signal.Signals(received).name
-        print(
-            f"thinwire: stopped by {name}; every process has ended, the same command begins anew",
-            file=sys.stderr,
-        )
-        sys.exit(128 + received)
-    sys.exit(job.exit_code)
+def leave_group() -> None:
+    """Destroy the default process group, and before that what keeps it."""
+    # A DDP model that is still there, in a cycle, keeps the backend's threads running into the interpreter's
+    # end, where they now and then abort.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def python_module(name: str) -> list[str]:

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from launcher import run_python
 from thinwire import PowerSGD, Watch, checks
-from thinwire.cli.app import Settings, build_app, main
-from thinwire.cli.output import check_output
-from thinwire.cli.progress import shown_checks, shown_measuring
+from thinwire.cli import Settings, build_app, main
+from thinwire.cli.check import shown_checks
+from thinwire.cli.common import check_output, shown_measuring
 from thinwire.errors import ConfigError
 from thinwire.plan import ParameterSpec
 from thinwire.probe.result import Probe, Timing
@@ -184,7 +184,7 @@ def test_an_interrupted_measurement_says_that_it_begins_anew(
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert output.getvalue() == (
         "thinwire: measuring, about 5 s …\n"
-        f"thinwire: stopped by {name}; nothing is kept, the same command begins anew\n"
+        f"thinwire: stopped by {name}; nothing is kept, the same command begins again\n"
     )
 
 

@@ -22,8 +22,7 @@ import forking
 from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import cli, launch
-from thinwire.cli.demo import FOOTNOTE, summary_table
-from thinwire.cli.progress import shown_progress
+from thinwire.cli.demo import FOOTNOTE, shown_progress, summary_table
 from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss, next_byte_loss
 from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import RecordFile, TrainedStep, read_records, summarize
@@ -398,7 +397,7 @@ def test_it_listens_on_loopback_only_and_ctrl_c_ends_every_process(tmp_path: Pat
         assert demo.wait() == 130
         said = demo.stderr.read()
         assert said.startswith("thinwire: stopped by SIGINT; every process has ended.")
-        assert said.endswith("can't be resumed, the same command begins anew\n")
+        assert said.endswith("can't be resumed, the same command begins again\n")
         assert not any(map(is_there, running))
     for line in (tmp_path / "fp16.jsonl").read_text().splitlines()[:-1]:
         assert json.loads(line)["kind"] in ("run", "plan", "step", "norms", "log")

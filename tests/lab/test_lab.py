@@ -24,7 +24,7 @@ from launcher import Running, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import ConfigError
 from thinwire.lab.layout import Layout, bits_per_second
-from thinwire.lab.namespace import check_machine
+from thinwire.lab.network import check_machine
 
 Measured = TypeVar("Measured")
 

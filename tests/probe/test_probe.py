@@ -26,7 +26,7 @@ from lab.test_lab import real, undisturbed
 from launcher import run_job, run_on_hosts, run_python
 from pool import Pool
 from thinwire.channel import ProcessGroupTransport, Work
-from thinwire.cli.job import alone
+from thinwire.cli.common import alone
 from thinwire.cli.probe import show
 from thinwire.errors import AgreementError, ConfigError
 from thinwire.lab.layout import Layout

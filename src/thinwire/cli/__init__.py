@@ -1,5 +1,110 @@
-"""The `thinwire` command: one file for each subcommand, and the one room of typer and rich."""
+"""The `thinwire` command: one file for each subcommand, and the one room of typer and rich.
 
-from thinwire.cli.app import main
+Here is the command as a whole: its subcommands, its errors, its pipes.
+"""
 
-__all__ = ["main"]
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn
+
+from thinwire.errors import ConfigError, ThinwireError
+from thinwire.version import __version__
+
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["Settings", "build_app", "main"]
+
+CLI_PACKAGES = ("jinja2", "matplotlib", "numpy", "rich", "typer")
+COMMANDS = ("check", "probe", "advise", "lab", "demo", "report", "run")
+
+
+@dataclass
+class Settings:
+    """What was asked for before the command's name."""
+
+    debug: bool = False
+
+
+def main() -> None:
+    """Run one command. A user's mistake is one line on stderr, a traceback only with --debug.
+
+    So is output that can't be written; if nobody reads it, the command ends as if by SIGPIPE.
+    """
+    settings = Settings()
+    try:
+        try:
+            build_app(settings)()
+        finally:
+            # In any case: typer ends most commands by SystemExit.
+            _write_what_is_left()
+    except ModuleNotFoundError as missing:
+        # Whatever else is missing is a mistake in an installation or here, and needs its traceback.
+        package = (missing.name or "").partition(".")[0]
+        if package not in CLI_PACKAGES:
+            raise
+        _fail(f"the command line needs {package}: pip install '.[cli]' in a clone of Thinwire", code=2)
+    # As a shell tells an end by SIGPIPE. It stands before OSError, of which it is one.
+    except BrokenPipeError:
+        sys.exit(128 + 13)
+    except (ThinwireError, OSError) as error:
+        if settings.debug:
+            raise
+        _fail(str(error), code=2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        # As a shell tells an end by SIGINT.
+        sys.exit(130)
+
+
+def build_app(settings: Settings) -> typer.Typer:
+    """Return the command with its subcommands; `settings` gets what is asked for before their names."""
+    # Here and not above, so that `main` can say which package is missing.
+    import typer  # noqa: PLC0415
+
+    # Typer has its own way of showing exceptions; `main` says what an error looks like.
+    app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+
+    @app.callback(invoke_without_command=True)
+    def describe(
+        *,
+        debug: bool = typer.Option(False, "--debug", help="Show the traceback of an error."),
+        version: bool = typer.Option(False, "--version", help="Print the version."),
+    ) -> None:
+        """Thinwire trains PyTorch models data-parallel over slow networks: small messages, same model.
+
+        Example: `thinwire demo`
+        """
+        settings.debug = debug
+        if version:
+            typer.echo(f"thinwire {__version__}")
+            raise typer.Exit
+
+    for name in COMMANDS:
+        # What stands behind the script of `run` is the script's own, options too.
+        context = {"allow_interspersed_args": False} if name == "run" else None
+        app.command(context_settings=context)(getattr(import_module(f"thinwire.cli.{name}"), name))
+    return app
+
+
+def _write_what_is_left() -> None:
+    """Write out what was printed: when the interpreter ends it is too late to say that it can't be."""
+    # A shell may have closed it.
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # What is still in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"the output can't be written: {error.strerror}") from error
+
+
+def _fail(message: str, *, code: int) -> NoReturn:
+    print(f"thinwire: {message}", file=sys.stderr)
+    sys.exit(code)

@@ -20,12 +20,9 @@ from thinwire.advice.lines import lines_to_paste
 from thinwire.advice.measure import advise as measure
 from thinwire.advice.result import MAX_BUDGET_LOSS, Advice, Prediction
 from thinwire.advice.words import LOSS_LEGEND, sources, verdict
-from thinwire.cli.job import alone, joined_job
-from thinwire.cli.output import tell_without_numba
-from thinwire.cli.progress import shown_measuring
+from thinwire.cli.common import alone, joined_job, run_here, shown_measuring, tell_without_numba
 from thinwire.errors import ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2
-from thinwire.launch import run_here
 from thinwire.probe import Probe
 
 COLUMNS = ("ms", "between", "%", "MB", "kept", "loss")

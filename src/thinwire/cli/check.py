@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -16,13 +16,11 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from thinwire.channel import gather_numbers
-from thinwire.cli.job import Processes, joined_job
-from thinwire.cli.output import tell_without_numba
-from thinwire.cli.progress import shown_checks
+from thinwire.cli.common import Processes, joined_job, run_here, tell_without_numba
 from thinwire.errors import ConfigError
-from thinwire.launch import run_here
 from thinwire.selfcheck.checks import CHECKS, Bench, Check
 from thinwire.selfcheck.device import measure, new_page
 from thinwire.selfcheck.page import DevicePage, KeptPage
@@ -33,6 +31,7 @@ TIMEOUT_SECONDS = 60.0
 # Parts of the page, and steps within them, begin within the first; what there is of it is printed after the
 # second, and whatever hangs ends with its process after the third.
 PAGE_SECONDS, KEPT_SECONDS, END_SECONDS = 200.0, 265.0, 270.0
+PLAIN_EVERY_SECONDS = 10.0
 
 
 def check(
@@ -215,3 +214,26 @@ def _outcome(name: str, run: Check, bench: Bench) -> bool:
         # At once: if a later check hangs, this may be why.
         _say(bench, f"{name}: {found}")
     return not bench.findings
+
+
+@contextmanager
+def shown_checks(
+    console: Console, total: int, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str], None]]:
+    """Show which check is under way, and the time left; in a pipe a line at most every 10 s."""
+    begun = shown = clock()
+    done = 0
+
+    def show(name: str) -> None:
+        nonlocal shown, done
+        now = clock()
+        left = f"about {(now - begun) / done * (total - done):.0f} s left" if done else "under a minute left"
+        done += 1
+        line = f"check {done} of {total}, {left}: {name}"
+        status.update(escape(line))
+        if not console.is_terminal and now - shown >= PLAIN_EVERY_SECONDS:
+            shown = now
+            console.print(f"thinwire: {line}", soft_wrap=True, highlight=False, markup=False)
+
+    with console.status("") as status:
+        yield show

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from thinwire.cli.output import tell_without_numba
-from thinwire.cli.progress import shown_progress
+from thinwire.cli.common import tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
 from thinwire.demo.options import ALGORITHMS, DemoOptions
-from thinwire.demo.records import Summary, read_records, summarize
+from thinwire.demo.records import Summary, TrainedStep, read_records, summarize
 from thinwire.demo.train import JobInterruptedError, run_job
 from thinwire.errors import ConfigError
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"
+AVERAGED_STEPS = 20
+PLAIN_LINES = 10
 FOOTNOTE = (
     "* Computed, not measured: the step without its waiting, plus 2(N-1)/N of its bytes at that rate, as a "
     "ring all-reduce of N processes sends; without overlap, latency ignored."
@@ -134,6 +139,44 @@ def show_elastic(options: DemoOptions, console: Console) -> None:
     page = options.output / "report.html"
     write_report(paths, page)
     console.print(f"Members, losses and joins as curves: {page}", soft_wrap=True)
+
+
+@contextmanager
+def shown_progress(console: Console, options: DemoOptions) -> Iterator[Callable[[TrainedStep], None]]:
+    """Show the steps of a run: a bar over all algorithms on a terminal, a few whole lines in a pipe.
+
+    Yields:
+        What takes each step and shows it.
+    """
+    recent: deque[TrainedStep] = deque(maxlen=AVERAGED_STEPS)
+    width, digits = max(map(len, options.algorithms)), len(str(options.steps))
+    columns = TextColumn("{task.description}", markup=False), BarColumn(bar_width=None)
+    with Progress(*columns, console=console, expand=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=options.steps * len(options.algorithms))
+
+        def show(step: TrainedStep) -> None:
+            # The averages are of one algorithm.
+            if recent and recent[-1].algorithm != step.algorithm:
+                recent.clear()
+            recent.append(step)
+            seconds = fmean(each.step_seconds for each in recent)
+            megabytes = fmean(each.message_bytes for each in recent) / 1e6
+            done = options.steps * options.algorithms.index(step.algorithm) + step.step
+            # Of all algorithms: those to come may take longer a step, or less.
+            left = options.steps * len(options.algorithms) - done
+            line = (
+                f"{step.algorithm:>{width}}  step {step.step:>{digits}}/{options.steps}  "
+                f"loss {fmean(each.loss for each in recent):.3f}  {1 / seconds:4.1f} steps/s  "
+                f"{megabytes / seconds:4.1f} MB/s sent"
+            ) + (f"  {left * seconds:.0f} s left in all" if left else "")
+            progress.update(bar, completed=done, description=line)
+            is_shown = (
+                step.step in (1, options.steps) or step.step % max(1, options.steps // PLAIN_LINES) == 0
+            )
+            if step.step == options.steps if console.is_terminal else is_shown:
+                console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+        yield show
 
 
 def opening(options: DemoOptions) -> str:

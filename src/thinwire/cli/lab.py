@@ -11,13 +11,11 @@ from typing import Annotated
 import typer
 
 from thinwire.checks import processes_here
-from thinwire.cli.output import check_output
+from thinwire.cli.common import check_output
 from thinwire.errors import ConfigError
-from thinwire.lab.job import run_on_hosts
 from thinwire.lab.layout import Layout
-from thinwire.lab.namespace import check_machine
-from thinwire.lab.network import Network
-from thinwire.launch import Output
+from thinwire.lab.network import Network, check_machine
+from thinwire.launch import Job, Output, Process
 
 
 def lab(
@@ -62,11 +60,27 @@ def lab(
     # Bytes: what the hosts print need not be text.
     output = Output(sys.stdout.buffer)
     with Network(layout) as network:
-        exit_code, seconds = run_on_hosts(network, command, output, grace_seconds=grace_seconds)
+
+        def start(host: int) -> Process:
+            # Unbuffered, lines come when they are printed.
+            variables = {"PYTHONUNBUFFERED": "1", **layout.environment(host)}
+            prefix = f"[host {host:>{len(str(hosts - 1))}}] "
+            return Process(command, variables, output, prefix, enter=network.entering(host))
+
+        with Job(
+            start,
+            hosts,
+            out=output,
+            grace_seconds=grace_seconds,
+            end_within_seconds=grace_seconds,
+            passes_signals_on=True,
+        ) as job:
+            job.run()
         # While the network stands: its counters go with it.
-        sent_bytes = [network.sent_bytes(host) for host in range(layout.hosts)]
+        sent_bytes = [network.sent_bytes(host) for host in range(hosts)]
+    seconds = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
-        outcome = {"exit_code": exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
+        outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
         report.write_text(json.dumps(outcome) + "\n")
     if output.error is not None:
         # What is still in the buffer would fail once more when the interpreter ends.
@@ -78,4 +92,4 @@ def lab(
             # To stderr: stdout is the hosts' own, and may be parsed.
             print(f"thinwire lab: host {host} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
     # The hosts' own, so that a script may ask the lab as it would ask torchrun.
-    raise typer.Exit(exit_code)
+    raise typer.Exit(job.exit_code)

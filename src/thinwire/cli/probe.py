@@ -11,11 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from thinwire.cli.job import Processes, joined_job
-from thinwire.cli.output import check_output
-from thinwire.cli.progress import shown_measuring
+from thinwire.cli.common import Processes, check_output, joined_job, run_here, shown_measuring
 from thinwire.errors import ConfigError
-from thinwire.launch import run_here
 from thinwire.probe.measure import probe as measure
 from thinwire.probe.result import Probe, ring_share
 

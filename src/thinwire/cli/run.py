@@ -11,7 +11,6 @@ import typer
 from thinwire.checks import processes_here
 from thinwire.elastic_job import ElasticJob
 from thinwire.errors import ConfigError
-from thinwire.launch import EndSignals
 
 
 def run(
@@ -73,27 +72,21 @@ def run(
         raise ConfigError(f"there is no script {script}; give the path of one that uses thinwire.elastic")
     members = maximum if maximum is not None else (minimum if lighthouse is None else 1)
     processes_here("min" if maximum is None else "max", members, minimum=1)
-    with (
-        # Before the job: a signal while its members start must end them, too.
-        EndSignals() as end_signals,
-        ElasticJob(
-            [sys.executable, str(script), *(arguments or [])],
-            members,
-            min_members=minimum,
-            lighthouse=lighthouse,
-            host=host,
-            port=port,
-            max_restarts=max_restarts,
-            end_within_seconds=grace_seconds,
-            say=_say,
-            out=sys.stdout.buffer,
-        ) as job,
-    ):
+    with ElasticJob(
+        [sys.executable, str(script), *(arguments or [])],
+        members,
+        min_members=minimum,
+        lighthouse=lighthouse,
+        host=host,
+        port=port,
+        max_restarts=max_restarts,
+        end_within_seconds=grace_seconds,
+        say=_say,
+        out=sys.stdout.buffer,
+    ) as job:
         if lighthouse is None:
             _say(f"lighthouse {job.address}; averagings need {minimum} members, {members} start here")
-        received = job.run(end_signals)
-    if received is not None:
-        raise typer.Exit(128 + received)
+        job.run()
     raise typer.Exit(job.exit_code)
 
 

@@ -23,7 +23,7 @@ from thinwire.demo.text import batch_generator, load_text, sample_batch
 from thinwire.demo.train import JobError, JobInterruptedError
 from thinwire.elastic.torchft_group import MEMBER
 from thinwire.elastic_job import ElasticJob
-from thinwire.launch import LOOK_EVERY_SECONDS, EndSignals, python_module
+from thinwire.launch import LOOK_EVERY_SECONDS, python_module
 from thinwire.watch import read_run
 from thinwire.watch.reading import Growing
 from thinwire.watch.records import Record
@@ -51,8 +51,6 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
     file = Growing(options.output / "member-0.jsonl")
     command = [*python_module("thinwire.demo.elastic"), options.to_json()]
     with (
-        # Before the job: a signal while its members start must end them, too.
-        EndSignals() as end_signals,
         log_path.open("wb") as log,
         # Nobody is started again, and those who are left go on: the scene says when the last one joins.
         ElasticJob(
@@ -62,15 +60,13 @@ def run_elastic(options: DemoOptions, say: Callable[[str], None]) -> list[Path]:
 
         def play() -> None:
             for record in file.new_records():
-                scene.play(record, job)
+                scene.play(record, job if job.is_running else None)
 
-        received = job.run(end_signals, play)
+        received = job.run(play)
     if received is not None:
         raise JobInterruptedError(received)
     if job.exit_code:
         raise JobError(f"too few members came to the end; see {log_path}")
-    for record in file.new_records():  # the last lines came after the last look
-        scene.play(record, None)
     numbers = [number for number in range(options.processes + 1) if number != scene.killed]
     paths = [options.output / f"member-{number}.jsonl" for number in numbers]
     # None of one that came too late to take part.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import signal
@@ -22,7 +21,7 @@ from thinwire.demo.options import DemoOptions
 from thinwire.demo.records import RecordFile, TrainedStep
 from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
 from thinwire.errors import ThinwireError
-from thinwire.launch import EndSignals, LocalJob, join_local_job, python_module
+from thinwire.launch import LocalJob, join_local_job, leave_group, python_module
 
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
@@ -47,7 +46,7 @@ class JobInterruptedError(ThinwireError):
         name = signal.Signals(signal_number).name
         super().__init__(
             f"stopped by {name}; every process has ended. Its steps are on disk; a demo can't be resumed, "
-            "the same command begins anew"
+            "the same command begins again"
         )
         self.signal_number = signal_number
 
@@ -68,24 +67,12 @@ def run_job(options: DemoOptions, on_record: Callable[[TrainedStep], None]) -> N
                 on_record(step)
 
     command = [*python_module("thinwire.demo.train"), options.to_json()]
-    with (
-        # Before the job: a signal while its processes start must end them, too.
-        EndSignals() as end_signals,
-        log_path.open("wb") as log,
-        LocalJob(command, options.processes, out=log) as job,
-    ):
-
-        def look() -> bool:
-            hand_over()
-            return job.is_running()
-
-        received = end_signals.stand_by(look)
+    with log_path.open("wb") as log, LocalJob(command, options.processes, out=log) as job:
+        received = job.run(hand_over)
     if received is not None:
         raise JobInterruptedError(received)
     if job.failure is not None:
         raise JobError(f"the training job failed: {job.failure}; see {log_path}")
-    # Once more: the last lines came after the last look.
-    hand_over()
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -154,9 +141,7 @@ def main() -> None:
     text = load_text()
     for algorithm in options.algorithms:
         train(options, algorithm, text)
-    # A model that is still there, in a cycle, keeps the backend's threads running into the interpreter's end.
-    gc.collect()
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

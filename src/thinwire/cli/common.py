@@ -1,0 +1,196 @@
+"""What several commands do: join a job, show work of more than some seconds, write a file at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, TypeAlias
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from torch._C._distributed_c10d import HashStore
+
+from thinwire.checks import processes_here
+from thinwire.errors import ConfigError
+from thinwire.launch import (
+    LocalJob,
+    is_in_local_job,
+    join_local_job,
+    leave_group,
+    loopback_interface,
+    python_module,
+)
+
+Processes: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        help="Start so many on this machine, joined over its loopback interface only.",
+        show_default="this is one of a job",
+    ),
+]
+"""The option `--processes` of commands that run on the processes of a job."""
+
+
+def run_here(processes: int | None, option: str = "--processes") -> None:
+    """Run this very command in so many processes of this machine.
+
+    Exits as they do. Returns at once in one of them, and if None is asked for.
+    """
+    if processes is None or is_in_local_job():
+        return
+    processes_here(option.removeprefix("--"), processes, minimum=1)
+    if "RANK" in os.environ:
+        raise ConfigError(
+            f"{option} starts a job on this machine, but this is a process of one (RANK is set): leave it out"
+        )
+    with LocalJob([*python_module("thinwire"), *sys.argv[1:]], processes) as job:
+        received = job.run()
+    if received is not None:
+        name = signal.Signals(received).name
+        print(
+            f"thinwire: stopped by {name}; every process has ended, the same command begins again",
+            file=sys.stderr,
+        )
+    sys.exit(job.exit_code)
+
+
+@contextmanager
+def joined_job(
+    command: str, backend: str | None, *, timeout_seconds: float = 600.0
+) -> Iterator[torch.device]:
+    """Join the default process group of the job, and yield the process's device.
+
+    With the backend None, it is NCCL if there is a GPU, else Gloo.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            f"{command} runs on the processes of a job: start it on all of them, such as torchrun "
+            f"--nproc-per-node 2 --no-python thinwire {command}; or on this machine alone, with --processes 2"
+        )
+    device = torch.device("cpu")
+    try:
+        if backend != "gloo" and torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            # Before the group is made: NCCL takes the current device, and all would take the first.
+            torch.cuda.set_device(device)
+        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+        if is_in_local_job():
+            join_local_job(chosen, timeout_seconds=timeout_seconds)
+        else:
+            dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
+    # torch raises any of these, by backend and by what is wrong.
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"the process group of the job can't be joined: {error}") from error
+    try:
+        yield device
+    finally:
+        leave_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Make a default process group of this process only, which listens on the loopback interface only."""
+    # Without it Gloo listens on the address of this machine's name, which others may reach.
+    variable = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(variable)
+    os.environ[variable] = loopback_interface()
+    try:
+        # A store in memory: alone, nobody has to be met, and no port is opened.
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            leave_group()
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
+def check_output(option: str, path: Path | None) -> None:
+    """Refuse, before the work, a file that can't be written after it; `option` named it, such as "--save"."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{option} must be a file, got the folder {path}")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{option} {path} can't be written: there is no folder {path.parent}; make it first"
+        )
+    # What exists may be written where its folder may not, such as /dev/null.
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(
+            f"{option} {path} can't be written: no permission; give a file in a folder of yours"
+        )
+
+
+def tell_without_numba() -> None:
+    """Say on stderr that figures of the CPU are not what they could be, if Numba is not installed."""
+    if find_spec("numba") is None:
+        print(
+            "thinwire: Numba is not installed: few bits and low rank are slow on the CPU without it; "
+            "pip install '.[numba]' in a clone of Thinwire",
+            file=sys.stderr,
+        )
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come; as `KeyboardInterrupt`, so that what cleans up after Ctrl-C does so here."""
+
+
+@contextmanager
+def shown_measuring(console: Console, budget_seconds: float) -> Iterator[Callable[[str], None]]:
+    """Show what is being measured, and the time left. At Ctrl-C or SIGTERM, say that nothing is kept."""
+    end = time.monotonic() + budget_seconds
+
+    def show(doing: str) -> None:
+        left_seconds = end - time.monotonic()
+        # A few steps of a large model take longer than any budget.
+        left = f"about {left_seconds:.0f} s left" if left_seconds > 0 else "longer than was asked for"
+        status.update(f"{doing}; {left}")
+
+    begin = f"measuring, about {budget_seconds:.0f} s …"
+    if not console.is_terminal:
+        console.print(f"thinwire: {begin}", soft_wrap=True, highlight=False)
+    try:
+        with _terminated_as_interrupted(), console.status(begin) as status:
+            yield show
+    except KeyboardInterrupt as interrupt:
+        by = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
+        console.print(
+            f"thinwire: stopped by {by.name}; nothing is kept, the same command begins again",
+            soft_wrap=True,
+            highlight=False,
+        )
+        # As a shell tells an end by a signal.
+        raise SystemExit(128 + by) from interrupt
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """While open, end by an exception at SIGTERM; but a process of a job its launcher may end at once."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or "RANK" in os.environ or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
