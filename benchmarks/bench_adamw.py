@@ -31,8 +31,16 @@ from stacked import StackedGPT
 from thinwire import AllReduce, Cast, DiLoCo, LocalSGD, Nesterov, PowerSGD, Quantize, Streaming, TopK
 from thinwire.algorithms import Algorithm
 from thinwire.channel import InProcessTransport, run_members
-from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss
-from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+from thinwire.demo.model import (
+    GPT,
+    SIZES,
+    GPTConfig,
+    Text,
+    batch_generator,
+    heldout_loss,
+    load_text,
+    sample_batch,
+)
 from thinwire.simulation import Simulation
 
 RECORDS = RESULTS_FOLDER / "adamw.jsonl"

@@ -34,8 +34,7 @@ from lstm import new_lstm
 from pages import RESULTS_FOLDER, markdown_table, page, save
 from progress import Progress
 from thinwire.channel import InProcessTransport, Transport, run_members
-from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
-from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+from thinwire.demo.model import GPT, GPTConfig, Text, batch_generator, load_text, next_byte_loss, sample_batch
 from thinwire.fronts.tensors import StepFront
 
 RECORDS = RESULTS_FOLDER / "known.jsonl"

@@ -33,8 +33,7 @@ from in_lab import UNSHAPED, leave_job, run_in_lab
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, SIZES, next_byte_loss
-from thinwire.demo.text import load_text, sample_batch
+from thinwire.demo.model import GPT, SIZES, load_text, next_byte_loss, sample_batch
 from torchft_diloco import fragments, torchft_diloco
 from turns import Contender, Measured, take_turns, turns_done
 

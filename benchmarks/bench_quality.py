@@ -24,8 +24,16 @@ from pages import markdown_table, page, save
 from progress import TERMINAL_EVERY_SECONDS, Kept, Progress
 from thinwire import AllReduce, Cast, PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.demo.model import GPT, GPTConfig, heldout_loss, next_byte_loss
-from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
+from thinwire.demo.model import (
+    GPT,
+    GPTConfig,
+    Text,
+    batch_generator,
+    heldout_loss,
+    load_text,
+    next_byte_loss,
+    sample_batch,
+)
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
 

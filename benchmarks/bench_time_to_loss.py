@@ -36,8 +36,16 @@ from lstm import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import GPT, SIZES, GPTConfig, next_byte_loss
-from thinwire.demo.text import batch_generator, fixed_batches, load_text, sample_batch
+from thinwire.demo.model import (
+    GPT,
+    SIZES,
+    GPTConfig,
+    batch_generator,
+    fixed_batches,
+    load_text,
+    next_byte_loss,
+    sample_batch,
+)
 from torchft_diloco import torchft_diloco
 from turns import Contender, take_turns, turns_done
 

@@ -22,8 +22,7 @@ import thinwire
 from in_lab import leave_job
 from pages import markdown_table, page, save
 from progress import Progress
-from thinwire.demo.model import GPT, SIZES, next_byte_loss
-from thinwire.demo.text import batch_generator, load_text, sample_batch
+from thinwire.demo.model import GPT, SIZES, batch_generator, load_text, next_byte_loss, sample_batch
 from thinwire.watch import Writer
 
 UNTIMED_STEPS = 20

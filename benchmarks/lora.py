@@ -27,7 +27,7 @@ from in_lab import leave_job
 from known_methods import LOCAL, PER_STEP
 from pages import ROOT
 from progress import Progress
-from thinwire.demo.text import batch_generator, fixed_batches, load_text, sample_batch
+from thinwire.demo.model import batch_generator, fixed_batches, load_text, sample_batch
 from thinwire.launch import LocalJob, join_local_job
 
 __all__ = ["PROCESSES", "RATE", "fine_tuned"]

@@ -23,18 +23,28 @@ from launcher import WITHOUT_PACKAGE, run_python, started_python
 from stand_ins import stand_ins
 from thinwire import cli, launch
 from thinwire.cli.demo import FOOTNOTE, shown_progress, summary_table
-from thinwire.demo.model import GPT, SIZES, GPTConfig, heldout_loss, next_byte_loss
-from thinwire.demo.options import DemoOptions
-from thinwire.demo.records import RecordFile, TrainedStep, read_records, summarize
-from thinwire.demo.text import (
+from thinwire.demo.model import (
+    GPT,
+    SIZES,
+    GPTConfig,
     batch_generator,
     fixed_batches,
+    heldout_loss,
     load_text,
+    next_byte_loss,
     sample_batch,
     source_files,
     split_files,
 )
-from thinwire.demo.train import JobError, run_job
+from thinwire.demo.train import (
+    DemoOptions,
+    JobError,
+    RecordFile,
+    TrainedStep,
+    read_records,
+    run_job,
+    summarize,
+)
 from thinwire.errors import ConfigError
 from thinwire.watch import JSONLWriter, read_run
 

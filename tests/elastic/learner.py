@@ -21,7 +21,7 @@ from torch import nn
 
 from elastic.worker import Deadly, checksum
 from thinwire.algorithms import Quantize
-from thinwire.demo.text import Text, fixed_batches, load_text, sample_batch
+from thinwire.demo.model import Text, fixed_batches, load_text, sample_batch
 from thinwire.elastic import DiLoCo, Group, TorchftGroup, torchft_group
 
 EVERY, BATCH, CONTEXT, LR = 4, 64, 8, 3e-3

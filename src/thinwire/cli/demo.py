@@ -17,9 +17,16 @@ from rich.table import Table
 from thinwire.cli.common import tell_without_numba
 from thinwire.cli.report import write_report
 from thinwire.demo.model import GPT, SIZES
-from thinwire.demo.options import ALGORITHMS, DemoOptions
-from thinwire.demo.records import Summary, TrainedStep, read_records, summarize
-from thinwire.demo.train import JobInterruptedError, run_job
+from thinwire.demo.train import (
+    ALGORITHMS,
+    DemoOptions,
+    JobInterruptedError,
+    Summary,
+    TrainedStep,
+    read_records,
+    run_job,
+    summarize,
+)
 from thinwire.errors import ConfigError
 
 ELASTIC_MEMBERS, ELASTIC_SIZE = 3, "tiny"

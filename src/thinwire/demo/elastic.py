@@ -17,10 +17,16 @@ import torch
 
 import thinwire
 from thinwire import elastic
-from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
-from thinwire.demo.options import DemoOptions
-from thinwire.demo.text import batch_generator, load_text, sample_batch
-from thinwire.demo.train import JobError, JobInterruptedError
+from thinwire.demo.model import (
+    GPT,
+    SIZES,
+    batch_generator,
+    heldout_loss,
+    load_text,
+    next_byte_loss,
+    sample_batch,
+)
+from thinwire.demo.train import DemoOptions, JobError, JobInterruptedError
 from thinwire.elastic.torchft_group import MEMBER
 from thinwire.elastic_job import ElasticJob
 from thinwire.launch import LOOK_EVERY_SECONDS, python_module

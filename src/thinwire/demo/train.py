@@ -1,12 +1,19 @@
-"""The demo: `run_job` starts this module as each training process, with its options as JSON."""
+"""The demo: one training for each algorithm, in processes of this machine, and the figures of each.
+
+`run_job` starts this module as each training process, with its options as JSON.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -15,20 +22,180 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.checks import cores
-from thinwire.demo.model import GPT, SIZES, heldout_loss, next_byte_loss
-from thinwire.demo.options import DemoOptions
-from thinwire.demo.records import RecordFile, TrainedStep
-from thinwire.demo.text import Text, batch_generator, load_text, sample_batch
-from thinwire.errors import ThinwireError
+from thinwire.algorithms import Algorithm
+from thinwire.algorithms.registry import REGISTRY
+from thinwire.checks import cores, processes_here, whole_number
+from thinwire.demo.model import (
+    GPT,
+    SIZES,
+    Text,
+    batch_generator,
+    heldout_loss,
+    load_text,
+    next_byte_loss,
+    sample_batch,
+)
+from thinwire.errors import ConfigError, ThinwireError
 from thinwire.launch import LocalJob, join_local_job, leave_group, python_module
+from thinwire.plan import compression_ratio
+from thinwire.probe.result import ring_share
+from thinwire.watch.reading import Growing
+from thinwire.watch.records import Record
 
+ALGORITHMS = {registered.name: registered for registered in REGISTRY}
+SEEDS = 1 << 64
+COUNTED = ("step_seconds", "waiting_seconds", "message_bytes", "gradient_bytes")
 BATCH_SIZE = 8
 PEAK_LEARNING_RATE = 0.12
 # Of a collective: longer than one process measures the held-out loss, on any machine.
 TIMEOUT_SECONDS = 1800.0
 # Without it, the first steps overshoot, and training ends 0.4 worse.
 MAX_GRADIENT_NORM = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The settings of a run, checked before anything starts; `thinwire demo --help` says what each is."""
+
+    processes: int = 2
+    steps: int = 250
+    algorithms: tuple[str, ...] = ("fp16", "quantize", "powersgd")
+    matrix_rank: int = 4
+    model_size: str = "small"
+    seed: int = 0
+    output: Path = Path("thinwire-demo")
+
+    def __post_init__(self) -> None:
+        processes_here("processes", self.processes, minimum=2)
+        whole_number("steps", self.steps, minimum=1)
+        whole_number("seed", self.seed, minimum=0)
+        if self.seed >= SEEDS:
+            raise ConfigError(f"seed must be below 2**64, which torch's generators take, got {self.seed}")
+        _check_choice("model_size", self.model_size, tuple(SIZES))
+        if not self.algorithms:
+            raise ConfigError(f"got no algorithms, expected at least one of {', '.join(ALGORITHMS)}")
+        for name in self.algorithms:
+            _check_choice("algorithm", name, tuple(ALGORITHMS))
+            if self.algorithms.count(name) > 1:
+                raise ConfigError(f"got algorithm={name!r} twice, expected each name once")
+            # Its settings are refused here, before anything is started.
+            self.algorithm(name)
+
+    def algorithm(self, name: str) -> Algorithm:
+        """Return the algorithm of a name, with this run's settings."""
+        # Those that have no such setting leave it aside.
+        return ALGORITHMS[name].made(matrix_rank=self.matrix_rank)
+
+    def record_path(self, algorithm: str) -> Path:
+        """Return where the steps trained with `algorithm` are recorded."""
+        return self.output / f"{algorithm}.jsonl"
+
+    def to_json(self) -> str:
+        """Return a line that `from_json` reads: how options travel to the training processes."""
+        return json.dumps({**asdict(self), "output": str(self.output)})
+
+    @classmethod
+    def from_json(cls, line: str) -> DemoOptions:
+        """Return the options that `to_json` wrote."""
+        fields = json.loads(line)
+        # JSON has neither tuples nor paths.
+        fields.update(algorithms=tuple(fields["algorithms"]), output=Path(fields["output"]))
+        return cls(**fields)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedStep:
+    """One training step, as process 0 saw it: `step` counts from 1, `loss` is of its batch."""
+
+    algorithm: str
+    processes: int
+    step: int
+    loss: float
+    step_seconds: float
+    waiting_seconds: float
+    message_bytes: int
+    gradient_bytes: int
+    heldout_loss: float | None = None
+
+
+class RecordFile:
+    """The file of a watch that may still be going on."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = Growing(path)
+        self._run: Record = {}
+        self._step: Record = {}
+
+    def new_records(self) -> list[TrainedStep]:
+        """Return the steps whose loss was logged since the last call."""
+        found = []
+        for line in self._file.new_records():
+            if line["kind"] == "run":
+                self._run = line
+            elif line["kind"] == "step":
+                self._step = line
+            elif line["kind"] == "log":
+                # A step is whole with its loss, which is logged behind the record of what it sent.
+                found.append(
+                    TrainedStep(
+                        algorithm=self._run["name"],
+                        processes=self._run["processes"],
+                        step=line["step"],
+                        # What was not finite is null in the file.
+                        loss=math.nan if line["loss"] is None else line["loss"],
+                        heldout_loss=line.get("heldout_loss"),
+                        **{name: self._step[name] for name in COUNTED},
+                    )
+                )
+        return found
+
+
+def read_records(path: Path) -> list[TrainedStep]:
+    """Return all complete records in a file; none if there is no such file."""
+    return RecordFile(path).new_records()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What one algorithm did to one run: medians over steps, and what process 0 sent, a mean over steps."""
+
+    algorithm: str
+    processes: int
+    heldout_loss: float | None
+    step_seconds: float
+    waiting_seconds: float
+    working_seconds: float
+    message_bytes: float
+    compression_ratio: float
+
+    def implied_step_seconds(self, bits_per_second: float) -> float:
+        """Return the step time on a link of this rate, computed: nothing overlaps, latency is ignored."""
+        return self.working_seconds + 8 * self.message_bytes * ring_share(self.processes) / bits_per_second
+
+
+def summarize(steps: Sequence[TrainedStep]) -> Summary:
+    """Return the figures of one algorithm's steps."""
+    if not steps:
+        raise ValueError("got no records, expected at least one step")
+    return Summary(
+        algorithm=steps[-1].algorithm,
+        processes=steps[-1].processes,
+        heldout_loss=steps[-1].heldout_loss,
+        step_seconds=median(step.step_seconds for step in steps),
+        waiting_seconds=median(step.waiting_seconds for step in steps),
+        # Of the differences: medians of two numbers do not subtract to the median of their difference.
+        working_seconds=median(step.step_seconds - step.waiting_seconds for step in steps),
+        # The mean, unlike above: some algorithms send much in one step of several, and links carry the sum.
+        message_bytes=fmean(step.message_bytes for step in steps),
+        compression_ratio=compression_ratio(
+            sum(step.gradient_bytes for step in steps), sum(step.message_bytes for step in steps)
+        ),
+    )
 
 
 class JobError(ThinwireError, RuntimeError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
 from typing import Any, TypeAlias
 
 Row: TypeAlias = "dict[str, str | float | int | None]"
@@ -85,9 +84,7 @@ class KeptPage:
         self._timer.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         why = "" if error is None else str(error).partition("\n")[0] or type(error).__name__
         self._print_once(self._page.ended(why))
         self._timer.cancel()
