@@ -234,25 +234,24 @@ def test_a_host_that_is_killed_is_told_as_a_shell_does() -> None:
 
 
 @real
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
-def test_a_signal_is_passed_on_and_nothing_is_left(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "is_deaf"),
+    [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGINT, True)],
+    ids=["Ctrl-C", "SIGTERM", "nobody listens"],
+)
+def test_a_signal_is_passed_on_and_nothing_is_left(
+    number: signal.Signals, is_deaf: bool, tmp_path: Path
+) -> None:
     """Ctrl-C on a terminal is a signal to all that the lab has not put elsewhere; what was sent is told."""
     report = tmp_path / "report.json"
-    with started_lab("--hosts=2", "--grace-seconds=5", f"--report={report}", code=SLEEP) as (lab, mark):
+    deaf = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); "
+    options = ("--hosts=2", f"--grace-seconds={0.3 if is_deaf else 5}", f"--report={report}")
+    with started_lab(*options, code=deaf * is_deaf + SLEEP) as (lab, mark):
         wait_for_commands(mark, OF_TWO_HOSTS)
         (os.killpg if number == signal.SIGINT else os.kill)(lab.pid, number)
         assert lab.wait() == 128 + number
         wait_until_gone(mark)
     assert json.loads(report.read_text())["exit_code"] == 128 + number
-
-
-@real
-def test_a_process_that_does_not_listen_is_killed() -> None:
-    code = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN);" + SLEEP
-    with started_lab("--hosts=2", "--grace-seconds=0.3", code=code) as (lab, mark):
-        os.kill(lab.pid, signal.SIGINT)
-        assert lab.wait() == 130
-        wait_until_gone(mark)
 
 
 @real

@@ -110,11 +110,7 @@ class _Report:
     failures: dict[str, int] = field(default_factory=dict)
 
     def rendered(self, page: DevicePage | None) -> str:
-        """Return what is printed last: the page, and with JSON all of it.
-
-        Args:
-            page: About the device, as it stands.
-        """
+        """Return what is printed last: the page, and with JSON all of it."""
         if page is not None and not self.as_json:
             return f"\n{page.as_markdown()}\n\n```json\n{json.dumps(page.as_plain())}\n```"
         found: dict[str, object] = {
@@ -132,13 +128,7 @@ class _Report:
 
 
 def _checked_and_printed(bench: Bench, report: _Report, kept: KeptPage | None) -> bool:
-    """Return whether all is well, after the first process has printed what was found. Collective.
-
-    Args:
-        bench: The processes.
-        report: Filled.
-        kept: Its page, on the first process if there is one.
-    """
+    """Return whether all is well, after the first process has printed what was found. Collective."""
     start = time.monotonic()
     own = {}
     # Progress goes where output that is parsed does not.
@@ -197,13 +187,7 @@ def _say(bench: Bench, what: str) -> None:
 
 
 def _outcome(name: str, run: Check, bench: Bench) -> bool:
-    """Return whether a check holds on this process; print what it finds, errors of any kind too, at once.
-
-    Args:
-        name: Of the check.
-        run: The check.
-        bench: What it works with.
-    """
+    """Return whether a check holds on this process; print what it finds, errors of any kind too, at once."""
     bench.findings.clear()
     try:
         run(bench)

@@ -121,17 +121,7 @@ def demo(
 
 
 def show_elastic(options: DemoOptions, console: Console) -> None:
-    """Run the elastic demo, print what happens, and write the page.
-
-    Args:
-        options: The settings of the run.
-        console: Where the lines go.
-
-    Raises:
-        JobError: As of `run_elastic`.
-        JobInterruptedError: A signal ended the job.
-        MissingExtraError: torchft is not installed.
-    """
+    """Run the elastic demo, print what happens, and write the page."""
     # torchft is an extra, and the other demo does without.
     from thinwire.demo.elastic import run_elastic  # noqa: PLC0415
     from thinwire.elastic.torchft_group import torchft_module  # noqa: PLC0415
@@ -197,12 +187,7 @@ def opening(options: DemoOptions) -> str:
 
 
 def show_summary(options: DemoOptions, console: Console) -> None:
-    """Print the final table from the records on disk, and write the page.
-
-    Args:
-        options: The settings of the run.
-        console: Where the table goes.
-    """
+    """Print the final table from the records on disk, and write the page."""
     paths = [options.record_path(name) for name in options.algorithms]
     console.print(summary_table([summarize(read_records(path)) for path in paths]))
     console.print(FOOTNOTE, f"Every step is a line of {options.output}/*.jsonl", sep="\n", soft_wrap=True)

@@ -120,10 +120,6 @@ class GPTConfig:
     context_length: int = 128
     vocabulary: int = 256
 
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"got width={self.width} and heads={self.heads}: make width a multiple of heads")
-
 
 SIZES = {
     "tiny": GPTConfig(layers=2, heads=2, width=64, context_length=64),
