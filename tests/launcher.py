@@ -100,13 +100,7 @@ def run_python(
 
 
 class Running:
-    """A process that was started as `run_python` does it, and has perhaps not ended.
-
-    Attributes:
-        pid: Its number.
-        stdout: What it prints.
-        stderr: Its errors.
-    """
+    """A process that was started as `run_python` does it, and has perhaps not ended."""
 
     def __init__(self, process: forked.Process, stdout: IO[str], stderr: IO[str]) -> None:
         self.pid, self.stdout, self.stderr = process.pid, stdout, stderr
@@ -130,13 +124,9 @@ def started_python(
     stdout: str | None = None,
     stderr: str | None = None,
 ) -> Iterator[Running]:
-    """What `run_python` starts, in a session of its own as on a terminal of its own; it ends with the block.
+    """What `run_python` starts, in its own session as on a terminal; it ends with the block.
 
-    Args:
-        command: See `run_python`.
-        environment: What is added to this process's.
-        stdout: The file to print to, instead of a pipe.
-        stderr: The one for errors.
+    `stdout` and `stderr` are files to print to, instead of pipes.
     """
     (out, its_out), (err, its_err) = (forked.context().Pipe(duplex=False) for _ in range(2))
     with out, err, open(os.dup(out.fileno())) as read_out, open(os.dup(err.fileno())) as read_err:

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import pytest
 from launcher import started_python
 from thinwire import ConfigError
 from thinwire.elastic_job import ElasticJob
-from thinwire.launch import EndSignals
 
 pytest.importorskip("torchft")
 
@@ -175,28 +173,6 @@ def test_output_that_can_not_be_written_ends_the_job(tmp_path: Path) -> None:
     ):
         wait_for_end(running)
         assert running.exit_code == 1
-    assert_all_have_ended(tmp_path)
-
-
-def test_signals_that_are_ignored_stay_ignored() -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with EndSignals() as end_signals:
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        assert (end_signals.received, end_signals.num_received) == (signal.SIGTERM, 1)
-    finally:
-        signal.signal(signal.SIGHUP, previous)
-
-
-def test_who_does_not_leave_is_killed_and_at_once_where_that_is_urgent(tmp_path: Path) -> None:
-    deaf = "signal.signal(15, signal.SIG_IGN); (folder / number).touch(); time.sleep(60)"
-    with job(deaf, tmp_path, end_within_seconds=1000) as running:
-        while not all((tmp_path / number).exists() for number in "01"):
-            time.sleep(0.01)
-        Timer(0.2, signal.raise_signal, [signal.SIGTERM]).start()
-        running.end()
     assert_all_have_ended(tmp_path)
 
 

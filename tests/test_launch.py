@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from ipaddress import ip_address
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 
 import pytest
 
@@ -17,7 +18,7 @@ from crash import listening_on
 from launcher import started_python
 from thinwire import ConfigError, launch, lifeline
 from thinwire.cli.common import run_here
-from thinwire.launch import LocalJob, python_module
+from thinwire.launch import EndSignals, LocalJob, python_module
 
 WITHIN_SECONDS = 60.0
 
@@ -35,8 +36,8 @@ while len(list(folder.glob("told-*"))) < 3:
 SLEEP = "time.sleep(60)"
 
 
-def job(rest: str, folder: Path) -> LocalJob:
-    return LocalJob([sys.executable, "-S", "-c", PARTING + rest, str(folder)], 3)
+def job(rest: str, folder: Path, first: str = "") -> LocalJob:
+    return LocalJob([sys.executable, "-S", "-c", first + PARTING + rest, str(folder)], 3)
 
 
 def wait_for_end(running: LocalJob) -> None:
@@ -100,14 +101,28 @@ time.sleep(60)
     assert running.failure == "process 0: ValueError: no"
 
 
-def test_who_does_not_listen_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "END_WITHIN_SECONDS", 0.2)
+@pytest.mark.parametrize("is_urgent", [False, True], ids=["in time", "at a further signal"])
+def test_who_does_not_listen_is_killed(tmp_path: Path, is_urgent: bool) -> None:
     deaf = "import signal; signal.signal(15, signal.SIG_IGN)\n"
-    with LocalJob([sys.executable, "-S", "-c", deaf + PARTING + SLEEP, str(tmp_path)], 3):
-        deadline = time.monotonic() + WITHIN_SECONDS
-        while len(list(tmp_path.glob("told-*"))) < 3 and time.monotonic() < deadline:
+    with job(SLEEP, tmp_path, deaf) as running:
+        running._end_within_seconds = 1000 if is_urgent else 0.2
+        while len(list(tmp_path.glob("told-*"))) < 3:
             time.sleep(0.01)
+        if is_urgent:
+            Timer(0.2, signal.raise_signal, [signal.SIGTERM]).start()
     assert_all_have_ended(tmp_path)
+
+
+def test_signals_that_are_ignored_stay_ignored() -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with EndSignals() as end_signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert (end_signals.received, end_signals.num_received) == (signal.SIGTERM, 1)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux ends them")
