@@ -40,7 +40,7 @@ def run_in_lab(
     Raises:
         CalledProcessError: It failed on some host.
     """
-    lab = [sys.executable, "-m", "thinwire", "lab", f"--hosts={hosts}"]
+    lab = [sys.executable, "-m", "thinwire", "lab", f"--machines={hosts}"]
     lab += [] if rate == UNSHAPED else [f"--rate={rate}"]
     path = ":".join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}

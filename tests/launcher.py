@@ -75,13 +75,15 @@ def run_job(
     return _run_all(command, of_each, Path.cwd(), timeout_seconds)
 
 
-def run_on_hosts(
+def run_in_network(
     network: Network, *command: str, timeout_seconds: float = 100
 ) -> list[subprocess.CompletedProcess[str]]:
-    """How processes ended on the hosts of a lab's network; for the command see `run_python`."""
-    hosts = range(network.layout.hosts)
-    told = [network.layout.environment(host) for host in hosts]
-    enter = [[each for each in network.command_in(host) if "/ns/" in each] for host in hosts]
+    """How processes ended on the machines of a lab's network; for the command see `run_python`."""
+    layout = network.layout
+    ranks = range(layout.processes)
+    told = [layout.environment(rank) for rank in ranks]
+    commands = [network.command_in(rank // layout.processes_per_machine) for rank in ranks]
+    enter = [[each for each in command if "/ns/" in each] for command in commands]
     files = [[flag.partition("=")[2] for flag in flags] for flags in enter]
     return _run_all(command, told, Path.cwd(), timeout_seconds, files)
 

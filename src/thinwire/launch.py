@@ -98,7 +98,7 @@ class Output:
 class Process:
     """A process that is started here, and ends with this one.
 
-    With `enter`, a command that enters a host of the lab, it also ends with all that it has started, and its
+    With `enter`, which enters a machine of the lab, it also ends with all that it has started, and its
     signals are for its process group, as on a terminal.
 
     Attributes:

@@ -42,7 +42,7 @@ SURFACE = {
         "--sharded",
         "--json",
     ],
-    "lab": ["COMMAND", "--hosts", "--rate", "--hosts-per-node", "--grace-seconds", "--report"],
+    "lab": ["COMMAND", "--machines", "--rate", "--processes-per-machine", "--grace-seconds", "--report"],
     "demo": [
         "--elastic",
         "--processes",
@@ -150,7 +150,7 @@ def test_commands_refuse_such_a_file_at_once(
         ["check", "--processes=17"],
         ["probe", "--processes=17"],
         ["advise", "--probe={probe}", "--model=json:loads", "--step=json:loads", "--sharded=17"],
-        ["lab", "--hosts=17", "--", "true"],
+        ["lab", "--machines=17", "--", "true"],
         ["run", "--max=17", __file__],
         ["run", "--min=17", __file__],
     ],

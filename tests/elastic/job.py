@@ -77,7 +77,7 @@ class Job:
 
     def _host_of(self, member: int) -> int:
         assert self._network is not None
-        return 1 + member % (self._network.layout.hosts - 1)
+        return 1 + member % (self._network.layout.machines - 1)
 
     def set_link(self, member: int, state: str) -> None:
         """Cut a member's link ("down"), or mend it ("up")."""

@@ -183,7 +183,7 @@ class Soak:
             "members": sum(map(len, kept)) / len(kept),
             "samples": sum(map(len, kept)) * EVERY * BATCH,
             # By the counters of the interfaces: with headers, acknowledgements and what newcomers were sent.
-            "sent_bytes": sum(map(self.network.sent_bytes, range(1, self.network.layout.hosts))),
+            "sent_bytes": sum(map(self.network.sent_bytes, range(1, self.network.layout.machines))),
             "loss": done[0]["loss"],
             "done": len(done),
             "raised": [f"{line['error']}: {line['message'][:120]}" for line in self.job.told(event="raised")],

@@ -116,7 +116,7 @@ def started_lab(*options: str, code: str) -> Iterator[tuple[Running, str]]:
     command = lab_command(*options, code=code)
     with started_python(*command, environment=dict([mark.split("=")])) as lab:
         said = {lab.stdout.readline() for _ in range(2)}
-        assert {line.split("]")[0] for line in said} == {"[host 0", "[host 1"}
+        assert {line.split("]")[0] for line in said} == {"[machine 0", "[machine 1"}
         yield lab, mark
 
 
@@ -156,7 +156,7 @@ def wait_for_commands(mark: str, wanted: dict[bytes, int]) -> None:
 
 
 HOLDER, PYTHON = b"sleep\0infinity\0", sys.executable.encode() + b"\0"
-OF_TWO_HOSTS = {HOLDER: 3, PYTHON: 4}  # one namespace more than hosts; keepers and commands
+OF_TWO_MACHINES = {HOLDER: 3, PYTHON: 4}  # one namespace more than machines; keepers and commands
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 
 
@@ -165,10 +165,10 @@ SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 @pytest.mark.parametrize(
     ("options", "sender", "megabytes", "mbit"),
     [
-        (["--hosts=2", "--rate=100mbit"], 1, 10, 100),
-        (["--hosts=4", "--rate=100mbit", "--hosts-per-node=2"], 2, 10, 100),
+        (["--machines=2", "--rate=100mbit"], 1, 10, 100),
+        (["--machines=2", "--rate=100mbit", "--processes-per-machine=2"], 2, 10, 100),
     ],
-    ids=["100 Mbit/s", "between nodes"],
+    ids=["100 Mbit/s", "of two processes each"],
 )
 def test_a_known_transfer_takes_the_time_it_must(
     options: list[str], sender: int, megabytes: int, mbit: int
@@ -178,14 +178,16 @@ def test_a_known_transfer_takes_the_time_it_must(
     def took() -> float:
         done = run_lab(*options, code=MEASURE, arguments=(str(sender), str(megabytes)))
         assert done.returncode == 0, done.stderr
-        return float(re.search(r"\[host 0\] took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+        return float(re.search(r"\[machine 0.*\] took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
 
     assert undisturbed(took, lambda seconds: seconds == expected) == expected
 
 
 @real
-@pytest.mark.parametrize("options", [["--hosts=2"], ["--hosts=4", "--hosts-per-node=2", "--rate=1mbit"]])
-def test_links_without_a_rate_and_within_a_node_are_fast(options: list[str]) -> None:
+@pytest.mark.parametrize(
+    "options", [["--machines=2"], ["--machines=2", "--processes-per-machine=2", "--rate=1mbit"]]
+)
+def test_links_without_a_rate_and_within_a_machine_are_fast(options: list[str]) -> None:
     done = run_lab(*options, code=MEASURE, arguments=("1", "15"))
     assert done.returncode == 0, done.stderr
     took = float(re.search(r"took ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
@@ -197,12 +199,12 @@ def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     script = tmp_path / "train.py"
     script.write_text(TRAIN)
-    options = ["--hosts=2", "--rate=1gbit", f"--report={report}"]
+    options = ["--machines=2", "--rate=1gbit", f"--report={report}"]
     with stand_ins() as stand_in:
         done = run_python("thinwire", "lab", *options, "--", sys.executable, "-S", *stand_in, str(script))
     assert done.returncode == 0, done.stdout + done.stderr
     of_each = [
-        re.findall(rf"\[host {host}\] world size 2, message bytes (\d+), sent bytes (\d+)", done.stdout)
+        re.findall(rf"\[machine {host}\] world size 2, message bytes (\d+), sent bytes (\d+)", done.stdout)
         for host in range(2)
     ]
     found = json.loads(report.read_text())
@@ -222,7 +224,7 @@ def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
 def test_the_first_failure_is_the_labs_and_ends_the_others() -> None:
     code = "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); sys.exit(7)"
     start = time.monotonic()
-    done = run_lab("--hosts=3", "--grace-seconds=0.2", code=code)
+    done = run_lab("--machines=3", "--grace-seconds=0.2", code=code)
     assert done.returncode == 7
     assert time.monotonic() - start < 60
 
@@ -230,7 +232,7 @@ def test_the_first_failure_is_the_labs_and_ends_the_others() -> None:
 @real
 def test_a_host_that_is_killed_is_told_as_a_shell_does() -> None:
     code = "import os; os.kill(os.getpid(), 9 if os.environ['RANK'] == '0' else 0)"
-    assert run_lab("--hosts=2", code=code).returncode == 137
+    assert run_lab("--machines=2", code=code).returncode == 137
 
 
 @real
@@ -245,9 +247,9 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
     """Ctrl-C on a terminal is a signal to all that the lab has not put elsewhere; what was sent is told."""
     report = tmp_path / "report.json"
     deaf = "import signal; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); "
-    options = ("--hosts=2", f"--grace-seconds={0.3 if is_deaf else 5}", f"--report={report}")
+    options = ("--machines=2", f"--grace-seconds={0.3 if is_deaf else 5}", f"--report={report}")
     with started_lab(*options, code=deaf * is_deaf + SLEEP) as (lab, mark):
-        wait_for_commands(mark, OF_TWO_HOSTS)
+        wait_for_commands(mark, OF_TWO_MACHINES)
         (os.killpg if number == signal.SIGINT else os.kill)(lab.pid, number)
         assert lab.wait() == 128 + number
         wait_until_gone(mark)
@@ -258,8 +260,8 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
 def test_killed_outright_it_leaves_nothing() -> None:
     """Not even what the hosts' processes have started, in sessions of their own."""
     code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP
-    with started_lab("--hosts=2", code=code) as (lab, mark):
-        wait_for_commands(mark, {**OF_TWO_HOSTS, b"sleep\x0060\0": 2})
+    with started_lab("--machines=2", code=code) as (lab, mark):
+        wait_for_commands(mark, {**OF_TWO_MACHINES, b"sleep\x0060\0": 2})
         lab.kill()
         lab.wait()
         wait_until_gone(mark)
@@ -269,7 +271,7 @@ def test_killed_outright_it_leaves_nothing() -> None:
 def test_what_a_command_has_started_ends_with_it() -> None:
     code = "import subprocess; subprocess.Popen(['sleep', '61'], start_new_session=True); print('up')"
     mark = f"MARK={os.getpid()}-{time.monotonic_ns()}"
-    done = run_lab("--hosts=2", code=code, environment=dict([mark.split("=")]))
+    done = run_lab("--machines=2", code=code, environment=dict([mark.split("=")]))
     assert done.returncode == 0
     assert done.stdout.count("up") == 2
     assert alive(mark) == []
@@ -278,14 +280,14 @@ def test_what_a_command_has_started_ends_with_it() -> None:
 @real
 def test_it_ends_only_what_it_has_started() -> None:
     """Not what has the same environment, nor another lab."""
-    with started_lab("--hosts=2", code=SLEEP) as (lab, mark):
-        wait_for_commands(mark, OF_TWO_HOSTS)
+    with started_lab("--machines=2", code=SLEEP) as (lab, mark):
+        wait_for_commands(mark, OF_TWO_MACHINES)
         count = len(alive(mark))
         environment = dict([mark.split("=")])
         with subprocess.Popen(["sleep", "600"], env=os.environ | environment) as other:
             try:
-                done = run_lab("--hosts=1", code="print('up')", environment=environment)
-                assert (done.returncode, done.stdout) == (0, "[host 0] up\n"), done.stderr
+                done = run_lab("--machines=1", code="print('up')", environment=environment)
+                assert (done.returncode, done.stdout) == (0, "[machine 0] up\n"), done.stderr
                 assert len(alive(mark)) == count + 1
                 lab.kill()
                 lab.wait()
@@ -301,7 +303,7 @@ def test_it_ends_only_what_it_has_started() -> None:
 @real
 def test_nobody_reads_the_output() -> None:
     """As for any other command, that is an end by SIGPIPE, and nothing to talk about."""
-    with started_python(*lab_command("--hosts=2", code="for i in range(200_000): print(i)")) as lab:
+    with started_python(*lab_command("--machines=2", code="for i in range(200_000): print(i)")) as lab:
         assert lab.stdout.read(1) == "["
         lab.stdout.close()
         assert lab.stderr.read() == ""
@@ -311,18 +313,20 @@ def test_nobody_reads_the_output() -> None:
 @real
 def test_output_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    command = lab_command("--hosts=2", f"--report={report}", code="print('up')")
+    command = lab_command("--machines=2", f"--report={report}", code="print('up')")
     with started_python(*command, stdout="/dev/full") as lab:
-        assert lab.stderr.read() == "thinwire: the hosts' output can't be written: No space left on device\n"
+        assert (
+            lab.stderr.read() == "thinwire: the processes' output can't be written: No space left on device\n"
+        )
         assert lab.wait() == 1
     assert json.loads(report.read_text())["exit_code"] == 1
 
 
 @real
 def test_a_command_that_is_none() -> None:
-    done = run_python("thinwire", "lab", "--hosts=1", "--", "no-such-command")
+    done = run_python("thinwire", "lab", "--machines=1", "--", "no-such-command")
     assert done.returncode == 127
-    assert done.stdout == "[host 0] no-such-command can't be started: No such file or directory\n"
+    assert done.stdout == "[machine 0] no-such-command can't be started: No such file or directory\n"
 
 
 @real
@@ -338,7 +342,7 @@ def test_as_somebody_who_is_not_root() -> None:
         nobody = "setpriv --reuid=65534 --regid=65534 --clear-groups"
         python = f"{folder}/base/bin/python{sys.version_info.major}.{sys.version_info.minor}"
         measure = f'{python} -S -c "$MEASURE" 1 5'
-        lab = f"{python} -m thinwire lab --hosts=2 --rate=100mbit -- {measure}"
+        lab = f"{python} -m thinwire lab --machines=2 --rate=100mbit -- {measure}"
         found = f"env PYTHONHOME={folder}/base PYTHONPATH={folder}/source:{folder}/site"
         script = " && ".join([*mounts, f"cd {folder}", f"exec {nobody} {found} {lab}"])
         done = subprocess.run(
@@ -379,16 +383,15 @@ NO_RATES = ["", "fast", "100", "100mb", "-1mbit", "1kbit", "0gbit", "1 gbit", "1
 @pytest.mark.parametrize("rate", NO_RATES, ids=lambda rate: rate[:9])
 def test_what_is_no_rate_is_refused(rate: str) -> None:
     with pytest.raises(ConfigError, match="a rate is like 100mbit"):
-        Layout(hosts=2, rate=rate)
+        Layout(machines=2, rate=rate)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hosts": 0}, "hosts must be a whole number of at least 1"),
-        ({"hosts": 201}, "at most 200"),
-        ({"hosts": 3, "hosts_per_node": 2}, "multiple of hosts_per_node, got 3 and 2"),
-        ({"hosts": 2, "hosts_per_node": 0}, "hosts_per_node must be a whole number"),
+        ({"machines": 0}, "machines must be a whole number of at least 1"),
+        ({"machines": 201}, "at most 200"),
+        ({"machines": 2, "processes_per_machine": 0}, "processes_per_machine must be a whole number"),
     ],
 )
 def test_layouts_that_are_none(settings: dict[str, int], message: str) -> None:
@@ -397,7 +400,7 @@ def test_layouts_that_are_none(settings: dict[str, int], message: str) -> None:
 
 
 def test_the_environment_is_torchruns() -> None:
-    grouped = Layout(hosts=6, hosts_per_node=3).environment(4)
+    grouped = Layout(machines=2, processes_per_machine=3).environment(4)
     assert {name: grouped[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")} == {
         "RANK": "4",
         "WORLD_SIZE": "6",
@@ -408,7 +411,7 @@ def test_the_environment_is_torchruns() -> None:
 
 
 def test_a_mistake_on_the_command_line_is_one_line() -> None:
-    done = run_lab("--hosts=2", "--rate=fast", code="pass")
+    done = run_lab("--machines=2", "--rate=fast", code="pass")
     assert done.returncode == 2
     assert done.stderr.startswith("thinwire: a rate is like 100mbit")
     assert done.stderr.count("\n") == 1

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import HashStore
 import thinwire
 from crash import listening_on
 from lab.test_lab import real, undisturbed
-from launcher import run_job, run_on_hosts, run_python
+from launcher import run_in_network, run_job, run_python
 from pool import Pool
 from thinwire.channel import ProcessGroupTransport, Work
 from thinwire.cli.common import alone
@@ -40,8 +40,8 @@ def probed(layout: Layout, path: Path, budget_seconds: float) -> tuple[Probe, st
     """The probe and what it printed, in the lab."""
     with Network(layout) as network:
         options = [f"--budget-seconds={budget_seconds}", f"--save={path}"]
-        ended = run_on_hosts(network, "thinwire", "probe", *options)
-    assert [each.returncode for each in ended] == [0] * layout.hosts, ended
+        ended = run_in_network(network, "thinwire", "probe", *options)
+    assert [each.returncode for each in ended] == [0] * layout.processes, ended
     return Probe.load(path), ended[0].stdout
 
 
@@ -53,7 +53,7 @@ def test_the_bandwidth_of_links_of_a_known_rate(
 ) -> None:
     expected = pytest.approx(bits / 8, rel=0.15)
     found, printed = undisturbed(
-        lambda: probed(Layout(hosts=2, rate=rate), tmp_path / "probe.json", budget_seconds),
+        lambda: probed(Layout(machines=2, rate=rate), tmp_path / "probe.json", budget_seconds),
         lambda measured: measured[0].bytes_per_second == expected,
     )
     assert found.world_size == 2
@@ -65,8 +65,8 @@ def test_the_bandwidth_of_links_of_a_known_rate(
 
 @real
 @pytest.mark.alone
-def test_hosts_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
-    layout, nodes = Layout(hosts=4, hosts_per_node=2, rate="100mbit"), [[0, 1], [2, 3]]
+def test_processes_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
+    layout, nodes = Layout(machines=2, processes_per_machine=2, rate="100mbit"), [[0, 1], [2, 3]]
     expected = pytest.approx(100e6 / 8, rel=0.15)
     found, printed = undisturbed(
         lambda: probed(layout, tmp_path / "probe.json", 5),

@@ -19,57 +19,65 @@ from thinwire.launch import Job, Output, Process
 
 
 def lab(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="What to run on every host.")],
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND…", help="What to run in every process.")
+    ],
     *,
-    hosts: Annotated[int, typer.Option(help="How many hosts.")] = 2,
+    machines: Annotated[int, typer.Option(help="How many machines.")] = 2,
     rate: Annotated[
         str | None,
         typer.Option(
-            metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as the machine"
+            metavar="RATE", help="Of each slow link, such as 100mbit.", show_default="as fast as here"
         ),
     ] = None,
-    hosts_per_node: Annotated[
-        int, typer.Option(help="Hosts that share one slow link, and are joined fast among each other.")
+    processes_per_machine: Annotated[
+        int, typer.Option(help="Processes that share a machine's slow link, and its loopback.")
     ] = 1,
     grace_seconds: Annotated[
-        float, typer.Option(help="After one host has failed, before the others are asked to end.")
+        float, typer.Option(help="After one process has failed, before the others are asked to end.")
     ] = 30.0,
     report: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write exit code, and seconds and bytes of each host, as JSON."),
+        typer.Option(
+            metavar="FILE",
+            help="Write exit code, seconds of each process and bytes of each machine, as JSON.",
+        ),
     ] = None,
 ) -> None:
-    """Run a training script on several hosts with slow links, all on this machine.
+    """Run a training script on several machines with slow links, all on this computer.
 
-    Each host is a network namespace with an address of its own, and what it sends is shaped to the rate.
+    Each machine is a network namespace with an address of its own, and what it sends is shaped to the rate.
     Each process has the environment that torchrun would give it (RANK, WORLD_SIZE, MASTER_ADDR …), and
     Gloo uses the slow link.
 
-    Example: `thinwire lab --hosts 4 --rate 100mbit -- python train.py --epochs 1`
+    Example: `thinwire lab --machines 4 --rate 100mbit -- python train.py --epochs 1`
 
-    Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The hosts share the
-    processors of this machine: compare runs with each other, not with a real cluster.
+    Needs Linux, iproute2 and util-linux, and root or unprivileged user namespaces. The machines share the
+    processors of this computer: compare runs with each other, not with a real cluster.
     """
-    processes_here("hosts", hosts, minimum=1)
-    layout = Layout(hosts=hosts, rate=rate, hosts_per_node=hosts_per_node)
+    layout = Layout(machines=machines, rate=rate, processes_per_machine=processes_per_machine)
+    name = "machines" if processes_per_machine == 1 else "machines × processes_per_machine"
+    processes_here(name, layout.processes, minimum=1)
     if not grace_seconds >= 0:
         raise ConfigError(f"grace_seconds must be at least 0, got {grace_seconds}")
     # Before anything is made: a missing tool, or folder, should not be found half-way.
     check_machine()
     check_output("--report", report)
-    # Bytes: what the hosts print need not be text.
+    # Bytes: what processes print need not be text.
     output = Output(sys.stdout.buffer)
     with Network(layout) as network:
 
-        def start(host: int) -> Process:
+        def start(rank: int) -> Process:
             # Unbuffered, lines come when they are printed.
-            variables = {"PYTHONUNBUFFERED": "1", **layout.environment(host)}
-            prefix = f"[host {host:>{len(str(hosts - 1))}}] "
-            return Process(command, variables, output, prefix, enter=network.entering(host))
+            variables = {"PYTHONUNBUFFERED": "1", **layout.environment(rank)}
+            machine, place = divmod(rank, processes_per_machine)
+            prefix = f"machine {machine:>{len(str(machines - 1))}}"
+            prefix += f", process {place}" if processes_per_machine > 1 else ""
+            return Process(command, variables, output, f"[{prefix}] ", enter=network.entering(machine))
 
         with Job(
             start,
-            hosts,
+            layout.processes,
             out=output,
             grace_seconds=grace_seconds,
             end_within_seconds=grace_seconds,
@@ -77,7 +85,7 @@ def lab(
         ) as job:
             job.run()
         # While the network stands: its counters go with it.
-        sent_bytes = [network.sent_bytes(host) for host in range(hosts)]
+        sent_bytes = [network.sent_bytes(machine) for machine in range(machines)]
     seconds = [process.seconds or 0.0 for process in job.processes]
     if report is not None:
         outcome = {"exit_code": job.exit_code, "seconds": seconds, "sent_bytes": sent_bytes}
@@ -86,10 +94,15 @@ def lab(
         # What is still in the buffer would fail once more when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(output.error, BrokenPipeError):
-            raise OSError(f"the hosts' output can't be written: {output.error.strerror}") from output.error
+            raise OSError(
+                f"the processes' output can't be written: {output.error.strerror}"
+            ) from output.error
     else:
-        for host, (sent, took) in enumerate(zip(sent_bytes, seconds, strict=True)):
-            # To stderr: stdout is the hosts' own, and may be parsed.
-            print(f"thinwire lab: host {host} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr)
-    # The hosts' own, so that a script may ask the lab as it would ask torchrun.
+        for machine, sent in enumerate(sent_bytes):
+            took = max(seconds[machine * processes_per_machine : (machine + 1) * processes_per_machine])
+            # To stderr: stdout is the processes' own, and may be parsed.
+            print(
+                f"thinwire lab: machine {machine} sent {sent / 1e6:.3f} MB in {took:.1f} s", file=sys.stderr
+            )
+    # The processes' own, so that a script may ask the lab as it would ask torchrun.
     raise typer.Exit(job.exit_code)

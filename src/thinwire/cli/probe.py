@@ -50,7 +50,7 @@ def probe(
 
     Example: `torchrun --nproc-per-node 2 --no-python thinwire probe --save probe.json`
 
-    Example: `thinwire lab --hosts 2 --rate 100mbit -- thinwire probe`
+    Example: `thinwire lab --machines 2 --rate 100mbit -- thinwire probe`
     """
     # Before measuring: matplotlib would refuse it half a minute later.
     if plot is not None and plot.suffix not in PLOT_SUFFIXES:

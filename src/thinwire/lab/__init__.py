@@ -1,1 +1,1 @@
-"""A slow network of several hosts on one machine, for trying things out: `thinwire lab`."""
+"""A slow network of several machines on one computer, for trying things out: `thinwire lab`."""

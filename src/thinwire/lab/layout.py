@@ -1,4 +1,4 @@
-"""What the network looks like: how many hosts, grouped how, and how fast the slow links are."""
+"""What the network looks like: how many machines and processes, and how fast the links are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thinwire.checks import whole_number
 from thinwire.errors import ConfigError
 
 # Addresses end in 1 to 254.
-MAX_HOSTS = 200
+MAX_MACHINES = 200
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 MIN_BITS_PER_SECOND, MAX_BITS_PER_SECOND = 10**5, 10**11
 # What may pass at once after a pause: as little as can be, or short messages would not meet the rate at all.
@@ -37,37 +37,33 @@ def bits_per_second(rate: str) -> float:
 
 @dataclass(frozen=True)
 class Layout:
-    """Hosts behind links.
+    """Machines behind links.
 
     Examples:
-        >>> Layout(hosts=4, hosts_per_node=2).environment(3)["LOCAL_RANK"]
+        >>> Layout(machines=2, processes_per_machine=2).environment(3)["LOCAL_RANK"]
         '1'
     """
 
-    hosts: int
+    machines: int
     rate: str | None = None
-    hosts_per_node: int = 1
+    processes_per_machine: int = 1
 
     def __post_init__(self) -> None:
-        whole_number("hosts", self.hosts, minimum=1)
-        whole_number("hosts_per_node", self.hosts_per_node, minimum=1)
-        if self.hosts > MAX_HOSTS:
-            raise ConfigError(f"hosts must be at most {MAX_HOSTS}, got {self.hosts}")
-        if self.hosts % self.hosts_per_node:
-            raise ConfigError(
-                f"hosts must be a multiple of hosts_per_node, got {self.hosts} and {self.hosts_per_node}"
-            )
+        whole_number("machines", self.machines, minimum=1)
+        whole_number("processes_per_machine", self.processes_per_machine, minimum=1)
+        if self.machines > MAX_MACHINES:
+            raise ConfigError(f"machines must be at most {MAX_MACHINES}, got {self.machines}")
         if self.rate is not None:
             bits_per_second(self.rate)
 
     @property
-    def nodes(self) -> int:
-        """Groups of hosts."""
-        return self.hosts // self.hosts_per_node
+    def processes(self) -> int:
+        """On all machines."""
+        return self.machines * self.processes_per_machine
 
-    def address(self, host: int) -> str:
-        """Return a host's address in the network."""
-        return f"10.77.0.{host + 1}"
+    def address(self, machine: int) -> str:
+        """Return a machine's address in the network."""
+        return f"10.77.0.{machine + 1}"
 
     def shaping(self) -> list[str]:
         """Return the token bucket of a slow link, for `tc qdisc add dev … root`; nothing without a rate."""
@@ -78,20 +74,19 @@ class Layout:
         limit = ["burst", str(burst_bytes), "latency", "100ms"]
         return ["tbf", "rate", f"{int(bits)}bit", *limit]
 
-    def environment(self, host: int, *, port: int = 29500, interface: str = "eth0") -> Mapping[str, str]:
-        """Return what torchrun would set for the process of a host, and which interface to use."""
-        node, place = divmod(host, self.hosts_per_node)
+    def environment(self, rank: int, *, port: int = 29500, interface: str = "eth0") -> Mapping[str, str]:
+        """Return what torchrun would set for a process, and which interface to use."""
+        machine, place = divmod(rank, self.processes_per_machine)
         return {
-            "RANK": str(host),
-            "WORLD_SIZE": str(self.hosts),
-            # As if the hosts of a node were the processes of a machine: what torchrun would say of them.
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.processes),
             "LOCAL_RANK": str(place),
-            "LOCAL_WORLD_SIZE": str(self.hosts_per_node),
-            "GROUP_RANK": str(node),
-            "GROUP_WORLD_SIZE": str(self.nodes),
+            "LOCAL_WORLD_SIZE": str(self.processes_per_machine),
+            "GROUP_RANK": str(machine),
+            "GROUP_WORLD_SIZE": str(self.machines),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(port),
-            # Otherwise Gloo would look for the address of this machine's name, which no namespace has.
+            # Otherwise Gloo would look for the address of this computer's name, which no namespace has.
             "GLOO_SOCKET_IFNAME": interface,
             "NCCL_SOCKET_IFNAME": interface,
             "TP_SOCKET_IFNAME": interface,

@@ -1,4 +1,4 @@
-"""The hosts: network namespaces joined by bridges, with slow links, and what they need of the machine.
+"""The machines: network namespaces joined by a bridge, with slow links, and what they need of the computer.
 
 No namespace has a name outside: each is held open by a sleeping process, which ends with the lab. The first
 is made as root or (in a user namespace) without.
@@ -21,7 +21,7 @@ HOLD_OPEN = ["sh", "-c", "echo it stands; exec sleep infinity"]
 
 
 def check_machine() -> None:
-    """Refuse a machine that can't have a lab."""
+    """Refuse a computer that can't have a lab."""
     if sys.platform != "linux":
         raise ConfigError(f"the lab needs Linux's network namespaces; this is {sys.platform}")
     missing = [name for name, tools in PACKAGES.items() if not all(map(shutil.which, tools))]
@@ -32,13 +32,13 @@ def check_machine() -> None:
 class Network:
     """While open, the network stands.
 
-    Each host is a namespace. The bridges are in another one: one for each node, and one that joins the nodes'
-    slow links.
+    Each machine is a namespace; the processes on it reach each other by its loopback. The bridge that joins
+    the machines' slow links is in a namespace of the lab's.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._hosts: list[Namespace] = []
+        self._machines: list[Namespace] = []
         self._open = ExitStack()
 
     def __enter__(self) -> Network:
@@ -47,71 +47,52 @@ class Network:
             # What stands is taken down if a later tool fails; only a whole network is kept open.
             opened.callback(self._core.close)
             self._run("ip", "link", "set", "lo", "up")
-            self._bridge("core")
-            for node in range(self.layout.nodes):
-                self._add_node(node)
-            for host in range(self.layout.hosts):
-                self._add_host(host, opened)
+            self._run("ip", "link", "add", "core", "type", "bridge")
+            self._run("ip", "link", "set", "core", "up")
+            for machine in range(self.layout.machines):
+                self._add_machine(machine, opened)
             self._open = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    def command_in(self, host: int, *command: str) -> list[str]:
-        """Return a command line that runs `command` in a host, and ends with this process, even if killed."""
-        return ["setpriv", "--pdeathsig", "KILL", "--", *self._hosts[host].command(*command)]
+    def command_in(self, machine: int, *command: str) -> list[str]:
+        """Return a command line that runs `command` on a machine, and ends with this process, even killed."""
+        return ["setpriv", "--pdeathsig", "KILL", "--", *self._machines[machine].command(*command)]
 
-    def entering(self, host: int) -> list[str]:
-        """Return what stands before a command line, to run it in a host."""
-        return self._hosts[host].command()
+    def entering(self, machine: int) -> list[str]:
+        """Return what stands before a command line, to run it on a machine."""
+        return self._machines[machine].command()
 
-    def sent_bytes(self, host: int) -> int:
-        """Return what a host has sent, by the counter of its interface: with headers and acknowledgements."""
+    def sent_bytes(self, machine: int) -> int:
+        """Return what a machine has sent, by its interface: with headers and acknowledgements."""
         (interface,) = json.loads(
-            _run(*self.command_in(host, "ip", "-json", "-statistics", "link", "show", "dev", "eth0"))
+            _run(*self.command_in(machine, "ip", "-json", "-statistics", "link", "show", "dev", "eth0"))
         )
         return int(interface["stats64"]["tx"]["bytes"])
 
-    def _add_node(self, node: int) -> None:
-        """Make a bridge for the hosts of a node, with a slow link to the others."""
-        if self.layout.hosts_per_node == 1:
-            return
-        self._bridge(f"node{node}")
-        self._run("ip", "link", "add", f"up{node}", "type", "veth", "peer", "name", f"down{node}")
-        self._run("ip", "link", "set", f"up{node}", "master", f"node{node}", "up")
-        self._run("ip", "link", "set", f"down{node}", "master", "core", "up")
-        if self.layout.rate is not None:
-            # One queue for all hosts of the node: they share the link.
-            self._run("tc", "qdisc", "add", "dev", f"up{node}", "root", *self.layout.shaping())
-
-    def _add_host(self, host: int, opened: ExitStack) -> None:
-        """Make a host and join it to its bridge."""
+    def _add_machine(self, machine: int, opened: ExitStack) -> None:
+        """Make a machine and join it to the bridge."""
         # Within the core's user namespace, so that the core may put ends of links into it.
         namespace = Namespace(self._core)
         opened.callback(namespace.close)
-        self._hosts.append(namespace)
-        alone = self.layout.hosts_per_node == 1
-        bridge = "core" if alone else f"node{host // self.layout.hosts_per_node}"
+        self._machines.append(namespace)
         peer = ["peer", "name", "eth0", "netns", str(namespace.holder_pid)]
-        self._run("ip", "link", "add", f"host{host}", "type", "veth", *peer)
-        self._run("ip", "link", "set", f"host{host}", "master", bridge, "up")
-        # /24: hosts find each other without routes; MAX_HOSTS keeps to it.
-        address = ["ip", "addr", "add", f"{self.layout.address(host)}/24", "dev", "eth0"]
+        self._run("ip", "link", "add", f"machine{machine}", "type", "veth", *peer)
+        self._run("ip", "link", "set", f"machine{machine}", "master", "core", "up")
+        # /24: machines find each other without routes; MAX_MACHINES keeps to it.
+        address = ["ip", "addr", "add", f"{self.layout.address(machine)}/24", "dev", "eth0"]
         for command in (["ip", "link", "set", "lo", "up"], address, ["ip", "link", "set", "eth0", "up"]):
-            _run(*self.command_in(host, *command))
-        # Shaped where it is sent, in the host's own queue: its sockets feel the slow link, as they would
+            _run(*self.command_in(machine, *command))
+        # Shaped where it is sent, in the machine's own queue: its sockets feel the slow link, as they would
         # feel a real one's driver.
-        if alone and self.layout.rate is not None:
+        if self.layout.rate is not None:
             shaped = ["tc", "qdisc", "add", "dev", "eth0", "root", *self.layout.shaping()]
-            _run(*self.command_in(host, *shaped))
-
-    def _bridge(self, name: str) -> None:
-        self._run("ip", "link", "add", name, "type", "bridge")
-        self._run("ip", "link", "set", name, "up")
+            _run(*self.command_in(machine, *shaped))
 
     def _run(self, *command: str) -> None:
-        """Run a tool where the bridges are."""
+        """Run a tool where the bridge is."""
         _run(*self._core.command(*command))
 
 
@@ -130,7 +111,8 @@ class Namespace:
             ["setpriv", "--pdeathsig", "KILL", "--", *(make if outer is None else outer.command(*make))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            # Ctrl-C on a terminal reaches the whole session; the lab passes it on, and still needs its hosts.
+            # Ctrl-C on a terminal reaches the whole session; the lab passes it on, and still needs the
+            # namespaces.
             start_new_session=True,
         )
         self.holder_pid = self._holder.pid
@@ -161,7 +143,7 @@ class Namespace:
 
 
 def _allowed_flags() -> list[str]:
-    """Return the flags with which this machine lets `unshare` make a first network namespace."""
+    """Return the flags with which this computer lets `unshare` make a first network namespace."""
     # Tried, not deduced: whether it is allowed hangs on capabilities, sysctls and AppArmor alike.
     tries = [["--net"], ["--user", "--map-root-user", "--net"]]
     for flags in tries if os.geteuid() == 0 else tries[1:]:
