@@ -214,6 +214,7 @@ class Refusing(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Refusing())
 import thinwire
+thinwire.attach
 found = {"strangers": list(strangers), "all": list(sys.modules)}
 named = [thinwire.checkpoint.save, thinwire.powersgd.Config, hasattr(thinwire, "nothing")]
 print(json.dumps({**found, "named": list(map(str, named))}))
@@ -234,6 +235,8 @@ def test_importing_thinwire_imports_only_torch_and_itself(tmp_path: Path) -> Non
         "thinwire.checkpoint",
         "thinwire.powersgd",
         "thinwire.integrations",
+        "thinwire.advice",
+        "thinwire.fronts.local_sgd",
     )
     assert [name for name in told["all"] if name.startswith(later)] == []
     # What the docs name without an import is imported then.

@@ -5,35 +5,36 @@ gradients, and gives back the same model. Start with `attach`.
 """
 
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from thinwire import hooks
-from thinwire.advice import advise, auto
-from thinwire.algorithms import AllReduce, Cast, PowerSGD, Quantize, TopK
-from thinwire.errors import (
-    AgreementError,
-    AttachError,
-    CheckpointError,
-    CommunicationError,
-    ConfigError,
-    GradientError,
-    LeftError,
-    MissingExtraError,
-    NonfiniteError,
-    StateError,
-    StepError,
-    ThinwireError,
-)
-from thinwire.fronts.attach import attach
-from thinwire.fronts.join import join
-from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming, Warmup
-from thinwire.fronts.replicas import check_replicas
-from thinwire.plan import Plan
-from thinwire.sync import GradientSync
-from thinwire.sync.stats import Stats
 from thinwire.version import __version__
-from thinwire.watch import Watch
+
+if TYPE_CHECKING:
+    from thinwire import hooks
+    from thinwire.advice import advise, auto
+    from thinwire.algorithms import AllReduce, Cast, PowerSGD, Quantize, TopK
+    from thinwire.errors import (
+        AgreementError,
+        AttachError,
+        CheckpointError,
+        CommunicationError,
+        ConfigError,
+        GradientError,
+        LeftError,
+        MissingExtraError,
+        NonfiniteError,
+        StateError,
+        StepError,
+        ThinwireError,
+    )
+    from thinwire.fronts.attach import attach
+    from thinwire.fronts.join import join
+    from thinwire.fronts.local_sgd import DiLoCo, LocalSGD, Nesterov, Streaming, Warmup
+    from thinwire.fronts.replicas import check_replicas
+    from thinwire.plan import Plan
+    from thinwire.sync import GradientSync
+    from thinwire.sync.stats import Stats
+    from thinwire.watch import Watch
 
 __all__ = [
     "AgreementError",
@@ -93,20 +94,38 @@ PUBLIC_MODULES = (
     "testing.faults",
     "watch",
 )
-_SHOWN = {name.split(".")[0] for name in PUBLIC_MODULES}
+# In which module each name of `__all__` is: it is imported with the first use of one, since few runs use all.
+_HOMES = {
+    "advice": ("advise", "auto"),
+    "algorithms": ("AllReduce", "Cast", "PowerSGD", "Quantize", "TopK"),
+    "fronts.attach": ("attach",),
+    "fronts.join": ("join",),
+    "fronts.local_sgd": ("DiLoCo", "LocalSGD", "Nesterov", "Streaming", "Warmup"),
+    "fronts.replicas": ("check_replicas",),
+    "plan": ("Plan",),
+    "sync": ("GradientSync",),
+    "sync.stats": ("Stats",),
+    "watch": ("Watch",),
+    "errors": tuple(name for name in __all__ if name.endswith("Error")),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = {name.split(".")[0] for name in PUBLIC_MODULES}
 
 
 def __dir__() -> list[str]:
     """Return the public names: what completes `thinwire.` in an editor."""
-    return sorted({*__all__, *_SHOWN, *(name for name in globals() if name[:2] == "__")})
+    return sorted({*__all__, *_MODULES, *(name for name in globals() if name[:2] == "__")})
 
 
 # Not seen by type checkers, to which any name would then be an attribute of this module.
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> ModuleType:
-        """Import a part of the package where it is named without an import: `thinwire.checkpoint`, say."""
-        # Not at import: few need these, and some import packages of others.
-        if name in _SHOWN:
+    def __getattr__(name: str) -> Any:
+        """Import a public name or module where it is first used."""
+        if name in _HOME_OF:
+            # Kept, so that it is looked up once.
+            globals()[name] = getattr(import_module(f"thinwire.{_HOME_OF[name]}"), name)
+            return globals()[name]
+        if name in _MODULES:
             return import_module(f"thinwire.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ import thinwire
 from pool import Pool
 from thinwire import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.channel import ProcessGroupTransport, Recording
+from thinwire.channel import Machines, ProcessGroupTransport, Recording
 from thinwire.channel.machines import machines_of
 from thinwire.errors import AgreementError, ConfigError, ThinwireError
 from thinwire.sync.handle import engine_of
@@ -104,8 +105,16 @@ def test_the_launcher_tells_who_shares_a_machine(pool4: Pool) -> None:
 
 
 def _found() -> tuple[str, str]:
+    device, timeout = torch.device("cpu"), timedelta(seconds=77)
+    group = dist.new_group(list(range(4)), timeout)
     with patch.dict(os.environ, LAUNCHED, GROUP_RANK=str(dist.get_rank() // 2)):
-        sync = thinwire.attach(ddp_model(), Quantize(bits=4))
+        sync = thinwire.attach(ddp_model(process_group=group), Quantize(bits=4))
+        groups, _ = machines_of(ProcessGroupTransport(group, device))
+    # A process that stalls is given as long as in the model's own group.
+    assert isinstance(groups, Machines)
+    for each in (groups.inside, groups.between):
+        assert isinstance(each, ProcessGroupTransport)
+        assert each.group._get_backend(device).options._timeout == timeout
     where = str(sync).partition(" over ")[2].partition(", of which")[0]
     return where, "".join(sync.stats().shortfalls)
 

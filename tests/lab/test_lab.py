@@ -220,6 +220,41 @@ def test_training_over_gloo_and_the_bytes_it_sends(tmp_path: Path) -> None:
         assert sent_bytes == pytest.approx(all_bytes, rel=0.01)
 
 
+TWO_LEVELS = """
+import torch, torch.distributed as dist, thinwire
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(1024, 2048, bias=False))
+sync = thinwire.attach(model, thinwire.Quantize(bits=4))
+card, counted = [], []
+for _ in range(3):
+    for _ in range(4):
+        model(torch.randn(2, 1024)).square().mean().backward()
+    dist.barrier()
+    eth0, = (line.split() for line in open("/proc/self/net/dev") if line.strip().startswith("eth0"))
+    card.append(int(eth0[9]))
+    counted.append(sync.stats().message_bytes)
+print(f"sent {card[2] - card[1]}, counted {counted[2] - counted[1]}, {sync}", flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@real
+def test_a_machine_of_two_processes_sends_what_is_counted_once(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TWO_LEVELS)
+    options = ["--machines=2", "--processes-per-machine=2", "--rate=1gbit"]
+    with stand_ins() as stand_in:
+        done = run_python("thinwire", "lab", *options, "--", sys.executable, "-S", *stand_in, str(script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"process \d\] sent (\d+), counted (\d+), .* over 2 machines of 2", done.stdout)
+    assert len(found) == 4
+    for sent, counted in ((int(sent), int(counted)) for sent, counted in found):
+        assert counted == pytest.approx(4 * 1024 * 2048 * (4 + 16 / 64) / 8, rel=0.01)
+        assert sent == pytest.approx(counted, rel=0.1)
+
+
 @real
 def test_the_first_failure_is_the_labs_and_ends_the_others() -> None:
     code = "import os, sys, time; time.sleep(0 if os.environ['RANK'] == '1' else 60); sys.exit(7)"

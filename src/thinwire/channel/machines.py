@@ -92,8 +92,12 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
 
 def _new_group(transport: ProcessGroupTransport, ranks: Sequence[int]) -> Transport:
     backend = dist.get_backend_config(transport.group)
+    # Nothing of torch's hands a group's timeout on.
+    device = transport.gradient_device or torch.device("cpu")
+    options = getattr(transport.group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
     # With that flag only the members call: the model's group may be a part of the job.
-    group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
     return ProcessGroupTransport(cast(dist.ProcessGroup, group), transport.gradient_device)
 
 
