@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import Pool
-from thinwire import AllReduce, PowerSGD, Quantize, TopK
+from thinwire import AllReduce, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import Machines, ProcessGroupTransport, Recording
 from thinwire.channel.machines import machines_of
@@ -95,6 +95,26 @@ def _averaged(model: DistributedDataParallel, gradient: torch.Tensor) -> torch.T
     products = [(p * part.view_as(p)).sum() for p, part in zip(parameters, parts, strict=True)]
     torch.autograd.backward(torch.stack(products).sum())
     return torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+
+
+def test_the_state_of_torchs_hooks_takes_it_as_a_setting(pool4: Pool) -> None:
+    for same, flat, hooked in pool4.run(_hooked):
+        assert same
+        assert "over 4 processes" in flat
+        assert "over 2 machines of 2 processes" in hooked
+
+
+def _hooked() -> tuple[bool, str, str]:
+    flat = hooks.PowerSGDState(None, start_powerSGD_iter=0)
+    state = hooks.PowerSGDState(None, start_powerSGD_iter=0, machines=PAIRS)
+    is_same = True
+    for each in (flat, state):
+        model = ddp_model()
+        model.register_comm_hook(each, hooks.powerSGD_hook)
+        for step in range(3):
+            mine = gradients(model, step)
+            is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
+    return is_same, str(flat.sync), str(state.sync)
 
 
 LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}

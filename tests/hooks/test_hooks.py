@@ -46,7 +46,7 @@ def test_signatures_are_torchs(name: str) -> None:
 def test_the_state_has_torchs_parameters_and_defaults() -> None:
     theirs = inspect.signature(stock_power.PowerSGDState).parameters
     ours = inspect.signature(hooks.PowerSGDState).parameters
-    added = {"grad_scaler": None, "host_check": True, "on_nonfinite": "nan"}
+    added = {"grad_scaler": None, "host_check": True, "on_nonfinite": "nan", "machines": False}
     assert list(ours) == [*theirs, *added]
     assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()} | added
     assert {ours[name].kind for name in added} == {inspect.Parameter.KEYWORD_ONLY}

@@ -160,6 +160,23 @@ def _trained(
         return handler.sync.algorithm, handler.sync.stats().compression_ratio, parameters, names
 
 
+def test_the_handler_takes_machines(pool4: Pool) -> None:
+    for found, given, off in pool4.run(_on_machines):
+        assert "over 2 machines of 2 processes" in given
+        assert "over 4 processes" in found  # the launcher tells of one machine
+        assert "over 4 processes" in off
+
+
+def _on_machines() -> list[str]:
+    shown = []
+    for machines in ({}, {"machines": [[0, 1], [2, 3]]}, {"machines": False}):
+        with several_processes():
+            handler = new_handler(comm_state_option=machines)
+            Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(torch.nn.Linear(64, 64))
+            shown.append(str(handler.sync))
+    return shown
+
+
 def test_without_a_hook_ddp_averages(pool2: Pool, tmp_path: Path) -> None:
     assert pool2.run(_no_hook, str(tmp_path)) == [(0, 0, "AttachError", False)] * 2
     for refused, steps in pool2.run(_move_to_thinwire, str(tmp_path)):

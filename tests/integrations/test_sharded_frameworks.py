@@ -121,7 +121,7 @@ def test_the_trainer_shards_and_resumes(pool4: Pool, tmp_path: Path) -> None:
     for found in pool4.run(_trainer, tmp_path):
         assert found["ratio"] > 2
         assert found["agreed"]
-        assert found["straight"] == found["resumed"]
+        assert found["straight"] == found["resumed"] == found["native"]
         assert found["steps"] == 4
         assert found["own mesh"] == [True]
         is_agreed, ratio = found["local"]  # shards of models, averaged every so many steps
@@ -160,7 +160,13 @@ def _trainer(folder: Path) -> dict[str, Any]:
         found["local"] = (agreed(trainer.model), callback.sync.stats().compression_ratio)
     with sharding_on_cpus():
         stock = sharding_trainer(folder, StockConfig(dp_replicate_size=2, dp_shard_size=2))
-        found["stock"] = error_of(lambda: attach_trainer(stock, POWER))
+        found["stock"] = error_of(lambda: attach_trainer(stock, partial(thinwire.DiLoCo, every_steps=2)))
+    with sharding_on_cpus():
+        stock = StockConfig(dp_replicate_size=2, dp_shard_size=2)
+        trainer = sharding_trainer(folder / "native", stock, max_steps=4, save_steps=2)
+        attach_trainer(trainer, POWER)
+        trainer.train()
+        found["native"] = flat(trainer.model).double().sum().item()
     return found
 
 

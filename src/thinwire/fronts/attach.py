@@ -119,6 +119,11 @@ def attach(
     # What torch.compile was given.
     plain = getattr(model, "_orig_mod", model)
     if is_fsdp2(plain):
+        if not isinstance(machines, bool):
+            raise ConfigError(
+                "machines is for DDP models; leave it out: of an FSDP2 model the mesh says which processes "
+                "are a replica"
+            )
         # DTensors take seconds to import; with a sharded model that is done.
         attach_sharded = import_module("thinwire.fronts.sharded").attach_sharded
         sync: GradientSync = attach_sharded(plain, algorithm, replicas, settings)

@@ -19,7 +19,7 @@ from thinwire.algorithms.cast import WireDtype
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, LowRankRoute, translated
 from thinwire.algorithms.lowrank.slots import FACTOR
-from thinwire.channel import ProcessGroupTransport
+from thinwire.channel import Layout, ProcessGroupTransport, machines_of
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.ddp import BucketFront, front_of
@@ -80,6 +80,8 @@ class PowerSGDState:
         host_check: Not torch's: whether the host waits in each step to see whether it is finite; see
             `thinwire.attach`.
         on_nonfinite: Not torch's: what becomes of a step that is not finite; see `thinwire.attach`.
+        machines: Not torch's: which processes share a machine, as of `thinwire.attach`. By default each
+            process sends by itself, as with torch's own.
 
     torch's attributes can all be read. `matrix_approximation_rank`, `start_powerSGD_iter`,
     `min_compression_rate`, `use_error_feedback` and `warm_start` can be set, between steps and on every
@@ -108,7 +110,9 @@ class PowerSGDState:
         grad_scaler: GradScaler | Callable[[], float] | None = None,
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = False,
     ) -> None:
+        self._machines = machines
         self._orthogonalization_epsilon = number(
             "orthogonalization_epsilon", orthogonalization_epsilon, minimum=0
         )
@@ -289,6 +293,7 @@ class PowerSGDState:
             compression_stats_logging_frequency=self._log_every_steps,
             batch_tensors_with_same_shape=self._batch_tensors_with_same_shape,
             **self._steps,
+            machines=self._machines,
         )
         # As they are now, and not as given: `sync.use` may have changed them.
         copied._settings = {name: self._get(name) for name in self._settings}
@@ -407,14 +412,15 @@ class PowerSGDState:
             )
         transport = ProcessGroupTransport(self.process_group, device)
         settings = Settings.of(**self._steps, typed=self._typed)
+        machines, _ = machines_of(transport, self._machines)
         if models:
-            front = front_of(models[0], algorithm, transport, settings)
+            front = front_of(models[0], algorithm, transport, settings, machines)
             # DDP copies no hook, and the copy would train uncompressed without a word.
             refuse_training_of_copies(models[0])
         else:
             # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
             settings = replace(settings, may_be_unused=True)
-            front = BucketFront(Engine(algorithm, transport, settings=settings))
+            front = BucketFront(Engine(algorithm, transport, settings=settings, machines=machines))
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
         return front

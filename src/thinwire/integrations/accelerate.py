@@ -57,7 +57,7 @@ CASTS: dict[object, WireDtype] = {
 
 
 # What `attach` takes beside the algorithm; the scaler is the Accelerator's.
-OF_STEPS = ("host_check", "on_nonfinite")
+OF_STEPS = ("host_check", "machines", "on_nonfinite")
 
 
 class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # accelerate is untyped
@@ -107,8 +107,9 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         comm_wrapper: With FP16 or BF16, the messages of POWER_SGD and BATCHED_POWER_SGD travel in 16 bits.
             Those of the hooks FP16 and BF16 do so anyway, as these say.
         comm_state_option: Settings of POWER_SGD and BATCHED_POWER_SGD, by the names of
-            `thinwire.hooks.PowerSGDState`, with its defaults, `host_check` and `on_nonfinite` too. Note that
-            compression starts after `start_powerSGD_iter` = 1 000 steps.
+            `thinwire.hooks.PowerSGDState`, with its defaults, `host_check` and `on_nonfinite` too; and
+            `machines` as of `thinwire.attach`, True by default. Note that compression starts after
+            `start_powerSGD_iter` = 1 000 steps.
 
     Attributes:
         strict: Whether a state must be of just the parameters that are trained now; may be set to False.

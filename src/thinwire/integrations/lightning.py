@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm, PowerSGD
+from thinwire.channel import Layout
 from thinwire.checks import whole_number
 from thinwire.errors import AttachError, ConfigError, MissingExtraError
 from thinwire.fronts.attach import attach
@@ -84,6 +85,7 @@ class ThinwireStrategy(DDPStrategy):
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
         host_check: With an algorithm: see `thinwire.attach`, whose `grad_scaler` is the Trainer's own.
         on_nonfinite: With an algorithm, what becomes of a step that is not finite; see `thinwire.attach`.
+        machines: With an algorithm: which processes share a machine; see `thinwire.attach`.
         options: `DDPStrategy`'s own, and DDP's.
 
     Attributes:
@@ -94,8 +96,8 @@ class ThinwireStrategy(DDPStrategy):
     Raises:
         ConfigError: Both an algorithm and a hook, a combination that `register_ddp_comm_hook` refuses, or
             `post_localSGD_hook` without `model_averaging_period`, or that without the hook; an option that
-            neither `DDPStrategy` nor DDP has; or `host_check` or `on_nonfinite` with a hook's state, with
-            what makes a `LocalSGD` or with `auto`, which take their own.
+            neither `DDPStrategy` nor DDP has; or `host_check`, `on_nonfinite` or `machines` with a hook's
+            state, with what makes a `LocalSGD` or with `auto`, which take their own.
 
     Examples:
         >>> import thinwire
@@ -110,6 +112,7 @@ class ThinwireStrategy(DDPStrategy):
         algorithm: Algorithm | Makes | None = None,
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = True,
         **options: Any,
     ) -> None:
         # DDPStrategy's own first argument is an accelerator or None: anything else is ours.
@@ -131,7 +134,7 @@ class ThinwireStrategy(DDPStrategy):
         checked_hook(state, hook, given.get("ddp_comm_wrapper"))
         if algorithm is not None and hook is not None:
             raise ConfigError("give the strategy an algorithm or a ddp_comm_hook, not both")
-        steps = checked_steps(host_check, on_nonfinite)
+        steps = checked_steps(host_check, on_nonfinite, machines)
         if steps and (hook is not None or not isinstance(algorithm, Algorithm | None)):
             raise ConfigError(
                 f"{', '.join(steps)} would have no effect here; give it to the hook's state, or to what is "

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.advice.automatic import Auto, auto
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.base import no_algorithm
+from thinwire.channel import Layout
 from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
@@ -51,11 +52,12 @@ def checked_averaging(given: object) -> Algorithm | Makes:
     return given  # type: ignore[return-value]
 
 
-def checked_steps(host_check: bool, on_nonfinite: OnNonfinite) -> dict[str, Any]:
-    """Return how steps are treated, as `thinwire.attach` takes it, where that is not the default."""
+def checked_steps(host_check: bool, on_nonfinite: OnNonfinite, machines: Layout) -> dict[str, Any]:
+    """Return what `thinwire.attach` is to be given of these, which is what is not its default."""
     settings = Settings.of(grad_scaler=None, host_check=host_check, on_nonfinite=on_nonfinite)
     chosen = {"host_check": settings.host_check, "on_nonfinite": settings.on_nonfinite}
-    return {name: each for name, each in chosen.items() if each != getattr(Settings, name)}
+    steps = {name: each for name, each in chosen.items() if each != getattr(Settings, name)}
+    return steps if machines is True else {**steps, "machines": machines}
 
 
 def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:

@@ -23,6 +23,7 @@ import torch
 
 from thinwire.advice.automatic import Auto
 from thinwire.algorithms import Algorithm
+from thinwire.channel import Layout
 from thinwire.checkpoint import load, save
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
@@ -62,6 +63,7 @@ def attach(
     strict: bool = True,
     host_check: bool = True,
     on_nonfinite: OnNonfinite = "nan",
+    machines: Layout = True,
 ) -> ThinwireCallback:
     """Let `algorithm` average whenever `trainer` trains in several processes.
 
@@ -69,9 +71,9 @@ def attach(
     nothing to attach.
 
     Args:
-        trainer: Any `transformers.Trainer` that trains with DDP; or with FSDP2, if its `args` have the
-            `ParallelismConfig` of `thinwire.integrations.accelerate`, by which shards of different replicas
-            meet (see docs/sharded.md). Not with DeepSpeed.
+        trainer: Any `transformers.Trainer` that trains with DDP; or with FSDP2 over replicas and shards
+            (`ParallelismConfig(dp_replicate_size=…, dp_shard_size=…)`, for averaged models that of
+            `thinwire.integrations.accelerate`; see docs/sharded.md). Not with DeepSpeed.
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
             train on their own, and their models are averaged every so many steps, before each evaluation and
@@ -85,14 +87,15 @@ def attach(
         host_check: See `thinwire.attach`, whose `grad_scaler` is the Trainer's own. False needs
             `ddp_find_unused_parameters=False` in the arguments.
         on_nonfinite: What becomes of a step that is not finite; see `thinwire.attach`.
+        machines: Which processes share a machine; see `thinwire.attach`.
 
     Returns:
         The callback that has been added; its `sync` is the handle once training has begun.
 
     Raises:
         ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
-            with what makes a `LocalSGD`, or `host_check` or `on_nonfinite` with that or `auto`, where they
-            have no effect.
+            with what makes a `LocalSGD`, or `host_check`, `on_nonfinite` or `machines` with that or `auto`,
+            where they have no effect.
         AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
             can't be attached shows in `train`.)
     """
@@ -104,13 +107,18 @@ def attach(
         raise AttachError("the trainer is attached already; switch the algorithm with callback.sync.use(…)")
     if trainer.is_fsdp_enabled:
         config = trainer.accelerator.parallelism_config
-        if config is None or not config.dp_replicate_enabled or len(config.fsdp_dim_names) != 1:
+        is_native = config is not None and len(config.fsdp_dim_names) != 1
+        if (
+            config is None
+            or not config.dp_replicate_enabled
+            or (is_native and not isinstance(algorithm, Algorithm))
+        ):
             raise AttachError(
                 "the Trainer's FSDP leaves no replicas to Thinwire; pass TrainingArguments(fsdp=True, "
                 "parallelism_config=ParallelismConfig(dp_replicate_size=machines, dp_shard_size=gpus)) "
                 "with the ParallelismConfig of thinwire.integrations.accelerate"
             )
-    steps = checked_steps(host_check, on_nonfinite)
+    steps = checked_steps(host_check, on_nonfinite, machines)
     callback = ThinwireCallback(trainer, algorithm, checkpoint, strict, **steps)
     if steps and not isinstance(algorithm, Algorithm):
         raise ConfigError(
