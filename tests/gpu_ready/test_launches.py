@@ -38,7 +38,7 @@ from thinwire.fronts.local_sgd import model as local_sgd_model
 from thinwire.fronts.sharded.front import ShardedFront
 from thinwire.fronts.sharded.model import Piece
 from thinwire.fronts.tensors import StepFront
-from thinwire.kernels.finite import all_finite
+from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import MatrixGroup
 from thinwire.kernels.torch_entries import TorchEntries
 from thinwire.kernels.triton import launcher

@@ -25,7 +25,7 @@ from thinwire.algorithms.requests import (
     Requests,
 )
 from thinwire.algorithms.sparse.topk import TopK
-from thinwire.kernels.finite import all_finite
+from thinwire.kernels.dispatch import all_finite
 
 __all__ = [
     "Algorithm",

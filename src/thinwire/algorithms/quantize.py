@@ -16,7 +16,7 @@ from thinwire.algorithms.low_bit_mean import low_bit_mean
 from thinwire.algorithms.requests import AllFinite, Commit, Requests
 from thinwire.checks import true_or_false, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.finite import all_finite
+from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks

@@ -9,6 +9,9 @@ import torch
 
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
 
+# The largest matrix rank that Numba serves. It stands here to be known without importing Numba.
+FACTOR_ROWS = 4
+
 
 class Kernels(Protocol):
     """The arithmetic of a low-rank step, for the groups that its backend serves.

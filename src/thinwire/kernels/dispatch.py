@@ -15,15 +15,15 @@ from typing import Any, cast
 
 import torch
 
-from thinwire.kernels.base import Kernels
+from thinwire.kernels.base import FACTOR_ROWS, Kernels
 from thinwire.kernels.codes import CodeKernels
 from thinwire.kernels.entries import EntryKernels
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
-from thinwire.kernels.numba.limits import FACTOR_ROWS
 from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.kernels.torch_entries import TorchEntries
 from thinwire.kernels.torch_kernels import TorchKernels
 from thinwire.kernels.triton import limits as triton_limits
+from thinwire.tensors import accelerators
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,32 @@ def orthonormal_rows(
     kinds = [(batch, batch.shape[1]) for batch in batches]
     columns = [batches] if drawn is None else [batches, drawn]
     return _shared_out(kinds, columns, lambda kernels, *its: kernels.orthonormal_rows(*its))
+
+
+def all_finite(*tensors: torch.Tensor) -> torch.Tensor:
+    """Return whether every element of every tensor is finite, as a tensor of one bool; not read back.
+
+    Tensors without elements are finite. They may lie on several devices; the answer is on the first one's.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    if not kinds:
+        return torch.tensor(True)
+    answers = []
+    for (device, _), alike in kinds.items():
+        if accelerators.pays_per_launch(device):
+            # As they lie: kernels are told where a tensor begins and how long it is.
+            whole = [tensor.contiguous() for tensor in alike]
+            answers.append(kernels_for(alike[0], 1).all_finite(whole))
+        else:
+            # NaN wins every minimum and maximum, so extremes are enough.
+            extremes = torch.stack([each for tensor in alike for each in torch.aminmax(tensor)])
+            answers.append(extremes.isfinite().all())
+    if len(answers) == 1:
+        return answers[0]
+    return torch.stack([each.to(answers[0].device, non_blocking=True) for each in answers]).all()
 
 
 def _kinds(items: Sequence[Asked] | Sequence[Reconstruction]) -> list[tuple[torch.Tensor, int]]:

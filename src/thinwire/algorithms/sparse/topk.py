@@ -22,8 +22,7 @@ from thinwire.algorithms.requests import AllFinite, AllGather, Commit, Requests
 from thinwire.algorithms.sparse.message import Entries, Message
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
-from thinwire.kernels.dispatch import entry_kernels_for
-from thinwire.kernels.finite import all_finite
+from thinwire.kernels.dispatch import all_finite, entry_kernels_for
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators

@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from thinwire.kernels.base import Kernels
+from thinwire.kernels.base import FACTOR_ROWS, Kernels
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write, add_errors, replaced
 from thinwire.kernels.numba import bases, low_rank_passes
 from thinwire.kernels.numba.compiler import FactorBatch, addresses
-from thinwire.kernels.numba.limits import FACTOR_ROWS
 from thinwire.kernels.torch_kernels import TorchKernels
 
 
