@@ -117,6 +117,41 @@ def _hooked() -> tuple[bool, str, str]:
     return is_same, str(flat.sync), str(state.sync)
 
 
+@pytest.mark.parametrize("algorithm", [AllReduce(), Quantize(bits=4), TopK(chunk=512)], ids=str)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_subgroup_sends_the_change_of_its_models_once(
+    algorithm: Algorithm, fragments: int, pool4: Pool
+) -> None:
+    for (same, sent, inside_bytes, shortfalls), (_, alone, *_) in pool4.run(_local, algorithm, fragments):
+        assert same
+        assert 0 < alone <= sent <= 1.1 * alone
+        assert inside_bytes > 0
+        assert shortfalls == ()
+
+
+def _local(algorithm: Algorithm, fragments: int) -> list[tuple[bool, int, int, Sequence[str]]]:
+    """Two machines of two processes, and two of one: whether models are equal, and bytes."""
+    rank = dist.get_rank()
+    subgroup = [dist.new_group(pair) for pair in PAIRS][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    found: list[tuple[bool, int, int, Sequence[str]]] = []
+    for groups in ({"subgroup": subgroup}, {"replicas": across}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 48))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        streaming = thinwire.Streaming(fragments=fragments, delay_steps=fragments - 1)
+        with thinwire.DiLoCo(
+            model, optimizer, every_steps=2, algorithm=algorithm, streaming=streaming, **groups
+        ) as local:
+            for step in range(5):
+                gradients(model, step)
+                optimizer.step()
+        parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        same, stats = all(torch.equal(parameters, each) for each in gathered(parameters)), local.stats()
+        found.append((same, stats.message_bytes, stats.inside_bytes, stats.shortfalls))
+    return found
+
+
 LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 
 

@@ -14,7 +14,7 @@ from thinwire.channel.collectives import (
     true_for_all,
 )
 from thinwire.channel.in_process import InProcessTransport, run_members
-from thinwire.channel.machines import Layout, Machines, machines_of
+from thinwire.channel.machines import Layout, Machines, machines_of, machines_of_subgroups
 from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, message_bytes_of, wire_bytes
 from thinwire.channel.process_group import ProcessGroupTransport, alone, checked_group, own_subgroup
 from thinwire.channel.recording import Note, Recording
@@ -44,6 +44,7 @@ __all__ = [
     "gather_numbers",
     "gather_stacked",
     "machines_of",
+    "machines_of_subgroups",
     "message_bytes_of",
     "own_subgroup",
     "run_members",

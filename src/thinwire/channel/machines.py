@@ -72,6 +72,32 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
         return None, ""
     ranks = dist.get_process_group_ranks(transport.group)
     rows = _found(transport, ranks) if layout is True else _given(transport, ranks, layout)
+    return _grouped(transport, ranks, rows)
+
+
+def machines_of_subgroups(
+    transport: ProcessGroupTransport, subgroup: ProcessGroupTransport
+) -> tuple[Machines | None, str]:
+    """Return what `machines_of` does, where each process has a subgroup of its machine. Collective.
+
+    Raises:
+        ConfigError: Subgroups overlap, or leave processes out.
+    """
+    ranks = dist.get_process_group_ranks(transport.group)
+    own = json.dumps(dist.get_process_group_ranks(subgroup.group)).encode()
+    said = gather_bytes(own, transport, "which processes are a subgroup")
+    rows = sorted({tuple(json.loads(each)) for each in said})
+    if sorted(rank for row in rows for rank in row) != sorted(ranks):
+        raise ConfigError(
+            f"the subgroups {[list(row) for row in rows][:8]} overlap, or leave out processes of the group; "
+            "make them of all of it: torch.distributed.new_subgroups(group_size=…)"
+        )
+    return _grouped(transport, ranks, rows)
+
+
+def _grouped(
+    transport: ProcessGroupTransport, ranks: Sequence[int], rows: Sequence[Sequence[int]]
+) -> tuple[Machines | None, str]:
     sizes = [len(row) for row in rows]
     if len(rows) < 2 or max(sizes) == 1:
         return None, ""

@@ -71,9 +71,15 @@ class Traffic:
 
     Attributes:
         waiting_seconds: Time the host was blocked until results had come back.
+        machine_bytes: Of the messages of all processes of this machine, where they share them; not read back.
+        counted_bytes: Of the messages of this process, how many are in there.
+        inside_bytes: What this process has sent to others of its machine for that.
     """
 
     waiting_seconds: float = 0.0
+    machine_bytes: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    counted_bytes: int = 0
+    inside_bytes: int = 0
     _by_collective: dict[Collective, CollectiveTraffic] = field(default_factory=dict)
 
     @property

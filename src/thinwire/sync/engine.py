@@ -233,13 +233,12 @@ class Engine(Lanes):
         Cost: none.
         """
         traffic = self.traffic
-        places = self.places
         return Stats(
             steps=self.steps,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
-            message_bytes=traffic.message_bytes if places is None else int(places.message_bytes),
-            inside_bytes=0 if places is None else places.inside_bytes,
+            message_bytes=traffic.message_bytes if self.places is None else int(traffic.machine_bytes),
+            inside_bytes=traffic.inside_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
             arithmetic_seconds=self.clock.arithmetic_seconds,

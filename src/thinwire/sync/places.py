@@ -39,14 +39,10 @@ class Places:
 
     Attributes:
         inside: The processes of this machine, by place.
-        message_bytes: What all of them have sent to other machines, counted as of an all-reduce.
-        inside_bytes: What this process has sent to others of the machine.
     """
 
     def __init__(self, inside: Transport) -> None:
         self.inside = inside
-        self.message_bytes = torch.zeros((), dtype=torch.float64)
-        self.inside_bytes = 0
         self.forget()
 
     def divide(self, indivisible: Indivisible, model: Iterable[ParameterSpec]) -> None:
@@ -73,21 +69,18 @@ class Places:
             detail = f"{whole[label].detail}, by {len(routes)} processes"
             yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
 
-    def are_healthy(self, is_healthy: torch.Tensor, sent_bytes: int, purpose: str) -> torch.Tensor:
-        """Return whether a step is healthy on all places, as a tensor of one bool. Collective inside.
+    def are_healthy(
+        self, is_healthy: torch.Tensor, sent_bytes: int, purpose: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether a step is healthy on all places, and what they have sent. Collective inside.
 
-        The same message counts what they have sent; it is not read back.
+        Two tensors of one element, from one message; not read back.
         """
         device = self.inside.control_device
-        said = torch.stack(
-            [
-                (~is_healthy).reshape(()).to(device, torch.float64),
-                torch.tensor(float(sent_bytes), dtype=torch.float64, device=device),
-            ]
-        )
+        said = torch.tensor([0.0, sent_bytes], dtype=torch.float64, device=device)
+        said[0] = ~is_healthy.to(device)
         self.inside.all_reduce(said, purpose).wait()
-        self.message_bytes = self.message_bytes.to(device) + said[1]
-        return said[0] == 0
+        return said[0] == 0, said[1]
 
     # What this process remembers.
 

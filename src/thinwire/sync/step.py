@@ -61,7 +61,6 @@ class Step:
         # in the order of places.
         self._inside: deque[tuple[Lane, torch.Tensor, Work]] = deque()
         self._divided: list[tuple[BucketParts, torch.Tensor, torch.Tensor]] = []
-        self._sent_before = traffic.message_bytes
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
         self._loss_scale = lanes.settings.loss_scale
@@ -111,7 +110,7 @@ class Step:
         purpose = f"{self._name}, the mean inside of the machine of the bucket of {lane.specs[0].name}"
         by_place = lane.parts.by_place(flat)
         work = places.inside.scatter_mean(by_place, lane.parts.lengths, purpose)
-        places.inside_bytes += lane.parts.inside_bytes
+        self._traffic.inside_bytes += lane.parts.inside_bytes
         self._take_lane(lane)
         self._divided.append((lane.parts, flat, by_place))
         self._inside.append((lane, lane.parts.own(by_place), work))
@@ -282,8 +281,10 @@ class Step:
             if self._all_lanes.places is None:
                 is_healthy = true_for_all(is_healthy, settings.together, purpose)
             else:
-                sent_bytes = self._traffic.message_bytes - self._sent_before
-                is_healthy = self._all_lanes.places.are_healthy(is_healthy, sent_bytes, purpose)
+                uncounted = self._traffic.message_bytes - self._traffic.counted_bytes
+                is_healthy, of_all = self._all_lanes.places.are_healthy(is_healthy, uncounted, purpose)
+                self._traffic.machine_bytes = self._traffic.machine_bytes.to(of_all.device) + of_all
+                self._traffic.counted_bytes += uncounted
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             self._commit_unseen(is_healthy, fill)

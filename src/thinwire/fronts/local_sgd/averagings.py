@@ -40,7 +40,8 @@ class Averagings:
         self.step = self.own_pending_steps = 0
         self.divides_by_contributors = False
         self._schedule, self._engine, self._exact = schedule, engine, exact
-        self._together = engine.settings.together
+        # The processes of a machine have the same changes, so they need not ask each other.
+        self._together = engine.settings.together if engine.places is None else None
         # And not read yet, in the order in which they were asked.
         self._asked: list[Consensus] = []
 

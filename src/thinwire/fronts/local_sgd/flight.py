@@ -85,7 +85,8 @@ class Flight:
         with self._engine.clock.inside(self._engine.traffic):
             committed = self._step.finish()
         # An algorithm without memory commits whatever has come: nobody has looked at its means.
-        if not committed or not are_finite(self.changes, self._engine.settings.together):
+        together = self._engine.settings.together if self._engine.places is None else None
+        if not committed or not are_finite(self.changes, together):
             raise StepError(
                 "the mean change of the parameters is not finite though that of each process is: it has left "
                 "the range of the type it travels in. Nothing was averaged; average more often, or otherwise"

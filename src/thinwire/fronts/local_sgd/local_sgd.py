@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, AllReduce
-from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from
+from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from, machines_of_subgroups
 from thinwire.channel.agreement import alike_on_all_shards
 from thinwire.channel.uneven import notify_of_step
 from thinwire.checks import checked_scaler, shown
@@ -107,7 +107,8 @@ class LocalSGD(Joinable):
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
             well. Of an FSDP2 model a group across its replicas, or their dimension of the mesh:
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
-        subgroup: This process's fast subgroup, such as the processes of its machine.
+        subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large, what
+            goes to the group is sent once for each subgroup, each process a part; see docs/machines.md.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
         on_nonfinite: What becomes of gradients that a DDP model averages (in the warm-up and within the
@@ -179,10 +180,18 @@ class LocalSGD(Joinable):
         if ddp is not None:
             check_ddp(ddp)
         specs = [each.spec for each in averaged]
+        # The processes of a subgroup have the same changes, so each sends a part of them.
+        machines, why_flat = None, ""
+        if isinstance(group, ProcessGroupTransport) and isinstance(part, ProcessGroupTransport):
+            machines, why_flat = machines_of_subgroups(group, part)
         # With default settings: `on_nonfinite` is about gradients; changes that are not finite raise anyway.
-        self._engine = Engine(algorithm, group, specs, Settings(together=replica.shards), parts=parts)
+        settings = Settings(together=replica.shards)
+        self._engine = Engine(algorithm, group, specs, settings, parts=parts, machines=machines)
+        if why_flat:
+            self._engine.shortfalls[why_flat] = None
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
+        counts["machines"] = machines
         settings = Settings(on_nonfinite=on_nonfinite, together=replica.shards)
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
         if part is not None:
