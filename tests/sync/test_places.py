@@ -185,6 +185,8 @@ def test_the_plan_says_who_sends_what() -> None:
     assert str(sim.syncs[3]).startswith(
         "PowerSGD(matrix_rank=2) over 2 machines of 2 processes, of which this is process 1 of machine 1"
     )
+    assert sim.step(random_gradients(LAYERS, num_workers=4, seed=0))
+    assert "inside of the machine this process sent" in str(sim.syncs[0].stats())
     shown = str(sim.syncs[0].plan)
     assert all(f"96×64, rank 2, by process {place}" in shown for place in range(2))
     assert shown.endswith("(of each machine of 2 processes)")

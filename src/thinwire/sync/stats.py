@@ -64,6 +64,8 @@ class Stats:
             f"seconds: {self.waiting_seconds:.2f} waiting, {self.arithmetic_seconds:.2f} arithmetic; "
             f"{self.exposed_seconds:.2f} not hidden behind the backward pass",
         ]
+        if self.inside_bytes:
+            lines.insert(2, f"inside of the machine this process sent {self.inside_bytes:,} bytes")
         if self.relative_error:
             # The extremes and one name: a model has hundreds of routes.
             worst = max(self.relative_error, key=lambda label: self.relative_error[label])

@@ -107,8 +107,8 @@ class LocalSGD(Joinable):
             tests it may be a transport, such as `thinwire.testing.InProcessTransport`, and `subgroup` as
             well. Of an FSDP2 model a group across its replicas, or their dimension of the mesh:
             `mesh["replicate"]` of the mesh whose `mesh["shard"]` was given to `fully_shard`.
-        subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large, what
-            goes to the group is sent once for each subgroup, each process a part; see docs/machines.md.
+        subgroup: This process's fast subgroup, such as the processes of its machine. If all are as large,
+            what goes to the group is sent once for each, each process a part; see docs/machines.md.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
         on_nonfinite: What becomes of gradients that a DDP model averages (in the warm-up and within the
