@@ -156,10 +156,12 @@ class Local(Trainer):
         self.update()
 
 
-def ours(algorithm: Algorithm, *, bucket_cap_mb: int = Trainer.bucket_cap_mb) -> Callable[[str], Trainer]:
+def ours(
+    algorithm: Algorithm, *, bucket_cap_mb: int = Trainer.bucket_cap_mb, machines: bool = True
+) -> Callable[[str], Trainer]:
     class Ours(Synced):
         def attach(self) -> None:
-            thinwire.attach(self.model, algorithm)
+            thinwire.attach(self.model, algorithm, machines=machines)
 
     Ours.bucket_cap_mb = bucket_cap_mb
     return Ours
@@ -227,6 +229,11 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     "Quantize(bits=4), buckets of 8 MB": ours(thinwire.Quantize(bits=4), bucket_cap_mb=8),
     "Quantize(bits=2), buckets of 8 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=8),
     "Quantize(bits=2), buckets of 16 MB": ours(thinwire.Quantize(bits=2), bucket_cap_mb=16),
+    # Of hosts of several processes: each sends by itself.
+    'Cast("bf16"), flat': ours(thinwire.Cast("bf16"), machines=False),
+    "Quantize(bits=4), flat": ours(thinwire.Quantize(bits=4), machines=False),
+    "Quantize(bits=2), flat": ours(thinwire.Quantize(bits=2), machines=False),
+    "PowerSGD(matrix_rank=4), flat": ours(thinwire.PowerSGD(matrix_rank=4), machines=False),
     "LocalSGD every 5, TopK": local(few_entries),
     "DiLoCo, exact": diloco(thinwire.AllReduce()),
     "DiLoCo, 4 bits": diloco(thinwire.Quantize(bits=4)),
@@ -235,7 +242,7 @@ CONTENDERS: dict[str, Callable[[str], Trainer]] = {
     TORCHFT_LATE: torchft(3, 5),
 }
 # Those that send 16 or 32 bits of every gradient.
-WHOLE = (EXACT, BASELINE, f"{BASELINE}, small buckets", "AllReduce()", 'Cast("bf16")')
+WHOLE = (EXACT, BASELINE, f"{BASELINE}, small buckets", "AllReduce()", 'Cast("bf16")', 'Cast("bf16"), flat')
 PEERS = {"epfml PowerSGD 4": "powersgd", "torchft DiLoCo": "torchft", TORCHFT_LATE: "torchft"}
 
 
@@ -245,9 +252,11 @@ class Setting:
 
     hosts: int
     rate: str
+    processes: int = 1
 
     def __str__(self) -> str:
-        return f"{self.hosts} hosts, {self.rate}"
+        several = f" of {self.processes} processes" if self.processes > 1 else ""
+        return f"{self.hosts} hosts{several}, {self.rate}"
 
 
 KEPT = Kept("network")
@@ -293,7 +302,14 @@ def measured(
         script = [__file__, f"--work={out}", f"--rounds={arguments.rounds}"]
         script += [f"--steps={arguments.steps}", f"--size={arguments.size}", "--contenders", *names]
         script += [f"--setting={kept_as(setting, arguments)}"]
-        run_in_lab(setting.hosts, setting.rate, script, packages=packages, meanwhile=lambda: show(setting))
+        run_in_lab(
+            setting.hosts,
+            setting.rate,
+            script,
+            processes=setting.processes,
+            packages=packages,
+            meanwhile=lambda: show(setting),
+        )
         results = {name: Measured(**result) for name, result in json.loads(out.read_text()).items()}
     num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
     exact_bytes = 4 * num_parameters * 2 * (setting.hosts - 1) / setting.hosts
@@ -326,6 +342,7 @@ def table(results: dict[str, Measured]) -> str:
 def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
+    parser.add_argument("--processes-per-machine", type=int, default=1)
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
@@ -347,7 +364,9 @@ def main() -> None:
     with peers.installed(wanted) as installed:
         names = [name for name in names if PEERS.get(name) not in installed.missing]
         settings = [
-            kept_as(Setting(hosts, rate), arguments) for hosts in arguments.hosts for rate in arguments.rates
+            kept_as(Setting(hosts, rate, arguments.processes_per_machine), arguments)
+            for hosts in arguments.hosts
+            for rate in arguments.rates
         ]
         before = turns_done(KEPT, settings, names, arguments.rounds)
         with Progress(len(settings) * len(names) * arguments.rounds - before, kept=KEPT.path) as progress:
@@ -365,16 +384,17 @@ def compare(
 ) -> None:
     num_parameters = sum(p.numel() for p in GPT(SIZES[arguments.size]).parameters())
     explanation = (
-        f"A GPT of {num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a host and step, SGD with "
+        f"A GPT of {num_parameters / 1e6:.1f} M parameters, {BATCH} sequences a process and step, SGD with "
         f"momentum, Gloo, `gradient_as_bucket_view`, one thread a process. {arguments.rounds} rounds of "
         f"{arguments.steps} steps each; a turn of local SGD and DiLoCo is {EVERY_STEPS} steps, with one "
         f"averaging of each fragment. Buckets are of DDP's 25 MB, small ones of {SMALL_BUCKET_MB}, unless "
         "their size is named. MB are those of host 0's interface. The hosts share one machine's processors."
     )
+    processes = arguments.processes_per_machine
     for hosts in arguments.hosts:
         by_rate, sections = {}, [explanation]
         for rate in arguments.rates:
-            setting = Setting(hosts, rate)
+            setting = Setting(hosts, rate, processes)
             by_rate[rate] = measured(setting, names, arguments, packages, show)
             others = median(share for each in by_rate[rate].values() for share in each.others_share)
             busy = (
@@ -382,9 +402,9 @@ def compare(
             )
             sections.append(f"## {setting}\n\n{table(by_rate[rate])}\n\n{busy}")
             print(sections[-1], flush=True)
-        name = f"{hosts}-hosts"
+        name = f"{hosts}-hosts" if processes == 1 else f"{hosts}-hosts-of-{processes}"
         raw = [
-            asdict(Setting(hosts, rate)) | {"algorithm": algorithm} | asdict(result)
+            asdict(Setting(hosts, rate, processes)) | {"algorithm": algorithm} | asdict(result)
             for rate, results in by_rate.items()
             for algorithm, result in results.items()
         ]

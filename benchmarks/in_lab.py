@@ -25,22 +25,31 @@ def run_in_lab(
     rate: str,
     script: Sequence[str],
     *,
+    processes: int = 1,
     packages: str = "",
     meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run a Python script on every host, one process each.
+    """Run a Python script on every host.
 
     Args:
         hosts: How many.
         rate: Of each host's link, such as "100mbit", or `UNSHAPED`.
         script: Its path and arguments.
+        processes: On each host.
         packages: A folder with more packages to import.
         meanwhile: Is called twice a second.
 
     Raises:
         CalledProcessError: It failed on some host.
     """
-    lab = [sys.executable, "-m", "thinwire", "lab", f"--machines={hosts}"]
+    lab = [
+        sys.executable,
+        "-m",
+        "thinwire",
+        "lab",
+        f"--machines={hosts}",
+        f"--processes-per-machine={processes}",
+    ]
     lab += [] if rate == UNSHAPED else [f"--rate={rate}"]
     path = ":".join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}

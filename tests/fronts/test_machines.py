@@ -152,6 +152,26 @@ def _local(algorithm: Algorithm, fragments: int) -> list[tuple[bool, int, int, S
     return found
 
 
+def test_uneven_inputs_are_divided_by_those_that_have_some(pool4: Pool) -> None:
+    for flat, several, same in pool4.run(_joined):
+        assert same
+        torch.testing.assert_close(several, flat, rtol=1e-10, atol=1e-12)
+
+
+def _joined() -> tuple[torch.Tensor, torch.Tensor, bool]:
+    found = []
+    for machines in (False, PAIRS):
+        model = ddp_model(torch.float64)
+        thinwire.attach(model, AllReduce(), machines=machines)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with thinwire.join(model, divide_by_initial_world_size=False):
+            for step in range(1 + dist.get_rank()):
+                gradients(model, step)
+                optimizer.step()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    return found[0], found[1], all(torch.equal(found[1], each) for each in gathered(found[1]))
+
+
 LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 
 
