@@ -22,9 +22,6 @@ MAX_SETTING_LENGTH = 60
 
 Kind = TypeVar("Kind", bound="Algorithm")
 
-TravelsBy: TypeAlias = Literal["sum", "exchange", "gather"]
-"""An all-reduce; an all-to-all, and a gather of the means; or a gather of what each member sends."""
-
 Indivisible: TypeAlias = "int | Literal['parameter', 'bucket']"
 """What processes of a machine do not divide: so many elements of a parameter, a parameter, or a bucket."""
 
@@ -255,9 +252,6 @@ class Algorithm(ABC):
 
     # Whether a step tells of most entries nothing, and of each only now and then.
     sends_few_entries: ClassVar[bool] = False
-
-    # How what is compressed reaches the other members.
-    travels_by: ClassVar[TravelsBy] = "sum"
 
     def __new__(cls: type[Kind], *args: object, **settings: object) -> Kind:
         """Refuse settings that it does not take."""

@@ -82,7 +82,6 @@ class Quantize(Algorithm):
     slots = (ERROR,)
     always_shown = ("bits",)
     pipelines_buckets = True
-    travels_by = "exchange"
 
     bits: int = 4
     _: KW_ONLY

@@ -96,7 +96,6 @@ class TopK(Algorithm):
     slots = (ERROR, REDUCTION)
     always_shown = ("density",)
     sends_few_entries = True
-    travels_by = "gather"
 
     density: float = 1 / 64
     _: KW_ONLY
