@@ -172,6 +172,25 @@ def _joined() -> tuple[torch.Tensor, torch.Tensor, bool]:
     return found[0], found[1], all(torch.equal(found[1], each) for each in gathered(found[1]))
 
 
+def test_a_part_of_the_job_whose_processes_know_other_groups_is_flat_or_has_a_mesh(pool4: Pool) -> None:
+    for why, is_flat, has_groups in pool4.run(_part_of_the_job):
+        assert "processes know different numbers of process groups" in why
+        assert is_flat
+        assert has_groups
+
+
+def _part_of_the_job() -> tuple[str, bool, bool]:
+    one_more = dist.new_group([0], use_local_synchronization=True) if dist.get_rank() == 0 else None
+    transport = ProcessGroupTransport()
+    # As in a job of one process more.
+    with patch.object(dist, "get_world_size", lambda *_: 5):
+        machines, why = machines_of(transport, PAIRS)
+    given, _ = machines_of(transport, init_device_mesh("cpu", (2, 2)))
+    if one_more is not None:
+        dist.destroy_process_group(one_more)
+    return why, machines is None, given is not None
+
+
 LAUNCHED = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from thinwire.channel.agreement import CALL, agree, check_same
-from thinwire.channel.collectives import gather_bytes
+from thinwire.channel.collectives import gather_bytes, gather_numbers
 from thinwire.channel.in_process import InProcessTransport
 from thinwire.channel.process_group import ProcessGroupTransport
 from thinwire.channel.transport import Transport
@@ -72,7 +72,11 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
         return None, ""
     ranks = dist.get_process_group_ranks(transport.group)
     rows = _found(transport, ranks) if layout is True else _given(transport, ranks, layout)
-    return _grouped(transport, ranks, rows)
+    if not isinstance(layout, bool | list | tuple) and len(rows) > 1 and len(rows[0]) > 1:
+        groups = (cast("DeviceMesh", layout).get_group(dim) for dim in (1, 0))
+        inside, between = (ProcessGroupTransport(group, transport.gradient_device) for group in groups)
+        return Machines(inside, between), ""
+    return _grouped(transport, rows)
 
 
 def machines_of_subgroups(
@@ -92,12 +96,10 @@ def machines_of_subgroups(
             f"the subgroups {[list(row) for row in rows][:8]} overlap, or leave out processes of the group; "
             "make them of all of it: torch.distributed.new_subgroups(group_size=…)"
         )
-    return _grouped(transport, ranks, rows)
+    return _grouped(transport, rows)
 
 
-def _grouped(
-    transport: ProcessGroupTransport, ranks: Sequence[int], rows: Sequence[Sequence[int]]
-) -> tuple[Machines | None, str]:
+def _grouped(transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]) -> tuple[Machines | None, str]:
     sizes = [len(row) for row in rows]
     if len(rows) < 2 or max(sizes) == 1:
         return None, ""
@@ -110,21 +112,38 @@ def _grouped(
         if not transport.rank:
             logger.warning("%s", uneven)
         return None, uneven
-    own = next(row for row in rows if ranks[transport.rank] in row)
-    across = [row[own.index(ranks[transport.rank])] for row in rows]
-    # Inside first, on all: whoever makes a group waits for its members.
-    return Machines(_new_group(transport, own), _new_group(transport, across)), ""
+    return _new_groups(transport, rows)
 
 
-def _new_group(transport: ProcessGroupTransport, ranks: Sequence[int]) -> Transport:
+def _new_groups(
+    transport: ProcessGroupTransport, rows: Sequence[Sequence[int]]
+) -> tuple[Machines | None, str]:
+    columns = [list(column) for column in zip(*rows, strict=True)]
     backend = dist.get_backend_config(transport.group)
     # Nothing of torch's hands a group's timeout on.
     device = transport.gradient_device or torch.device("cpu")
     options = getattr(transport.group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
-    # With that flag only the members call: the model's group may be a part of the job.
-    group = dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
-    return ProcessGroupTransport(cast(dist.ProcessGroup, group), transport.gradient_device)
+    found = []
+    if transport.size == dist.get_world_size():
+        # All processes of the job are here, and make all groups, as torch asks for.
+        for lists in (rows, columns):
+            group, _ = dist.new_subgroups_by_enumeration(list(map(list, lists)), timeout, backend)  # type: ignore[no-untyped-call]
+            found.append(group)
+    else:
+        # Torch names a group that not all of the job make by how many groups a process knows.
+        known = float(len(dist.distributed_c10d._world.pg_names))
+        if len({count for (count,) in gather_numbers([known], transport, PURPOSE)}) > 1:
+            return None, (
+                "processes know different numbers of process groups, and PyTorch can't make groups of a part "
+                "of the job then, so each process sends messages of its own; pass machines= as a mesh of two "
+                "dimensions, (machines, processes of each)"
+            )
+        for lists in (rows, columns):
+            own = next(list(each) for each in lists if dist.get_rank() in each)
+            found.append(dist.new_group(own, timeout, backend, use_local_synchronization=True))
+    inside, between = (ProcessGroupTransport(group, transport.gradient_device) for group in found)
+    return Machines(inside, between), ""
 
 
 def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[int]]:
