@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from thinwire.algorithms import Bucket, BucketPlan, Commit, Memory, Requests, all_finite
+from thinwire.algorithms import Bucket, BucketPlan, Commit, Memory, Requests, Slot, all_finite
 from thinwire.algorithms.base import Indivisible
 from thinwire.algorithms.registry import SLOTS
 from thinwire.channel import Transport, gather_bytes
@@ -18,6 +18,7 @@ from thinwire.plan import ParameterSpec, Route
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.parts import BucketParts, Division, Ranges, part_of
 from thinwire.sync.state import names_in, tensors_of_all
+from thinwire.tensors.accelerators import sent_to
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -77,7 +78,7 @@ class Places:
         Two tensors of one element, from one message; not read back.
         """
         device = self.inside.control_device
-        said = torch.tensor([0.0, sent_bytes], dtype=torch.float64, device=device)
+        said = sent_to(device, torch.tensor([0.0, sent_bytes], dtype=torch.float64))
         said[0] = ~is_healthy.to(device)
         self.inside.all_reduce(said, purpose).wait()
         return said[0] == 0, said[1]
@@ -126,19 +127,20 @@ class Places:
         device: torch.device,
     ) -> None:
         own = [
-            (slot.name, name)
+            (slot.name, slot.is_local, name)
             for slot, tensors in memory.slots.items()
             for name in (moved.keys() & tensors.keys() if slot.is_elementwise else ())
         ]
         # Another process may remember something of what this one does not.
         everyone = gather_bytes(json.dumps(own).encode(), self.inside, "who of a machine remembers what")
         slots = {**SLOTS, **{slot.name: slot for slot in memory.slots}}
-        for slot_name, name in sorted({tuple(pair) for each in everyone for pair in json.loads(each)}):
-            spec, tensors = moved[name], memory[slots[slot_name]]
+        for kind, is_local, name in sorted({tuple(each) for said in everyone for each in json.loads(said)}):
+            slot = slots.get(kind, Slot(kind, is_local=is_local, is_elementwise=True))
+            spec, tensors = moved[name], memory[slot]
             whole = torch.zeros(spec.numel, dtype=spec.memory_dtype, device=device)
             if name in tensors:
                 whole[self.held(name)] = tensors.pop(name)
-            self.inside.all_reduce(whole, f"moving the {slot_name} of {name} inside of a machine").wait()
+            self.inside.all_reduce(whole, f"moving the {kind} of {name} inside of a machine").wait()
             some = ranges[name][self.inside.rank]
             if some.stop > some.start:
                 tensors[name] = whole[some].clone()
