@@ -31,15 +31,19 @@ from pool import Pool
 from thinwire import AttachError, ConfigError
 from thinwire.advice import Advice, notes
 from thinwire.advice.bench import Bench, slowest_of
-from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss
-from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, others_share
+from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
+from thinwire.advice.measure import _link_of
+from thinwire.advice.notes import ProcessorUse, cost_of_saving, disturbance, notes_on, others_share
 from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, priced
-from thinwire.channel import InProcessTransport, agree, gather_numbers
+from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.sync import Engine, engine_of
+
+# As its own names are loaded with their first use.
+PUBLIC = {name: getattr(thinwire, name) for name in thinwire.__all__}
 
 
 def test_a_probe_of_a_known_network_tells_its_rate() -> None:
@@ -203,10 +207,10 @@ def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximatio
     ]
     assert any(code.startswith("TopK") for code in variants)
     for code, variant in variants.items():
-        assert eval(code, vars(thinwire)) == variant.algorithm
+        assert eval(code, PUBLIC) == variant.algorithm
     for local in LOCAL_VARIANTS:
         assert local.name in local.code.replace("thinwire.", "").replace("model, optimizer, ", "")
-        assert isinstance(eval(local.name.replace("(", "=dict(", 1).partition("=")[2], vars(thinwire)), dict)
+        assert isinstance(eval(local.name.replace("(", "=dict(", 1).partition("=")[2], PUBLIC), dict)
 
 
 def test_messages_are_priced_by_what_carries_them() -> None:
@@ -230,6 +234,23 @@ def test_messages_are_priced_by_what_carries_them() -> None:
     sent = (Sent(0.0, 100, 0.0, "all_gather"), Sent(0.0, 100, 0.0, "all_reduce"))
     prices = {"all_gather": 3.0, "all_reduce": 2.0}
     assert Timeline(sent, 1.0).step_seconds(lambda kind, _: prices[kind]) == 6.0
+
+
+def test_machines_of_several_processes_send_what_one_each_would() -> None:
+    model = nn.Linear(8, 8)
+    several = network(1e8, world_size=8, nodes=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    link = _link_of(model, several, None)
+    alone = _link_of(model, network(1e8), None)
+    assert (link.members, link.processes) == (2, 4)
+    kinds: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all")
+    for kind in kinds:
+        assert link.wire_bytes(kind, 1_000_000) == alone.wire_bytes(kind, 1_000_000)
+        assert link.seconds(kind, 1_000_000) == pytest.approx(alone.seconds(kind, 1_000_000), rel=0.01)
+    uneven = network(1e8, world_size=3, nodes=[[0, 1], [2]])
+    assert _link_of(model, uneven, None).members == 3
+    training = Training.of(model, "SGD", link.members)
+    (note, *_) = notes_on(training, several, 8, torch.device("cpu"), link.shards, link.processes)
+    assert note.startswith("Predicted for 2 machines of 4 processes, which average inside")
 
 
 def test_a_stopwatch_notes_what_was_sent_and_waited_for_and_the_others_send_the_same() -> None:

@@ -116,7 +116,7 @@ def advise(
     alone = [each.seconds for each in bench.without_averaging]
     # Without averaging, too, the slowest of as many processes sets the pace. The spread is that of each.
     compute_seconds, low_seconds, high_seconds = mean_over_processes(
-        [slowest_of(alone, link.members)[0], *slowest_of(alone, 1)[1:]], transport
+        [slowest_of(alone, link.members * link.processes)[0], *slowest_of(alone, 1)[1:]], transport
     )
     return Advice(
         predictions=tuple(ranked),
@@ -136,22 +136,30 @@ def advise(
             *optimizer_notes(optimizer),
             *cost_of_saving(best, link.seconds),
             *disturbance(others, low_seconds, high_seconds),
-            *notes_on(training, link.probe, transport.size, device, link.shards),
+            *notes_on(training, link.probe, transport.size, device, link.shards, link.processes),
         ),
     )
 
 
 @dataclass(frozen=True)
 class Link:
-    """What joins `members`, each of so many `shards`: processes of a machine, which share its one link."""
+    """What joins `members`: processes, or machines.
+
+    Attributes:
+        probe: Of the network.
+        members: That average with each other.
+        shards: Processes of a machine that hold a replica together, and share its one link.
+        processes: Of a machine that average inside of it first, and send together what one would.
+    """
 
     probe: Probe
     members: int
-    shards: int
+    shards: int = 1
+    processes: int = 1
 
     def seconds(self, collective: Collective, handed_bytes: int) -> float:
         """Return how long a collective takes that all processes of a machine make at once."""
-        if self.shards == 1:
+        if self.shards == self.processes == 1:
             return self.probe.collective_seconds(collective, handed_bytes)
         averaged_bytes = self.wire_bytes(collective, handed_bytes) / ring_share(self.probe.world_size)
         return self.probe.average_seconds(averaged_bytes)
@@ -204,9 +212,13 @@ def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup
         shards = _sharded().shards_of(module).size
     # Without it every large message would seem to take as long as the largest that was probed.
     probe.known_rate()
-    # If each machine that was seen has as many processes as a replica, all were probed; else one of each.
-    is_of_all = shards > 1 and len(probe.nodes) > 1 and all(len(node) == shards for node in probe.nodes)
-    return Link(probe, len(probe.nodes) if is_of_all else probe.world_size, shards)
+    sizes = {len(node) for node in probe.nodes} if len(probe.nodes) > 1 else {1}
+    if sizes == {1} or len(sizes) > 1:
+        return Link(probe, probe.world_size, shards)
+    # Of machines that hold a replica each all processes were probed, or else one of each.
+    if shards > 1:
+        return Link(probe, len(probe.nodes) if sizes == {shards} else probe.world_size, shards)
+    return Link(probe, len(probe.nodes), processes=sizes.pop())
 
 
 def _agreed(own: Sequence[Prediction], transport: Transport) -> list[Prediction]:

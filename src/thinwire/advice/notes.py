@@ -35,7 +35,12 @@ def cost_of_saving(best: Prediction, network: Network) -> Iterator[str]:
 
 
 def notes_on(
-    training: Training, probe: Probe, num_processes: int, device: torch.device, shards: int = 1
+    training: Training,
+    probe: Probe,
+    num_processes: int,
+    device: torch.device,
+    shards: int = 1,
+    processes: int = 1,
 ) -> Iterator[str]:
     """Yield what is uncertain besides the optimizer."""
     if training.is_recurrent:
@@ -43,7 +48,13 @@ def notes_on(
             "The model has an RNN: what was not measured with an LSTM has the gap of transformers, which may "
             "be less."
         )
-    predicted_processes = training.members * shards
+    predicted_processes = training.members * shards * processes
+    if processes > 1:
+        yield (
+            f"Predicted for {training.members} machines of {processes} processes, which average inside of "
+            "each machine first: bytes are those that leave a machine. What stays inside takes no time here; "
+            "over NVLink it takes little, over Gloo more (docs/machines.md)."
+        )
     if shards > 1:
         yield (
             f"Predicted for {training.members} replicas of {shards} shards, {predicted_processes} processes; "
