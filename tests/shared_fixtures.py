@@ -9,7 +9,7 @@ import torch
 
 import catalog
 from pool import Pool, Pools
-from thinwire.algorithms.lowrank import alternating, bases, batched, two_rounds
+from thinwire.algorithms.lowrank import bases, batched, powersgd_plan
 from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import replaced
 
@@ -46,5 +46,5 @@ def one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
         bases = catalog.bases_of(catalog.Bits(batches), dispatch.backends)
         return [basis.clone() for basis in bases]
 
-    for module in (alternating, bases, batched, two_rounds):
+    for module in (bases, batched, powersgd_plan):
         monkeypatch.setattr(module, "orthonormal_rows", remembered)

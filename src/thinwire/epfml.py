@@ -16,7 +16,7 @@ from thinwire.checks import checked_scaler, shown
 from thinwire.errors import ConfigError, StepError
 from thinwire.fronts.tensors import Gradients, StepFront
 from thinwire.plan import ParameterSpec, Plan
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 from thinwire.sync.stats import Stats
 
 

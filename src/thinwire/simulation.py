@@ -15,8 +15,7 @@ from thinwire.channel import InProcessTransport, Machines, run_members
 from thinwire.checks import whole_number
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
-from thinwire.sync.loss_scale import LossScale
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import LossScale, OnNonfinite
 
 __all__ = ["Simulation"]
 

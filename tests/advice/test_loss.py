@@ -31,7 +31,6 @@ from advice.ways import (
 from thinwire import Streaming
 from thinwire.advice.automatic import Trial
 from thinwire.advice.bench import Bench
-from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.local import Averaging, LocalBench, local_benches
 from thinwire.advice.loss import (
     ExpectedLoss,
@@ -47,7 +46,7 @@ from thinwire.advice.notes import notes_on
 from thinwire.advice.result import Prediction, choose, tied
 from thinwire.advice.timeline import Sent, Stopwatch, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS, OVERFLOWING, LocalVariant, expected_losses, priced
-from thinwire.advice.words import losses_of, sources, verdict
+from thinwire.advice.words import SHARDING, lines_to_paste, losses_of, sources, verdict
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Collective, InProcessTransport
 from thinwire.plan import ParameterSpec

@@ -21,10 +21,10 @@ from advice.ways import network
 from pool import Pool
 from thinwire import ConfigError
 from thinwire.advice import Advice, local, sharded
-from thinwire.advice.lines import SHARDING, lines_to_paste
 from thinwire.advice.measure import Link
 from thinwire.advice.timeline import Sent, Timeline
 from thinwire.advice.variants import LOCAL_VARIANTS, priced
+from thinwire.advice.words import SHARDING, lines_to_paste
 from thinwire.errors import AttachError
 from thinwire.fronts.sharded.model import local_of
 from thinwire.probe import Probe, probe

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinwire.channel import Work, run_members
 from thinwire.channel.in_process import wait_for
-from thinwire.channel.wrapped import Wrapped
+from thinwire.channel.metered import Wrapped
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
 from thinwire.elastic.member import Member
 from thinwire.errors import CommunicationError

@@ -35,7 +35,7 @@ from thinwire.elastic import (
     local_sgd,
     member,
 )
-from thinwire.elastic.plain import packed, unpacked
+from thinwire.elastic.handing import packed, unpacked
 from thinwire.elastic.presence import MembershipStats, Presence, count_changes
 from thinwire.errors import AgreementError, CommunicationError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.local_sgd.fragment import Fragment

@@ -16,7 +16,7 @@ from torch import nn
 
 from thinwire.algorithms import Quantize
 from thinwire.channel import Work
-from thinwire.channel.wrapped import Wrapped
+from thinwire.channel.metered import Wrapped
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup, torchft_group
 
 

@@ -47,7 +47,7 @@ from thinwire.powersgd import PowerSGD as Aggregator
 from thinwire.sync import Engine
 from thinwire.tensors.accelerators import shortfalls
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import CODEBOOKS
+from thinwire.tensors.coded import CODEBOOKS
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="NO GPU HERE: nothing was tested on one")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_gpu)]

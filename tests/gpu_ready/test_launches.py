@@ -44,8 +44,9 @@ from thinwire.kernels.torch_entries import TorchEntries
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.triton_kernels import TritonKernels
 from thinwire.plan import ParameterSpec
-from thinwire.sync import Engine, Settings, engine_of, loss_scale
-from thinwire.sync.loss_scale import loss_scale_of
+from thinwire.sync import Engine, Settings, engine_of
+from thinwire.sync import settings as settings_room
+from thinwire.sync.settings import loss_scale_of
 from thinwire.tensors import accelerators
 from thinwire.tensors.accelerators import sent_to
 
@@ -330,7 +331,7 @@ def test_a_loss_scale_of_the_users_own_reaches_the_device_without_a_wait() -> No
     """Where one number is copied, nothing is counted: a wait shows by the way that it goes."""
     scale = loss_scale_of(lambda: 8.0)
     assert scale is not None
-    with patch.object(loss_scale, "sent_to", wraps=sent_to) as pinned:
+    with patch.object(settings_room, "sent_to", wraps=sent_to) as pinned:
         assert scale(torch.device("meta")).is_meta
     assert pinned.call_count == 1
 

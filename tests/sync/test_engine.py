@@ -19,8 +19,8 @@ from thinwire import AllReduce, Cast, PowerSGD, Quantize
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Recording, Transport, Work, run_members
+from thinwire.channel.metered import Wrapped
 from thinwire.channel.transport import Collective
-from thinwire.channel.wrapped import Wrapped
 from thinwire.errors import CommunicationError, StepError
 from thinwire.simulation import Simulation
 from thinwire.sync import lanes

@@ -18,7 +18,7 @@ import thinwire
 from pool import Pool, Pools
 from thinwire import ConfigError, PowerSGD, hooks
 from thinwire import powersgd as epfl
-from thinwire.sync.loss_scale import loss_scale_of
+from thinwire.sync.settings import loss_scale_of
 
 POWER = PowerSGD(matrix_rank=2)
 STEPS = 10

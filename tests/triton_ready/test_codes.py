@@ -11,8 +11,7 @@ from catalog import spec
 from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.kernels.triton.triton_codes import ELEMENTS, TritonCodes
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import CODEBOOKS
-from thinwire.tensors.coded import Coded
+from thinwire.tensors.coded import CODEBOOKS, Coded
 from thinwire.tensors.rounding import Draws, draws_for
 from triton_ready.interpreting import quiet
 

@@ -27,12 +27,12 @@ from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Commit, Diagnosis, Mean
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Collective, InProcessTransport, Work
-from thinwire.channel.wrapped import Wrapped
+from thinwire.channel.metered import Wrapped
 from thinwire.plan import Route
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
 from thinwire.watch import JSONLWriter, MetricsWriter, read_run, reading
-from thinwire.watch.growth import GrowthAlarm
+from thinwire.watch.watch import GrowthAlarm
 
 STEPS = 6
 

@@ -10,11 +10,11 @@ from statistics import fmean
 
 from torch import nn
 
-from thinwire.advice.lines import code_of
 from thinwire.advice.local import LocalBench, local_benches
 from thinwire.advice.replicated import Subject
 from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Network, Stopwatch, Timeline
+from thinwire.advice.words import code_of
 from thinwire.channel import Transport, gather_numbers
 from thinwire.errors import ConfigError
 

@@ -8,8 +8,7 @@ from thinwire.algorithms.base import (
     Memory,
     Slot,
 )
-from thinwire.algorithms.cast import Cast
-from thinwire.algorithms.exact import AllReduce
+from thinwire.algorithms.exact import AllReduce, Cast
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.quantize import Quantize

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from thinwire.algorithms.requests import AllGather, AllToAll, Message, Request
-from thinwire.kernels.codes import CodeKernels
+from thinwire.kernels.base import CodeKernels
 from thinwire.kernels.dispatch import code_kernels_for
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import Codebook
-from thinwire.tensors.coded import Coded
+from thinwire.tensors.coded import Codebook, Coded
 from thinwire.tensors.rounding import Draws
 
 

@@ -20,8 +20,7 @@ from thinwire.kernels.dispatch import all_finite
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import CODEBOOKS
-from thinwire.tensors.coded import block_bytes
+from thinwire.tensors.coded import CODEBOOKS, block_bytes
 from thinwire.tensors.rounding import Draws, draws_for
 
 # Codes of a block, of whatever bits, and its scale then fill an even number of bytes.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from thinwire.algorithms.base import Algorithm, Slot
-from thinwire.algorithms.cast import Cast
-from thinwire.algorithms.exact import AllReduce
+from thinwire.algorithms.exact import AllReduce, Cast
 from thinwire.algorithms.lowrank.batched import BatchedPowerSGD
 from thinwire.algorithms.lowrank.powersgd import PowerSGD
 from thinwire.algorithms.quantize import Quantize

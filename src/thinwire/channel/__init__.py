@@ -15,9 +15,16 @@ from thinwire.channel.collectives import (
 )
 from thinwire.channel.in_process import InProcessTransport, run_members
 from thinwire.channel.machines import Layout, Machines, machines_of, machines_of_subgroups
-from thinwire.channel.metered import CollectiveTraffic, Metered, Traffic, message_bytes_of, wire_bytes
+from thinwire.channel.metered import (
+    CollectiveTraffic,
+    Metered,
+    Note,
+    Recording,
+    Traffic,
+    message_bytes_of,
+    wire_bytes,
+)
 from thinwire.channel.process_group import ProcessGroupTransport, alone, checked_group, own_subgroup
-from thinwire.channel.recording import Note, Recording
 from thinwire.channel.transport import Collective, Operation, Transport, Work
 
 __all__ = [

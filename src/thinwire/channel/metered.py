@@ -1,4 +1,4 @@
-"""A transport that counts what goes through it."""
+"""Transports around others: those that count, and that note, what goes through them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,77 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
-from thinwire.channel.transport import Collective, Transport, Work
-from thinwire.channel.wrapped import Wrapped
+from thinwire.channel.transport import Collective, Operation, Transport, Work
+
+
+class Wrapped(Transport):
+    """Hands every message to another transport; a subclass says in `send` what happens besides.
+
+    Attributes:
+        transport: As given.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def send(
+        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
+    ) -> Work:
+        """Start a collective.
+
+        Args:
+            collective: Which one.
+            tensor: What this member hands over.
+            purpose: What for, as its sender says.
+            start: Starts it on the other transport.
+        """
+        return start()
+
+    @property
+    def size(self) -> int:
+        """As of the other transport."""
+        return self.transport.size
+
+    @property
+    def rank(self) -> int:
+        """As of the other transport."""
+        return self.transport.rank
+
+    @property
+    def control_device(self) -> torch.device:
+        """As of the other transport."""
+        return self.transport.control_device
+
+    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
+        """As `Transport.all_reduce`."""
+        inner = self.transport
+        return self.send(
+            "all_reduce", tensor, purpose, lambda: inner.all_reduce(tensor, purpose, operation=operation)
+        )
+
+    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.mean`."""
+        # Call the inner transport's own `mean`, which may divide in the same pass.
+        return self.send("all_reduce", tensor, purpose, lambda: self.transport.mean(tensor, purpose))
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_gather`."""
+        inner = self.transport
+        return self.send("all_gather", tensor, purpose, lambda: inner.all_gather(output, tensor, purpose))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """As `Transport.all_to_all`."""
+        inner = self.transport
+        return self.send("all_to_all", tensor, purpose, lambda: inner.all_to_all(output, tensor, purpose))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        """As `Transport.broadcast`."""
+        inner = self.transport
+        return self.send("broadcast", tensor, purpose, lambda: inner.broadcast(tensor, source, purpose))
 
 
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
@@ -150,3 +216,67 @@ class _TimedWork:
             self.work.wait()
         finally:  # the wait for a collective that fails is often the longest
             self.traffic.waiting_seconds += time.perf_counter() - start
+
+
+@dataclass
+class Note:
+    """A message that was sent. Notes are equal if the messages are, whenever those were sent.
+
+    Attributes:
+        collective: What carried it.
+        shape: Of the tensor that this member handed over.
+        dtype: Of the same.
+        purpose: As its sender gave it.
+        sent_at: When it was sent: what the clock of `Recording` gave.
+        awaited_at: When its sender first waited for it, likewise; None before that.
+    """
+
+    collective: Collective
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    purpose: str
+    sent_at: Any = field(default=0.0, compare=False)
+    awaited_at: Any = field(default=None, compare=False)
+
+    @property
+    def handed_bytes(self) -> int:
+        """Bytes that this member handed over."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Recording(Wrapped):
+    """Notes what goes through another transport: for tests, and for reckoning what a step sends.
+
+    Args:
+        transport: Carries the messages.
+        clock: Returns what marks the present moment.
+
+    Attributes:
+        notes: The messages so far.
+    """
+
+    def __init__(self, transport: Transport, clock: Callable[[], Any] = time.perf_counter) -> None:
+        super().__init__(transport)
+        self.notes: list[Note] = []
+        self._clock = clock
+
+    def send(
+        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
+    ) -> Work:
+        """As `Wrapped.send`; note it, and when it is waited for."""
+        # Keep only the tensor's shape and type: the tensor itself would hold a gradient's memory.
+        note = Note(collective, tuple(tensor.shape), tensor.dtype, purpose, self._clock())
+        self.notes.append(note)
+        return _NotedWork(start(), note, self._clock)
+
+
+@dataclass(frozen=True)
+class _NotedWork:
+    work: Work
+    note: Note
+    clock: Callable[[], Any]
+
+    def wait(self) -> None:
+        if self.note.awaited_at is None:  # the first time: later ones wait for nothing
+            self.note.awaited_at = self.clock()
+        self.work.wait()

@@ -1,4 +1,4 @@
-"""The transport of a real process group: with `uneven.py`, all that Thinwire calls of `torch.distributed`."""
+"""The transport of a real process group: all that Thinwire calls of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
 from thinwire.channel import pieces
@@ -303,3 +304,23 @@ def own_subgroup(size: int, group: dist.ProcessGroup | None) -> dist.ProcessGrou
             f"{error}; pass subgroup=, this process's group of processes on one machine"
         ) from error
     return subgroup
+
+
+def members_over_contributors(joinable: Joinable) -> torch.Tensor | None:
+    """Tell the join context that this process contributes, and learn how many do: shape (1,).
+
+    None outside a join context, and where another joinable speaks for this process.
+    """
+    # It begins the step's messages: who has no input comes in with it, and shadows what follows.
+    work = Join.notify_join_context(joinable)
+    if work is None:
+        return None
+    # The join context has asked already; to ask once more would send a message that nobody shadows.
+    (contributors,) = work.get_future().wait()
+    # Torch counts in its default type, in which 4/3 would be rounded where that is bf16.
+    return joinable.join_process_group.size() / contributors.float()  # type: ignore[no-any-return]
+
+
+def notify_of_step(joinable: Joinable) -> None:
+    """Tell the join context, if there is one, that this process has made a step with input."""
+    Join.notify_join_context(joinable)

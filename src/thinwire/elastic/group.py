@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from thinwire.channel import InProcessTransport
-from thinwire.channel.wrapped import Wrapped
+from thinwire.channel.metered import Wrapped
 from thinwire.checks import number, whole_count
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from thinwire.channel import InProcessTransport
 from thinwire.channel.in_process import Awaited, wait_for
 from thinwire.elastic.group import Group
-from thinwire.elastic.plain import packed, unpacked
+from thinwire.elastic.handing import packed, unpacked
 from thinwire.errors import CommunicationError
 
 MAX_STANDSTILLS = 8

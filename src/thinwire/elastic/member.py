@@ -21,14 +21,13 @@ from thinwire.channel import Description
 from thinwire.checks import whole_number
 from thinwire.elastic.front import Front
 from thinwire.elastic.group import Group
+from thinwire.elastic.handing import plain
 from thinwire.elastic.membership import Membership
-from thinwire.elastic.plain import plain
 from thinwire.elastic.presence import MembershipStats
 from thinwire.errors import AttachError, ConfigError, LeftError, StateError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, plain_name
-from thinwire.fronts.local_sgd.averaged import Averaged
 from thinwire.fronts.local_sgd.division import fragments_of
-from thinwire.fronts.local_sgd.fragment import Buckets
+from thinwire.fronts.local_sgd.fragment import Averaged, Buckets
 from thinwire.fronts.local_sgd.model import AveragedModel, unwrapped
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.validation import checked_optimizer

@@ -13,8 +13,7 @@ from thinwire.elastic.front import Prepared
 from thinwire.elastic.group import Group
 from thinwire.elastic.member import Member, MemberFront
 from thinwire.errors import LeftError, StepError
-from thinwire.fronts.local_sgd.averaged import Averaged
-from thinwire.fronts.local_sgd.fragment import Buckets
+from thinwire.fronts.local_sgd.fragment import Averaged, Buckets
 from thinwire.sync.step import Step
 
 

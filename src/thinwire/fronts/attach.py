@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError
 from thinwire.fronts.ddp import attach_ddp
 from thinwire.fronts.ddp_model import is_fsdp2
 from thinwire.sync import GradientSync, Settings
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import OnNonfinite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.channel.uneven import members_over_contributors
+from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.contributors import counted, leave_join
 from thinwire.fronts.ddp import ATTACHED, Switch

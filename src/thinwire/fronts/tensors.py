@@ -14,14 +14,14 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, Bucket
 from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, copy_from
-from thinwire.channel.uneven import members_over_contributors
+from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
 from thinwire.fronts.contributors import Shadow
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, GradientSync, Settings
 from thinwire.sync.handle import not_copied
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import OnNonfinite
 from thinwire.tensors import accelerators
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from thinwire.algorithms import AllReduce, Cast
-from thinwire.algorithms.cast import WireDtype, wire_dtype_of
+from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.channel import ProcessGroupTransport, agree, checked_group
 from thinwire.channel.process_group import own_subgroup
 from thinwire.checks import true_or_false, whole_count
@@ -21,7 +21,7 @@ from thinwire.fronts.contributors import divide_by_contributors
 from thinwire.fronts.ddp import BucketFront
 from thinwire.fronts.ddp_model import completed_future, dense_buffer
 from thinwire.sync import Engine, Settings
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 from thinwire.version import __version__
 
 __all__ = ["PostLocalSGDState", "averaged", "post_localSGD_hook"]

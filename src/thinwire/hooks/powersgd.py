@@ -15,8 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.futures import Future
 
 from thinwire.algorithms import BatchedPowerSGD, Memory, PowerSGD
-from thinwire.algorithms.cast import WireDtype
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.exact import WireDtype
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, LowRankRoute, translated
 from thinwire.algorithms.lowrank.slots import FACTOR
 from thinwire.channel import Layout, ProcessGroupTransport, machines_of
@@ -26,7 +26,7 @@ from thinwire.fronts.ddp import BucketFront, front_of
 from thinwire.fronts.ddp_model import ddp_models_with, dense_buffer, refuse_training_of_copies
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import OnNonfinite
 from thinwire.sync.state import checked_state, packed_state
 from thinwire.sync.stats import Stats
 

@@ -10,7 +10,7 @@ from torch.futures import Future
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import AllReduce, Cast
-from thinwire.algorithms.cast import wire_dtype_of
+from thinwire.algorithms.exact import wire_dtype_of
 from thinwire.channel import ProcessGroupTransport, agree
 from thinwire.checks import whole_number
 from thinwire.fronts.contributors import divide_by_contributors

@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from thinwire.algorithms import BatchedPowerSGD, PowerSGD
-from thinwire.algorithms.cast import WireDtype
+from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import ConfigError
 from thinwire.hooks.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
 from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, checked_state_of, powerSGD_hook

@@ -27,7 +27,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Cast, PowerSGD
-from thinwire.algorithms.cast import WireDtype
+from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState

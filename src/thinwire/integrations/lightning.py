@@ -29,7 +29,7 @@ from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 from thinwire.integrations.ddp_hooks import check_period, checked_hook, register_ddp_comm_hook
 from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import OnNonfinite
 from thinwire.watch.writers import metrics_of
 
 try:

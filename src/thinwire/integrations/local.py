@@ -18,7 +18,7 @@ from thinwire.errors import ConfigError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.sync import Settings
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import OnNonfinite
 
 # Such as functools.partial(thinwire.DiLoCo, every_steps=30), or thinwire.auto.
 Makes: TypeAlias = "Callable[..., LocalSGD] | Callable[..., Auto]"

@@ -31,7 +31,7 @@ from thinwire.fronts.attach import attach as attach_model
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.integrations.local import Makes, checked_averaging, checked_steps, makes_auto, new_local
 from thinwire.sync import GradientSync, attached
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import OnNonfinite
 from thinwire.watch.writers import metrics_of
 
 try:

@@ -1,4 +1,4 @@
-"""The protocol of kernels: what a low-rank step computes between its messages."""
+"""The protocols of kernels: low-rank arithmetic, codes of few bits, and few entries."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from typing import ClassVar, Protocol
 import torch
 
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
+from thinwire.tensors.blocks import Blocks, Chunks
+from thinwire.tensors.coded import Codebook, Coded
+from thinwire.tensors.rounding import Draws
 
 # The largest matrix rank that Numba serves. It stands here to be known without importing Numba.
 FACTOR_ROWS = 4
@@ -92,4 +95,108 @@ class Kernels(Protocol):
 
         Args:
             tensors: Contiguous, of one type and device, none of them empty.
+        """
+
+
+class CodeKernels(Protocol):
+    """The arithmetic of averaging in few bits, for the tensors that its backend serves: fp32 or fp64, flat.
+
+    What is decoded is the same to the bit whatever the backend: a level times the scale, rounded once. What
+    is encoded may differ in the last bit of a scale.
+    """
+
+    # Members may have other backends, and all must decode the mean alike. What each encodes, all receive.
+
+    def encoded(self, flat: torch.Tensor, blocks: Blocks, codebook: Codebook, draws: Draws | None) -> Coded:
+        """Return all blocks as they travel: a row for each member, which averages it.
+
+        Args:
+            flat: The tensors that `blocks` divides, one after the other; only read.
+            blocks: Of them.
+            codebook: The levels.
+            draws: For stochastic rounding; None for the nearest level.
+        """
+
+    def averaged(
+        self,
+        received: Coded,
+        blocks: Blocks,
+        own: slice,
+        codebook: Codebook,
+        draws: Draws | None,
+        lost: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> Coded:
+        """Return the mean of what members have sent of some blocks, coded again: one row.
+
+        Args:
+            received: A row of each member.
+            blocks: Of the bucket.
+            own: Which of them were received.
+            codebook: The levels.
+            draws: Of these blocks, for stochastic rounding; None for the nearest level.
+            lost: Takes what coding the mean has lost, shape (blocks, block); behind the end of a short block
+                anything. None to forget it.
+            dtype: Of the computation, fp32 or fp64.
+        """
+
+    def decode(self, coded: Coded, blocks: Blocks, codebook: Codebook, flat: torch.Tensor) -> None:
+        """Write the numbers that all blocks stand for; NaN where a scale is not finite.
+
+        Args:
+            coded: All blocks.
+            blocks: Of the tensors.
+            codebook: The levels.
+            flat: Written.
+        """
+
+    def remainder(self, flat: torch.Tensor, coded: Coded, blocks: Blocks, codebook: Codebook) -> torch.Tensor:
+        """Return what all blocks have not sent of some numbers.
+
+        Args:
+            flat: The numbers, only read.
+            coded: What was sent of them.
+            blocks: Of the tensors.
+            codebook: The levels.
+        """
+
+
+class EntryKernels(Protocol):
+    """The arithmetic of averaging few entries, of the tensors that its backend serves: fp32 or fp64, flat.
+
+    What members have sent comes out the same to the bit whatever the backend.
+    """
+
+    def largest(self, flat: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the entries of largest magnitude of each chunk: positions, ascending, and values.
+
+        NaN counts as the largest, then infinity. Of equal ones any may be taken.
+
+        Args:
+            flat: The bucket, only read.
+            chunks: Of it.
+
+        Returns:
+            Positions in the chunk, int64, and values, as `flat`; (chunks, kept).
+        """
+
+    def add(
+        self,
+        result: torch.Tensor,
+        places: torch.Tensor,
+        values: torch.Tensor,
+        sent: torch.Tensor,
+        kept: torch.Tensor,
+        *,
+        by_senders: bool,
+    ) -> None:
+        """Add what members have sent to zeros, member after member.
+
+        Args:
+            result: The bucket, zeros; written.
+            places: In the bucket, int64, (members, entries); of each member no place twice.
+            values: Of the entries, as `result`.
+            sent: As they were sent: who has sent zero has sent nothing.
+            kept: Entries of each chunk, int64, in the order of the entries.
+            by_senders: Whether each sum is divided by the members that have sent something.
         """

@@ -15,9 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from thinwire.kernels.base import FACTOR_ROWS, Kernels
-from thinwire.kernels.codes import CodeKernels
-from thinwire.kernels.entries import EntryKernels
+from thinwire.kernels.base import FACTOR_ROWS, CodeKernels, EntryKernels, Kernels
 from thinwire.kernels.matrices import Asked, Factors, MatrixGroup, Reconstruction, Write
 from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.kernels.torch_entries import TorchEntries

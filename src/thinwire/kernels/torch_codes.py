@@ -7,12 +7,10 @@ from functools import lru_cache
 
 import torch
 
-from thinwire.kernels.codes import CodeKernels
+from thinwire.kernels.base import CodeKernels
 from thinwire.tensors.accelerators import pays_per_launch
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import Codebook
-from thinwire.tensors.coded import Coded
-from thinwire.tensors.packing import pack, packed_bytes, unpack
+from thinwire.tensors.coded import Codebook, Coded, pack, packed_bytes, unpack
 from thinwire.tensors.rounding import Draws
 
 # So many are coded at a time on the CPU: they stay in a core's cache.

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from thinwire.kernels.entries import EntryKernels
-from thinwire.tensors.chunks import Chunks
+from thinwire.kernels.base import EntryKernels
+from thinwire.tensors.blocks import Chunks
 
 
 class TorchEntries(EntryKernels):

@@ -36,8 +36,7 @@ from thinwire.kernels.matrices import (
 )
 from thinwire.kernels.residuals import move_where
 from thinwire.tensors import accelerators
-from thinwire.tensors.joining import as_one
-from thinwire.tensors.layout import fill_alike, in_one_piece, stacked
+from thinwire.tensors.layout import as_one, fill_alike, in_one_piece, stacked
 
 # A block of rows stays in a core's cache between the products of one pass.
 BLOCK_BYTES = 512 * 1024

@@ -18,7 +18,7 @@ from thinwire.fronts.attach import attach
 from thinwire.fronts.replicas import check_replicas
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine, Settings
-from thinwire.sync.loss_scale import LossScale, loss_scale_of
+from thinwire.sync.settings import LossScale, loss_scale_of
 
 # Enough that an overflow in the middle would show in the steps behind it.
 STEPS = 6

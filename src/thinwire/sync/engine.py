@@ -15,8 +15,7 @@ from thinwire.channel import Machines, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
-from thinwire.sync.lane import Lane
-from thinwire.sync.lanes import Lanes, Parts, Specs
+from thinwire.sync.lanes import Lane, Lanes, Parts, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, average_local, checked_state, packed_state

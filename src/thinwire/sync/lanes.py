@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import TypeAlias
 
 import torch
@@ -15,11 +15,35 @@ from thinwire.algorithms.base import no_algorithm
 from thinwire.channel import CALL, Description, Machines, Traffic, Transport, agree
 from thinwire.errors import ConfigError
 from thinwire.plan import BUCKET_SEPARATOR, ParameterSpec, Plan, Route
-from thinwire.sync.lane import Lane
+from thinwire.sync.parts import BucketParts
 from thinwire.sync.places import NOTHING, Places
 from thinwire.sync.settings import Settings
 from thinwire.sync.state import LoadedState, check_model, fitting, in_memory_order
 from thinwire.version import __version__
+
+
+@dataclass(eq=False)
+class Lane:
+    """The route of one bucket's gradients, step by step.
+
+    It lives from the bucket's first step until its engine closes it. Its front keeps it that long: what is
+    done once for a bucket (processes compared, plan made, memory put in order) is in no later step's way.
+
+    Attributes:
+        specs: The bucket's parameters, in the order of their gradients.
+        plan: How they travel; on a machine of several processes, the part that this one averages.
+        parts: How they divide the bucket there, else None.
+        is_current: Whether it may be started. An engine closes its lanes when its algorithm, its members or
+            its memory change; they are opened again then.
+        is_in_flight: Whether a step is under way in it.
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    plan: BucketPlan
+    parts: BucketParts | None = None
+    is_current: bool = True
+    is_in_flight: bool = False
+
 
 # Steps of which the host does not learn whether they were finite.
 COUNTED_TOGETHER = 256

@@ -11,7 +11,7 @@ import torch
 from thinwire.algorithms import AllGather, AllToAll, Commit, Mean
 from thinwire.channel import Transport, Work
 from thinwire.errors import ConfigError
-from thinwire.tensors.joining import as_one
+from thinwire.tensors.layout import as_one
 
 
 @dataclass

@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import torch
+from torch.amp.grad_scaler import GradScaler
 
 from thinwire.channel import Transport
-from thinwire.checks import true_or_false
+from thinwire.checks import shown, true_or_false
 from thinwire.errors import ConfigError
-from thinwire.sync.loss_scale import LossScale, loss_scale_of
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.tensors.accelerators import sent_to
+
+OnNonfinite = Literal["nan", "zero", "raise"]
+
+
+def checked_on_nonfinite(on_nonfinite: object, grad_scaler: object = None) -> OnNonfinite:
+    """Return a choice of `on_nonfinite`, if there is such, and it goes with what scales the loss."""
+    if not isinstance(on_nonfinite, str) or on_nonfinite not in get_args(OnNonfinite):
+        raise ConfigError(f'on_nonfinite must be "nan", "zero" or "raise", got {on_nonfinite!r}')
+    # A scaler finds out by looking at the gradients, after all that is done here.
+    if on_nonfinite != "nan" and isinstance(grad_scaler, GradScaler) and grad_scaler.is_enabled():
+        raise ConfigError(
+            f'got on_nonfinite="{on_nonfinite}" and a GradScaler, which must see gradients that are not '
+            "finite to skip the step and lower its scale; leave out on_nonfinite"
+        )
+    return cast(OnNonfinite, on_nonfinite)
+
+
+LossScale: TypeAlias = Callable[[torch.device], torch.Tensor]
+"""Returns it for the step under way, as a tensor of one element on a device."""
+
+
+def loss_scale_of(grad_scaler: object) -> LossScale | None:
+    """Return a function of what the loss is multiplied by, for a device; None if it is not."""
+    if grad_scaler is None:
+        return None
+    if isinstance(grad_scaler, GradScaler):
+        # `get_scale` would read it back, and wait for the device; to scale a one does not.
+        return lambda device: grad_scaler.scale(torch.ones((), device=device))
+    if not callable(grad_scaler):
+        raise ConfigError(
+            "grad_scaler must be a torch.amp.GradScaler, a function that returns the loss scale, or None, "
+            f"got {shown(grad_scaler)}"
+        )
+
+    def scale_on(device: torch.device) -> torch.Tensor:
+        scale = grad_scaler()  # in each step: it may follow a schedule of the user's
+        words = f"the function given as grad_scaler must return a number above 0 within fp32, got {scale!r}"
+        # Both would pass as numbers: float("2") is one, and so is True.
+        if isinstance(scale, str | bool):
+            raise ConfigError(words)
+        try:
+            in_fp32 = torch.tensor(float(scale), dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(words) from error
+        if not 0 < in_fp32.item() < math.inf:
+            raise ConfigError(words)
+        return sent_to(device, in_fp32)
+
+    return scale_on
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from thinwire.channel import Traffic, Transport, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
 from thinwire.sync.clock import StepClock
 from thinwire.sync.exchange import Exchange, shown
-from thinwire.sync.lane import Lane
-from thinwire.sync.lanes import Lanes, Specs
+from thinwire.sync.lanes import Lane, Lanes, Specs
 from thinwire.sync.parts import BucketParts
 from thinwire.sync.places import Places
 from thinwire.sync.precision import full_precision

@@ -9,7 +9,7 @@ of gradients is about to be sent: by DDP's hook, `thinwire.powersgd` or `LocalSG
 """
 
 from thinwire.channel.in_process import InProcessTransport, run_members
-from thinwire.channel.recording import Note, Recording
+from thinwire.channel.metered import Note, Recording
 from thinwire.simulation import Simulation
 from thinwire.testing.faults import Fault, InjectedError, Kind, Synced, fail_at, faults, random_faults
 

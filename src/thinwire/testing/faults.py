@@ -15,8 +15,8 @@ from typing import Literal, get_args
 import torch
 
 from thinwire.channel import InProcessTransport, Transport, Work
+from thinwire.channel.metered import Wrapped
 from thinwire.channel.transport import Collective
-from thinwire.channel.wrapped import Wrapped
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine, GradientSync, Synced, engine_of

@@ -11,10 +11,9 @@ import torch
 
 from catalog import spec
 from thinwire.kernels import dispatch
-from thinwire.kernels.codes import CodeKernels
+from thinwire.kernels.base import CodeKernels
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import CODEBOOKS
-from thinwire.tensors.coded import Coded
+from thinwire.tensors.coded import CODEBOOKS, Coded
 from thinwire.tensors.rounding import draws_for
 
 every_bits = pytest.mark.parametrize("bits", CODEBOOKS)

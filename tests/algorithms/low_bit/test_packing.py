@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.tensors.packing import pack, packed_bytes, unpack
+from thinwire.tensors.coded import pack, packed_bytes, unpack
 
 
 def bits_of(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from catalog import spec
 from thinwire import PowerSGD
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
-from thinwire.algorithms.cast import WireDtype, wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.exact import WireDtype, wire_dtype_of
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.kernels import dispatch
 from thinwire.kernels.matrices import round_into

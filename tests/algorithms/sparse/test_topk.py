@@ -16,12 +16,11 @@ from catalog import buckets, flat_error, random_gradients, spec, true_means
 from reference_topk import Reference
 from thinwire import AllReduce, ConfigError, PowerSGD, TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.sparse.levels import end_levels
-from thinwire.algorithms.sparse.message import Message
+from thinwire.algorithms.sparse.message import Message, end_levels
 from thinwire.kernels import dispatch
 from thinwire.simulation import Simulation
 from thinwire.tensors import accelerators
-from thinwire.tensors.chunks import Chunks, Run
+from thinwire.tensors.blocks import Chunks, Run
 
 pytestmark = pytest.mark.usefixtures("one_for_all")
 

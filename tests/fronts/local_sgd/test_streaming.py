@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from members import Member, run
 from thinwire import Nesterov, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
+from thinwire.channel.metered import Wrapped
 from thinwire.channel.transport import Collective, Work
-from thinwire.channel.wrapped import Wrapped
 from thinwire.errors import CommunicationError
 from thinwire.fronts.local_sgd.division import fragments_of, layer_of
 from thinwire.fronts.local_sgd.model import AveragedModel

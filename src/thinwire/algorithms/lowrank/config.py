@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from thinwire.algorithms.base import Algorithm, Memory
-from thinwire.algorithms.cast import WireDtype, short_name_of, wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
+from thinwire.algorithms.exact import WireDtype, short_name_of, wire_dtype_of
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT
 from thinwire.checks import number, true_or_false, whole_count, whole_number
 from thinwire.plan import ParameterSpec, Route

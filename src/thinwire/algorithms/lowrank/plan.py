@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from thinwire.algorithms.base import Bucket, BucketPlan, Diagnosis, Memory, Slot
-from thinwire.algorithms.cast import wire_dtype_of
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.algorithms.exact import exchange_uncompressed
+from thinwire.algorithms.exact import exchange_uncompressed, wire_dtype_of
 from thinwire.algorithms.lowrank.bases import StartingBases, fitted
 from thinwire.algorithms.lowrank.config import LowRank, LowRankRoute
 from thinwire.algorithms.lowrank.slots import BASIS, FACTOR, SENT

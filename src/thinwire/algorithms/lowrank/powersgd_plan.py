@@ -12,16 +12,131 @@ import torch
 
 from thinwire.algorithms.base import Bucket, Memory
 from thinwire.algorithms.error_feedback import ERROR, compensated, keep_remainder
-from thinwire.algorithms.lowrank.alternating import alternate
+from thinwire.algorithms.lowrank.bases import StartingBases
+from thinwire.algorithms.lowrank.config import LowRank
+from thinwire.algorithms.lowrank.factor_messages import average_factors
 from thinwire.algorithms.lowrank.plan import LowRankPlan
 from thinwire.algorithms.lowrank.residual_layout import Wanted, all_laid
 from thinwire.algorithms.lowrank.slots import SENT
-from thinwire.algorithms.lowrank.two_rounds import approximate
 from thinwire.algorithms.requests import AllFinite, Commit, Jointly, Message, Request, Requests
-from thinwire.kernels.dispatch import kernels_for, reconstruct
-from thinwire.kernels.matrices import MatrixGroup, Reconstruction, Terms, Write, round_all_into, widened
+from thinwire.kernels.dispatch import (
+    kernels_for,
+    orthonormal_rows,
+    products,
+    projections,
+    reconstruct,
+    subtract_own,
+)
+from thinwire.kernels.matrices import (
+    Asked,
+    Factors,
+    MatrixGroup,
+    Reconstruction,
+    Terms,
+    Write,
+    round_all_into,
+    widened,
+)
 from thinwire.kernels.residuals import Rooms
 from thinwire.tensors import accelerators
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """What the rounds of a step make known.
+
+    Attributes:
+        terms: The factors of each group.
+        uncompressed: The means of the flat gradients that travelled with them.
+        received: What must be finite: all means, flat.
+        starts: The bases that the step started from, of each group.
+    """
+
+    terms: Sequence[Terms]
+    uncompressed: Sequence[torch.Tensor]
+    received: Sequence[torch.Tensor]
+    starts: Sequence[torch.Tensor]
+
+
+def approximate(
+    config: LowRank,
+    bases: StartingBases,
+    groups: Sequence[MatrixGroup],
+    uncompressed: Sequence[torch.Tensor],
+    memory: Memory,
+    bucket: Bucket,
+) -> Generator[Request | tuple[Message, ...], Any, Approximation]:
+    """Add its residual to every matrix, in place, and find the factors of the mean.
+
+    Cost: two rounds for each power iteration; in each iteration, every matrix is read twice (and once
+    written).
+    """
+    starts = rights = bases.of(memory, groups, left=False)
+    dtype, scale = config.message_dtype(bucket.flat.dtype), bucket.loss_scale
+    received: list[torch.Tensor] = []
+    uncompressed_mean: Sequence[torch.Tensor] = ()
+    for iteration in range(config.power_iterations):
+        is_first, is_last = iteration == 0, iteration + 1 == config.power_iterations
+        # The residual only once: later iterations find it in the matrices already.
+        asked = [Asked(*each, scale, is_first) for each in zip(groups, rights, strict=True)]
+        lefts = yield Jointly(products, asked)
+        beside = uncompressed if is_first else ()
+        arrived = yield from average_factors(lefts, dtype, beside, as_sent=False)
+        received.append(arrived.received)
+        if is_first:
+            uncompressed_mean = arrived.uncompressed
+        lefts = yield Jointly(orthonormal_rows, arrived.means)
+
+        asked = [Asked(*each, scale, add_error=False) for each in zip(groups, lefts, strict=True)]
+        own = yield Jointly(projections, asked)
+        arrived = yield from average_factors(own, dtype, as_sent=is_last)
+        received.append(arrived.received)
+        own, means = arrived.own, arrived.means
+        if not is_last:
+            rights = yield Jointly(orthonormal_rows, means)
+    # The last iteration alone: each approximates all of M again, and better than those before it.
+    terms = [[Factors(*each)] for each in zip(lefts, own, means, strict=True)]
+    return Approximation(terms, uncompressed_mean, received, starts)
+
+
+def alternate(
+    config: LowRank,
+    bases: StartingBases,
+    groups: Sequence[MatrixGroup],
+    uncompressed: Sequence[torch.Tensor],
+    memory: Memory,
+    bucket: Bucket,
+) -> Generator[Request | tuple[Message, ...], Any, Approximation]:
+    """As `two_rounds.approximate`, with one round for each iteration.
+
+    Cost: one round for each iteration, which reads every matrix once and, but for the last, updates it.
+    """
+    # By the count of committed steps, which all members have and a saved state keeps: the factor in memory is
+    # of the side whose turn it is.
+    turn = (memory.step - config.warmup_steps) * config.power_iterations
+    starts = fixed = bases.of(memory, groups, left=turn % 2 == 0)
+    dtype, scale = config.message_dtype(bucket.flat.dtype), bucket.loss_scale
+    terms: list[list[Factors]] = [[] for _ in groups]
+    received: list[torch.Tensor] = []
+    uncompressed_mean: Sequence[torch.Tensor] = ()
+    for iteration in range(config.power_iterations):
+        is_first, is_left = iteration == 0, (turn + iteration) % 2 == 0
+        project = projections if is_left else products
+        asked = [Asked(*each, scale, is_first) for each in zip(groups, fixed, strict=True)]
+        own = yield Jointly(project, asked)
+        beside = uncompressed if is_first else ()
+        arrived = yield from average_factors(own, dtype, beside, as_sent=True)
+        received.append(arrived.received)
+        if is_first:
+            uncompressed_mean = arrived.uncompressed
+        own, means = arrived.own, arrived.means
+        for of_group, basis, projection, group_mean in zip(terms, fixed, own, means, strict=True):
+            of_group.append(Factors(basis, projection, group_mean, basis_is_left=is_left))
+        # What the last one has not sent, `reconstruct` writes to the residual, in the pass it makes anyway.
+        if iteration + 1 < config.power_iterations:
+            subtract_own(groups, [of_group[-1] for of_group in terms])
+            fixed = yield Jointly(orthonormal_rows, means)
+    return Approximation(terms, uncompressed_mean, received, starts)
 
 
 class _ShapeGroup(NamedTuple):

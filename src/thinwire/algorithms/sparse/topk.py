@@ -26,7 +26,7 @@ from thinwire.kernels.dispatch import all_finite, entry_kernels_for
 from thinwire.kernels.matrices import round_into
 from thinwire.plan import ParameterSpec, Route
 from thinwire.tensors import accelerators
-from thinwire.tensors.chunks import chunks_of
+from thinwire.tensors.blocks import chunks_of
 
 BITS = (2, 4, 8, 16)
 MAX_CHUNK = 1 << 16

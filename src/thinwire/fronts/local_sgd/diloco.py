@@ -15,7 +15,7 @@ from thinwire.fronts.local_sgd.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd.outer import Outer
 from thinwire.fronts.local_sgd.schedule import WHOLE
 from thinwire.fronts.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.sync.nonfinite import OnNonfinite
+from thinwire.sync.settings import OnNonfinite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

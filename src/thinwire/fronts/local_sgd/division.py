@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from thinwire.errors import ConfigError
-from thinwire.fronts.local_sgd.averaged import Averaged
+from thinwire.fronts.local_sgd.fragment import Averaged
 
 
 def layer_of(name: str) -> str:

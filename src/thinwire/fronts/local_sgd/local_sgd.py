@@ -18,16 +18,15 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.channel import ProcessGroupTransport, Transport, agree, copy_from, machines_of_subgroups
 from thinwire.channel.agreement import alike_on_all_shards
-from thinwire.channel.uneven import notify_of_step
+from thinwire.channel.process_group import notify_of_step
 from thinwire.checks import checked_scaler, shown
 from thinwire.errors import AttachError, ConfigError, StepError
 from thinwire.fronts.averaged_twice import averaging_model
 from thinwire.fronts.contributors import Shadow
-from thinwire.fronts.local_sgd.averaged import Averaged, held_of
 from thinwire.fronts.local_sgd.averagings import Averagings
 from thinwire.fronts.local_sgd.division import fragments_of
 from thinwire.fronts.local_sgd.flight import Flight
-from thinwire.fronts.local_sgd.fragment import Buckets, Fragment, Fragments
+from thinwire.fronts.local_sgd.fragment import Averaged, Buckets, Fragment, Fragments, held_of
 from thinwire.fronts.local_sgd.loop import after_each_step, check_ddp, driven_gradients
 from thinwire.fronts.local_sgd.model import AveragedModel, replica_of, unwrapped
 from thinwire.fronts.local_sgd.outer import (
@@ -50,8 +49,8 @@ from thinwire.fronts.local_sgd.state import (
 from thinwire.fronts.local_sgd.validation import check_gradient_settings, checked_optimizer
 from thinwire.sync import Engine, Settings
 from thinwire.sync.handle import not_copied
-from thinwire.sync.nonfinite import OnNonfinite
 from thinwire.sync.precision import full_precision
+from thinwire.sync.settings import OnNonfinite
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:

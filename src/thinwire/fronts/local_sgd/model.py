@@ -15,7 +15,7 @@ from thinwire.channel import ProcessGroupTransport, Transport
 from thinwire.checks import shown
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded, names_of
-from thinwire.fronts.local_sgd.averaged import Averaged
+from thinwire.fronts.local_sgd.fragment import Averaged
 from thinwire.fronts.local_sgd.replica import Replica
 
 if TYPE_CHECKING:

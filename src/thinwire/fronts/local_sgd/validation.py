@@ -10,11 +10,11 @@ from torch.amp.grad_scaler import GradScaler
 
 from thinwire.checks import shown
 from thinwire.errors import ConfigError
-from thinwire.fronts.local_sgd.averaged import Averaged
+from thinwire.fronts.local_sgd.fragment import Averaged
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.fronts.local_sgd.settings import Warmup
-from thinwire.sync.nonfinite import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 
 
 def check_gradient_settings(

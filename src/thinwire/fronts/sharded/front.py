@@ -20,7 +20,7 @@ from thinwire.errors import AttachError, StepError
 from thinwire.fronts.sharded.model import Piece, ShardedModel, local_of, sharded_like
 from thinwire.plan import ParameterSpec
 from thinwire.sync import Engine
-from thinwire.sync.lane import Lane
+from thinwire.sync.lanes import Lane
 from thinwire.sync.step import Step
 from thinwire.tensors.accelerators import sent_to
 

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 
 from thinwire.kernels.numba.vectors import LANES, operation, vector
-from thinwire.tensors.codebooks import CODEBOOKS
+from thinwire.tensors.coded import CODEBOOKS
 
 WIDE = 64
 """So many numbers are a block of the usual length, and four of the longest registers there are."""

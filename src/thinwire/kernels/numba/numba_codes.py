@@ -9,13 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from thinwire.kernels.codes import CodeKernels
+from thinwire.kernels.base import CodeKernels
 from thinwire.kernels.numba import code_passes
 from thinwire.kernels.torch_codes import TorchCodes
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import Codebook
-from thinwire.tensors.coded import Coded
-from thinwire.tensors.packing import packed_bytes
+from thinwire.tensors.coded import Codebook, Coded, packed_bytes
 from thinwire.tensors.rounding import Draws
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from thinwire.kernels.entries import EntryKernels
+from thinwire.kernels.base import EntryKernels
 from thinwire.kernels.numba import entry_passes
-from thinwire.tensors.chunks import Chunks
+from thinwire.tensors.blocks import Chunks
 
 
 class NumbaEntries(EntryKernels):

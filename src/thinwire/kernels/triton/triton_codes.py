@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.kernels.codes import CodeKernels
+from thinwire.kernels.base import CodeKernels
 from thinwire.kernels.torch_codes import TorchCodes, levels_of
 from thinwire.kernels.triton import launcher
 from thinwire.kernels.triton.tables import padded
 from thinwire.tensors.blocks import Blocks
-from thinwire.tensors.codebooks import Codebook
-from thinwire.tensors.coded import Coded, block_bytes
+from thinwire.tensors.coded import Codebook, Coded, block_bytes
 from thinwire.tensors.rounding import Draws
 
 # Numbers that a program holds. A block longer than that PyTorch's kernels take.
