@@ -161,7 +161,7 @@ def by_post_local_hook(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None]
 def by_local_sgd(on_nonfinite: Any) -> tuple[nn.Module, Callable[[], None], LocalSGD]:
     model = new_ddp_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    local = LocalSGD(model, optimizer, every_steps=50, warmup=thinwire.Warmup(100), on_nonfinite=on_nonfinite)
+    local = LocalSGD(model, optimizer, every_steps=50, warmup=thinwire.Warmup(100, on_nonfinite=on_nonfinite))
     return model, optimizer.step, local
 
 
@@ -337,8 +337,14 @@ def _refused() -> list[str]:
     told = [
         error_of(lambda: thinwire.attach(model, POWER, host_check=False, on_nonfinite="raise")),
         error_of(lambda: thinwire.attach(model, POWER, grad_scaler=GradScaler("cpu"), on_nonfinite="zero")),
-        error_of(lambda: LocalSGD(plain, optimizer, every_steps=2, on_nonfinite="zero")),
-        error_of(lambda: LocalSGD(model, of_ddp, every_steps=2, subgroup=group, on_nonfinite="raise")),
+        error_of(
+            lambda: LocalSGD(plain, optimizer, every_steps=2, warmup=thinwire.Warmup(on_nonfinite="zero"))
+        ),
+        error_of(
+            lambda: LocalSGD(
+                model, of_ddp, every_steps=2, subgroup=group, warmup=thinwire.Warmup(on_nonfinite="raise")
+            )
+        ),
         error_of(lambda: hooks.PostLocalSGDState(None, group, 3, on_nonfinite="raise")),
     ]
     thinwire.attach(model, POWER, on_nonfinite="zero" if dist.get_rank() == 0 else "nan")

@@ -175,7 +175,7 @@ MISTAKES: dict[str, tuple[Callable[[Member], object], str]] = {
     "outer of some": (outer_of_some, "ConfigError: outer must make an optimizer of all the tensors"),
     "scaler": (lambda member: member.local(grad_scaler=1.0), "ConfigError: grad_scaler must be"),
     "zero without DDP": (
-        lambda member: member.local(on_nonfinite="zero"),
+        lambda member: member.local(warmup=Warmup(on_nonfinite="zero")),
         'ConfigError: on_nonfinite="zero" is about gradients that a DDP model averages',
     ),
     "entered twice": (entered_twice, "StepError: this LocalSGD has been entered before"),
@@ -294,7 +294,11 @@ PROCESS_MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "aggregated inside": (_aggregated_inside, "leave out one of the two: train the plain module inside"),
     "joined with DDP": (_joined_ddp, "AttachError: a DDP model can't be joined through LocalSGD"),
     "raise with a subgroup": (
-        lambda: make(DistributedDataParallel(new_model()), on_nonfinite="raise", subgroup=dist.group.WORLD),
+        lambda: make(
+            DistributedDataParallel(new_model()),
+            warmup=Warmup(on_nonfinite="raise"),
+            subgroup=dist.group.WORLD,
+        ),
         'ConfigError: on_nonfinite="raise" does not go with a subgroup',
     ),
 }

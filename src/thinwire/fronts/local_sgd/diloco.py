@@ -15,7 +15,6 @@ from thinwire.fronts.local_sgd.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd.outer import Outer
 from thinwire.fronts.local_sgd.schedule import WHOLE
 from thinwire.fronts.local_sgd.settings import Nesterov, Streaming, Warmup
-from thinwire.sync.settings import OnNonfinite
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,7 +42,6 @@ class DiLoCo(LocalSGD):
         replicas: As of `LocalSGD`.
         subgroup: As of `LocalSGD`. A subgroup counts as one member.
         grad_scaler: As of `LocalSGD`.
-        on_nonfinite: As of `LocalSGD`.
 
     Cost: as of `LocalSGD`; the outer optimizer's momentum is one more copy of the parameters.
 
@@ -81,7 +79,6 @@ class DiLoCo(LocalSGD):
         replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
         subgroup: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
-        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         super().__init__(
             model,
@@ -94,5 +91,4 @@ class DiLoCo(LocalSGD):
             replicas=replicas,
             subgroup=subgroup,
             grad_scaler=grad_scaler,
-            on_nonfinite=on_nonfinite,
         )

@@ -50,7 +50,6 @@ from thinwire.fronts.local_sgd.validation import check_gradient_settings, checke
 from thinwire.sync import Engine, Settings
 from thinwire.sync.handle import not_copied
 from thinwire.sync.precision import full_precision
-from thinwire.sync.settings import OnNonfinite
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -110,9 +109,6 @@ class LocalSGD(Joinable):
             what goes to the group is sent once for each, each process a part; see docs/machines.md.
         grad_scaler: The `GradScaler`, if there is one: the steps it skips on one process only must count
             as well. Its `step` is replaced on this object while the context lasts.
-        on_nonfinite: What becomes of gradients that a DDP model averages (in the warm-up and within the
-            subgroup) and that are not finite: see `thinwire.attach`. What no group averages is left alone;
-            parameters that are not finite raise `StepError` at the next averaging.
 
     An FSDP2 model (`fully_shard` over a mesh of one dimension) is averaged in shards: each process with
     those that hold the same shards of other replicas, whose changes, last average and outer state are of
@@ -157,7 +153,6 @@ class LocalSGD(Joinable):
         replicas: dist.ProcessGroup | Transport | DeviceMesh | None = None,
         subgroup: dist.ProcessGroup | Transport | None = None,
         grad_scaler: GradScaler | None = None,
-        on_nonfinite: OnNonfinite = "nan",
     ) -> None:
         super().__init__()
         check_outer(outer)
@@ -174,7 +169,7 @@ class LocalSGD(Joinable):
         parts = [Buckets(part).layout for part in fragments_of(averaged, self._schedule.num_fragments)]
         self._optimizer = checked_optimizer(optimizer, averaged, module)
         self._grad_scaler = checked_scaler(grad_scaler)
-        check_gradient_settings(self._schedule, on_nonfinite, grad_scaler, warmup)
+        check_gradient_settings(self._schedule, grad_scaler, warmup)
         group, part = self._model.transports(subgroup)
         if ddp is not None:
             check_ddp(ddp)
@@ -191,7 +186,7 @@ class LocalSGD(Joinable):
         # What else averages over the same group counts with it; a subgroup's network is another, fast one.
         counts: dict[str, Any] = {"traffic": self._engine.traffic, "clock": self._engine.clock}
         counts["machines"] = machines
-        settings = Settings(on_nonfinite=on_nonfinite, together=replica.shards)
+        settings = Settings(on_nonfinite=warmup.on_nonfinite, together=replica.shards)
         self._exact: dict[Members, Engine] = {"group": Engine(EXACT, group, specs, settings, **counts)}
         if part is not None:
             self._exact["subgroup"] = Engine(EXACT, part, specs, settings)

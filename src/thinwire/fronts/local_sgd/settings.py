@@ -12,6 +12,7 @@ import torch
 from thinwire.algorithms import Algorithm
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError
+from thinwire.sync.settings import OnNonfinite
 
 # Each by whether the algorithm sends few entries.
 
@@ -91,19 +92,23 @@ class Streaming:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Steps at the start that are plain data-parallel training.
+    """Steps at the start that are plain data-parallel training, and how a DDP model's gradients are averaged.
 
     Args:
         steps: How many.
         algorithm: How a DDP model's gradients become their mean in them; None for exactly. What it has not
             transmitted goes, uncompressed, with the last of these steps.
+        on_nonfinite: What becomes of a DDP model's gradients that are averaged in these steps, and in all
+            steps within a subgroup, and that are not finite: see `thinwire.attach`. What no group averages is
+            left alone; parameters that are not finite raise `StepError` at the next averaging.
 
     Raises:
         ConfigError: `steps` is no number of steps, or there is an algorithm for none.
     """
 
-    steps: int
+    steps: int = 0
     algorithm: Algorithm | None = None
+    on_nonfinite: OnNonfinite = "nan"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", whole_count("steps", self.steps, minimum=0))

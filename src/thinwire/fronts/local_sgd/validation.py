@@ -14,14 +14,13 @@ from thinwire.fronts.local_sgd.fragment import Averaged
 from thinwire.fronts.local_sgd.outer import held_by
 from thinwire.fronts.local_sgd.schedule import Schedule
 from thinwire.fronts.local_sgd.settings import Warmup
-from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
+from thinwire.sync.settings import checked_on_nonfinite
 
 
-def check_gradient_settings(
-    schedule: Schedule, on_nonfinite: OnNonfinite, grad_scaler: GradScaler | None, warmup: Warmup
-) -> None:
+def check_gradient_settings(schedule: Schedule, grad_scaler: GradScaler | None, warmup: Warmup) -> None:
     """Refuse settings of gradients where none are averaged, or not by all."""
-    if checked_on_nonfinite(on_nonfinite, grad_scaler) != "nan" and not schedule.has_ddp:
+    on_nonfinite = checked_on_nonfinite(warmup.on_nonfinite, grad_scaler)
+    if on_nonfinite != "nan" and not schedule.has_ddp:
         raise ConfigError(
             f'on_nonfinite="{on_nonfinite}" is about gradients that a DDP model averages, and this model '
             "is a plain module, whose parameters are averaged; leave it out"
