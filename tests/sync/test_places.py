@@ -82,6 +82,8 @@ def test_a_machine_sends_what_one_process_would(entry: Entry, num: int, processe
         assert alone.step(means_of_machines(gradients, processes))
     stats, of_one = several.syncs[-1].stats(), alone.syncs[-1].stats()
     assert of_one.message_bytes <= stats.message_bytes <= 1.1 * of_one.message_bytes
+    if entry.compresses:
+        assert stats.message_bytes < stats.gradient_bytes
     assert stats.gradient_bytes == of_one.gradient_bytes
     assert {sync.stats().message_bytes for sync in several.syncs} == {stats.message_bytes}
     if not warmup_steps(entry.algorithm) and not getattr(entry.algorithm, "alternating", False):
@@ -173,7 +175,7 @@ def test_whole_matrices_are_divided_evenly() -> None:
             "ln": (768,),
         }
         model += [spec(f"{layer}.{name}", *shape) for name, shape in shapes.items()]
-    for places, most in ((2, 1.3), (3, 1.3)):
+    for places, most in ((2, 1.3), (3, 1.3), (4, 1.3)):
         ranges = Division("parameter", places, model).of(model)
         loads = [sum(each[place].stop - each[place].start for each in ranges) for place in range(places)]
         assert sum(loads) == sum(each.numel for each in model)
@@ -193,6 +195,20 @@ def test_the_plan_says_who_sends_what() -> None:
     for sync in sim.syncs:
         sync.use(Quantize(bits=4))
         assert "4 bits in blocks of 64, by 2 processes" in str(sync.plan)
+
+
+@pytest.mark.parametrize("algorithm", [PowerSGD(matrix_rank=2), BatchedPowerSGD(matrix_rank=2)], ids=str)
+def test_a_plan_that_one_process_asks_for_changes_nothing(algorithm: Algorithm) -> None:
+    asked, expected = machines(algorithm, LAYERS), machines(algorithm, LAYERS)
+    for step in range(2):
+        assert asked.syncs[1].plan.compression_ratio > 1
+        assert "process" in str(asked.syncs[1])
+        gradients = random_gradients(LAYERS, num_workers=4, seed=step)
+        others = copy.deepcopy(gradients)
+        assert asked.step(gradients)
+        assert expected.step(others)
+        for worker in gradients:
+            assert all(map(torch.equal, worker, others[0]))
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), Cast("bf16")], ids=str)

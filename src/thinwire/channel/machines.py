@@ -148,14 +148,13 @@ def _new_groups(
 
 def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[int]]:
     """Return the ranks of each machine by the launcher's variables; one machine if these say nothing."""
-    local, world, nodes = (
-        int(os.environ.get(name) or 0) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE")
-    )
+    local, world, nodes = map(_from_launcher, ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"))
     # The same on all processes of a launcher. What it does not tell is taken for the simplest case.
     nodes = nodes or (world // local if local else 1)
     if transport.size < 3 or nodes in (0, 1, world):
         return [list(ranks)]
-    machine = int(os.environ.get("GROUP_RANK", dist.get_rank() // max(local, 1)))
+    by_rank = dist.get_rank() // max(local, 1)
+    machine = _from_launcher("GROUP_RANK") if "GROUP_RANK" in os.environ else by_rank
     host = hashlib.sha256(socket.gethostname().encode()).digest()
     said = ROW.pack(MAGIC, machine, local, host[:16])
     own = torch.frombuffer(bytearray(said), dtype=torch.uint8).to(transport.control_device)
@@ -167,6 +166,11 @@ def _found(transport: ProcessGroupTransport, ranks: Sequence[int]) -> list[list[
         description = json.dumps({CALL: "attach()"}).encode()
         check_same([json.loads(each) for each in gather_bytes(description, transport, PURPOSE)], PURPOSE)
     return _by_machine(ranks, [ROW.unpack(row)[1:] for row in everyone])
+
+
+def _from_launcher(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
 
 
 def _by_machine(ranks: Sequence[int], said: Sequence[tuple[int, int, bytes]]) -> list[list[int]]:

@@ -75,7 +75,7 @@ class Engine(Lanes):
     def __str__(self) -> str:
         """Return some lines to read: the algorithm, the plan's compression ratio, and what was done.
 
-        Cost: none.
+        Cost: as `counts`.
         """
         transport, plan = self.transport, self.plan
         if self.places is None:
@@ -229,7 +229,7 @@ class Engine(Lanes):
 
         So it has no errors, nor the non-finite steps that the host has not seen.
 
-        Cost: none.
+        Cost: none; with several processes on a machine, a host synchronisation on an accelerator.
         """
         traffic = self.traffic
         return Stats(

@@ -115,7 +115,7 @@ class Lanes:
         self._take(algorithm)
         if self.num_parts > 1:
             self._buckets = tuple(bucket for part in parts for bucket in part)
-            self._plans = tuple(map(self._prepared, self._buckets))
+            self._plans = tuple(self._prepared(bucket, self.places) for bucket in self._buckets)
 
     def _take(self, algorithm: Algorithm) -> None:
         if not isinstance(algorithm, Algorithm):
@@ -174,7 +174,8 @@ class Lanes:
 
     def _plans_of_model(self) -> tuple[BucketPlan, ...]:
         if not self._model_plans:
-            self._model_plans = tuple(map(self._prepared, self._model_buckets()))
+            places = self.places and self.places.preview()
+            self._model_plans = tuple(self._prepared(bucket, places) for bucket in self._model_buckets())
         return self._model_plans
 
     def _model_buckets(self) -> list[Specs]:
@@ -198,8 +199,9 @@ class Lanes:
             for plan in self.plans:
                 yield from plan.routes
             return
+        places = self.places if self._buckets else self.places.preview()
         for bucket in self._buckets or self._model_buckets():
-            yield from self.places.routes(bucket, self._planned)
+            yield from places.routes(bucket, self._planned)
 
     def use(self, algorithm: Algorithm) -> None:
         """As `GradientSync.use`."""
@@ -227,11 +229,11 @@ class Lanes:
         self._open.clear()
         # Whatever has changed may have changed on some processes only, so they are compared again.
         self._model_plans, self.has_agreed = (), False
-        self._plans = tuple(map(self._prepared, self._buckets))
+        self._plans = tuple(self._prepared(bucket, self.places) for bucket in self._buckets)
 
-    def _prepared(self, bucket: Specs) -> BucketPlan:
+    def _prepared(self, bucket: Specs, places: Places | None) -> BucketPlan:
         """Plan a bucket, or what of it this process averages."""
-        return self._planned(bucket if self.places is None else self.places.parts(bucket).own_specs)
+        return self._planned(bucket if places is None else places.parts(bucket).own_specs)
 
     def _planned(self, specs: Specs) -> BucketPlan:
         if not specs:
@@ -282,7 +284,7 @@ class Lanes:
         self, buckets: Mapping[Specs, torch.device], *, is_agreed: bool = False
     ) -> Mapping[Specs, Lane]:
         """Return the lanes of buckets. Collective where some were not open: once, however many."""
-        new = {specs: self._prepared(specs) for specs in buckets if specs not in self._open}
+        new = {specs: self._prepared(specs, self.places) for specs in buckets if specs not in self._open}
         for specs in new:
             self.device = buckets[specs]
             if any(spec.name not in self.known_specs for spec in specs):

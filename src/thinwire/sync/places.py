@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -49,6 +50,12 @@ class Places:
     def divide(self, indivisible: Indivisible, model: Iterable[ParameterSpec]) -> None:
         """Divide the work by what an algorithm must average as one."""
         self._division = Division(indivisible, self.inside.size, tuple(model))
+
+    def preview(self) -> Places:
+        """Return a copy to plan with: a bucket that is asked for only here is not divided for the run."""
+        preview = copy.copy(self)
+        preview._division = copy.deepcopy(self._division)
+        return preview
 
     def parts(self, bucket: Specs) -> BucketParts:
         """Return who averages what of a bucket."""

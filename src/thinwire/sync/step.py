@@ -344,6 +344,8 @@ class Step:
             for lane in self.lanes:
                 lane.is_in_flight = False
             self._streams.release()
+        # They are as large as the gradients, and the engine keeps the step until the next one.
+        self._divided, self._buckets = [], []
         self.is_open = False
 
     def drain(self) -> None:
