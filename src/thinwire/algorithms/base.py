@@ -311,6 +311,11 @@ class Algorithm(ABC):
         return False
 
     @property
+    def remembers(self) -> bool:
+        """Whether its steps write to memory, other than to take out what a different algorithm has left."""
+        return True
+
+    @property
     def indivisible(self) -> Indivisible:
         """What must be averaged as one; the processes of a machine divide the rest of the work.
 

@@ -32,6 +32,11 @@ class AllReduce(Algorithm):
     slots = (ERROR,)
 
     @property
+    def remembers(self) -> bool:
+        """As `Algorithm.remembers`."""
+        return False
+
+    @property
     def indivisible(self) -> int:
         """As `Algorithm.indivisible`: an element."""
         return 1
@@ -133,6 +138,11 @@ class Cast(Algorithm):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", short_name_of(self.dtype))
+
+    @property
+    def remembers(self) -> bool:
+        """As `Algorithm.remembers`."""
+        return False
 
     @property
     def indivisible(self) -> int:

@@ -110,6 +110,11 @@ class Quantize(Algorithm):
             object.__setattr__(self, name, value)
 
     @property
+    def remembers(self) -> bool:
+        """As `Algorithm.remembers`."""
+        return self.error_feedback
+
+    @property
     def indivisible(self) -> int:
         """As `Algorithm.indivisible`: a block."""
         return self.block

@@ -137,13 +137,15 @@ class Traffic:
 
     Attributes:
         waiting_seconds: Time the host was blocked until results had come back.
-        machine_bytes: Of the messages of all processes of this machine, where they share them; not read back.
-        counted_bytes: Of the messages of this process, how many are in there.
+        machine_bytes: Of the messages of all processes of this machine, if they share them; not read back.
+        planned_machine_bytes: The same of steps in which processes did not tell each other, by the plan.
+        counted_bytes: Of the messages of this process, how many are in these.
         inside_bytes: What this process has sent to others of its machine for that.
     """
 
     waiting_seconds: float = 0.0
     machine_bytes: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    planned_machine_bytes: int = 0
     counted_bytes: int = 0
     inside_bytes: int = 0
     _by_collective: dict[Collective, CollectiveTraffic] = field(default_factory=dict)

@@ -236,7 +236,7 @@ class Engine(Lanes):
             steps=self.steps,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
-            message_bytes=traffic.message_bytes if self.places is None else int(traffic.machine_bytes),
+            message_bytes=self._message_bytes(),
             inside_bytes=traffic.inside_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
@@ -244,6 +244,12 @@ class Engine(Lanes):
             exposed_seconds=self.clock.exposed_seconds,
             shortfalls=tuple(self.shortfalls),
         )
+
+    def _message_bytes(self) -> int:
+        traffic = self.traffic
+        if self.places is None:
+            return traffic.message_bytes
+        return int(traffic.machine_bytes) + traffic.planned_machine_bytes
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
@@ -296,6 +302,7 @@ class Engine(Lanes):
     def put_error(self, name: str, error: torch.Tensor) -> None:
         """Make a tensor the residual of a parameter."""
         self.differing.add(name)
+        self.may_remember = True
         self.memory[ERROR][name] = error
 
     # Members that come and go.

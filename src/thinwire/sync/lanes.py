@@ -33,6 +33,7 @@ class Lane:
         specs: The bucket's parameters, in the order of their gradients.
         plan: How they travel; on a machine of several processes, the part that this one averages.
         parts: How they divide the bucket there, else None.
+        machine_bytes: What all processes of the machine send of it in a step, by the plan; 0 without parts.
         is_current: Whether it may be started. An engine closes its lanes when its algorithm, its members or
             its memory change; they are opened again then.
         is_in_flight: Whether a step is under way in it.
@@ -41,6 +42,7 @@ class Lane:
     specs: tuple[ParameterSpec, ...]
     plan: BucketPlan
     parts: BucketParts | None = None
+    machine_bytes: int = 0
     is_current: bool = True
     is_in_flight: bool = False
 
@@ -75,6 +77,7 @@ class Lanes:
         shortfalls: Why slower kernels than those made for the device have served steps.
         num_parts: That are averaged in steps of their own; 1 where all of the model is averaged in each.
         places: Which process of this machine averages what; None if each averages whole buckets with all.
+        may_remember: Whether some process of this machine may have something in memory.
         between: With whom this process averages: all, or those of its place on the other machines.
     """
 
@@ -98,6 +101,7 @@ class Lanes:
         self.differing: set[str] = set()
         self.device = torch.device("cpu")
         self.shortfalls: dict[str, None] = {}
+        self.may_remember = False
         self._unseen: list[torch.Tensor] = []  # which steps were healthy
         self._unseen_nonfinite: torch.Tensor | int = 0  # of those no longer there
         self.transport = transport
@@ -127,6 +131,7 @@ class Lanes:
             algorithm.check_model(self.specs)
         # Last: what was refused above has changed nothing.
         self.algorithm: Algorithm = algorithm
+        self.may_remember |= algorithm.remembers
         if self.places is not None:
             self.places.divide(algorithm.indivisible, self.specs)
 
@@ -300,9 +305,10 @@ class Lanes:
         return {specs: self._open[specs] for specs in buckets}
 
     def _open_one(self, specs: Specs, plan: BucketPlan, device: torch.device) -> None:
-        parts = None if self.places is None else self.places.parts(specs)
+        parts, machine_bytes = None if self.places is None else self.places.parts(specs), 0
         if self.places is not None and parts is not None:
             self.places.hold(parts, plan.labels, self.memory, device)
+            machine_bytes = sum(r.message_bytes for r in self.places.routes(specs, self._planned))
         # After the comparison: if that refuses, what was loaded is still there to be saved or replaced.
         for slot, tensors in self.unclaimed.items():
             for spec in specs:
@@ -315,7 +321,7 @@ class Lanes:
         warning = plan.adopt(self.memory)
         if warning and self._unchecked is not None:
             warnings.warn(warning, stacklevel=6)
-        self._open[specs] = Lane(specs, plan, parts)
+        self._open[specs] = Lane(specs, plan, parts, machine_bytes)
 
     def agree(self, device: torch.device) -> None:
         """Refuse to go on where processes differ. Collective, once after each change."""
@@ -385,6 +391,7 @@ class Lanes:
         self.memory = memory
         if self.places is not None:
             self.places.forget()
+        self.may_remember = True
         # Into memory when lanes are opened: its order there, and the device, are not known before.
         self.unclaimed = {s: dict(t) for s, t in loaded.slots.items() if s.is_elementwise}
         self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0

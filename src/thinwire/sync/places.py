@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,18 +77,13 @@ class Places:
             detail = f"{whole[label].detail}, by {len(routes)} processes"
             yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
 
-    def are_healthy(
-        self, is_healthy: torch.Tensor, sent_bytes: int, purpose: str
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether a step is healthy on all places, and what they have sent. Collective inside.
-
-        Two tensors of one element, from one message; not read back.
-        """
+    def sum_of(self, flag: torch.Tensor, numbers: Sequence[float], purpose: str) -> torch.Tensor:
+        """Return the sums over the machine of a flag and of numbers. Collective inside; not read back."""
         device = self.inside.control_device
-        said = sent_to(device, torch.tensor([0.0, sent_bytes], dtype=torch.float64))
-        said[0] = ~is_healthy.to(device)
+        said = sent_to(device, torch.tensor([0.0, *numbers], dtype=torch.float64))
+        said[0] = flag.to(device)
         self.inside.all_reduce(said, purpose).wait()
-        return said[0] == 0, said[1]
+        return said
 
     # What this process remembers.
 

@@ -19,6 +19,7 @@ from thinwire.sync.lanes import Lane, Lanes, Specs
 from thinwire.sync.parts import BucketParts
 from thinwire.sync.places import Places
 from thinwire.sync.precision import full_precision
+from thinwire.sync.settings import Settings
 from thinwire.sync.streams import Streams, refuse_capture
 from thinwire.sync.unused import keep_unapplied, used_flags
 from thinwire.tensors import accelerators
@@ -267,10 +268,11 @@ class Step:
         settings = self._all_lanes.settings
         # All buckets or none: had those that came early written their memory, a `GradScaler` that skips the
         # step because of a late one would drop gradients that their residuals take for sent.
-        asks = any(commit.writes for commit in self._exchange.commits) or settings.on_nonfinite != "nan"
-        if not asks and settings.together is None:
+        if not self._must_ask(settings):
             # There is nothing to take back, and what is not finite is so in the gradients already.
             self._exchange.commit(self._exchange.tasks)
+            self._traffic.planned_machine_bytes += sum(lane.machine_bytes for lane in self.lanes)
+            self._traffic.counted_bytes = self._traffic.message_bytes
             return True
         # Of what all members have received alike: all find the same, and need not ask each other.
         is_healthy = self._exchange.is_healthy()
@@ -280,10 +282,7 @@ class Step:
             if self._all_lanes.places is None:
                 is_healthy = true_for_all(is_healthy, settings.together, purpose)
             else:
-                uncounted = self._traffic.message_bytes - self._traffic.counted_bytes
-                is_healthy, of_all = self._all_lanes.places.are_healthy(is_healthy, uncounted, purpose)
-                self._traffic.machine_bytes = self._traffic.machine_bytes.to(of_all.device) + of_all
-                self._traffic.counted_bytes += uncounted
+                is_healthy, remembering = self._ask_machine(self._all_lanes.places, is_healthy, purpose)
         fill = 0.0 if settings.on_nonfinite == "zero" else torch.nan
         if not settings.host_check:
             self._commit_unseen(is_healthy, fill)
@@ -291,9 +290,31 @@ class Step:
             return True
         start = time.perf_counter()
         committed = bool(is_healthy)  # waits for an accelerator
+        if self._all_lanes.places is not None and not self._all_lanes.algorithm.remembers:
+            self._all_lanes.may_remember = bool(remembering)
         self._traffic.waiting_seconds += time.perf_counter() - start
         self._commit_if(committed, fill)
         return committed
+
+    def _ask_machine(
+        self, places: Places, is_healthy: torch.Tensor, purpose: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether the step is healthy everywhere, and how many processes remember something."""
+        traffic, lanes = self._traffic, self._all_lanes
+        uncounted = traffic.message_bytes - traffic.counted_bytes
+        remembers = any(lanes.memory.slots.values()) or any(lanes.unclaimed.values())
+        said = places.sum_of(~is_healthy, [uncounted, remembers], purpose)
+        traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
+        traffic.counted_bytes += uncounted
+        return said[0] == 0, said[2]
+
+    def _must_ask(self, settings: Settings) -> bool:
+        """Return whether anybody wants to know if the step is healthy; the same on all processes."""
+        if settings.on_nonfinite != "nan":
+            return True
+        if self._all_lanes.places is not None:
+            return self._all_lanes.may_remember
+        return settings.together is not None or any(commit.writes for commit in self._exchange.commits)
 
     def _gather_inside(self, places: Places) -> None:
         """Bring the means of all parts to all processes of the machine; what was not committed, as well."""
