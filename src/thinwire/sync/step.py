@@ -302,7 +302,7 @@ class Step:
         """Return whether the step is healthy everywhere, and how many processes remember something."""
         traffic, lanes = self._traffic, self._all_lanes
         uncounted = traffic.message_bytes - traffic.counted_bytes
-        remembers = any(lanes.memory.slots.values()) or any(lanes.unclaimed.values())
+        remembers = any(lanes.memory[slot] or lanes.unclaimed.get(slot) for slot in lanes.algorithm.slots)
         said = places.sum_of(~is_healthy, [uncounted, remembers], purpose)
         traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
         traffic.counted_bytes += uncounted
