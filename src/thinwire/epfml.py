@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from thinwire import algorithms
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRankRoute, translated
+from thinwire.channel import Layout
 from thinwire.checks import checked_scaler, shown
 from thinwire.errors import ConfigError, StepError
 from thinwire.fronts.tensors import Gradients, StepFront
@@ -116,6 +117,7 @@ class AllReduce(_Synchronised):
         host_check: As of `AlgorithmAggregator`.
         on_nonfinite: With "zero" or "raise", means that are not finite are zeros, or raise `NonfiniteError`,
             on all processes; and `optimizer_step` skips the step. With "nan" nobody looks at them.
+        machines: As of `AlgorithmAggregator`.
 
     Raises:
         ConfigError: `grad_scaler` is none, or `on_nonfinite` is not one of these, or does not go with it.
@@ -128,6 +130,7 @@ class AllReduce(_Synchronised):
         grad_scaler: GradScaler | None = None,
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = False,
     ) -> None:
         self.grad_scaler = checked_scaler(grad_scaler)
         checked_on_nonfinite(on_nonfinite, grad_scaler)
@@ -135,6 +138,7 @@ class AllReduce(_Synchronised):
             "process_group": process_group,
             "host_check": host_check,
             "on_nonfinite": on_nonfinite,
+            "machines": machines,
         }
         self._front: StepFront | None = None
 
@@ -172,6 +176,8 @@ class AlgorithmAggregator(StepFront, _Synchronised):
             raises `NonfiniteError` ("raise"), as `optimizer_step` does. That else skips the step, on all
             processes; with "nan" only if the algorithm keeps a residual, for else nobody looks at the means
             (a `GradScaler` does).
+        machines: Which processes share a machine: as of `thinwire.attach`, but by default each process sends
+            by itself, as with the reference. With True, what leaves a machine leaves it once.
 
     A direct `aggregate` leaves the residual in its input, to be added in full to what comes next: the
     `error_decay` of `TopK` needs `optimizer_step`.
@@ -203,6 +209,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
         grad_scaler: GradScaler | None = None,
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = False,
     ) -> None:
         self.grad_scaler = checked_scaler(grad_scaler)
         super().__init__(
@@ -212,6 +219,7 @@ class AlgorithmAggregator(StepFront, _Synchronised):
             grad_scaler=grad_scaler,
             host_check=host_check,
             on_nonfinite=on_nonfinite,
+            machines=machines,
         )
 
     def front_for(self, tensors: Gradients) -> StepFront:
@@ -257,6 +265,7 @@ class PowerSGD(AlgorithmAggregator):
         grad_scaler: As of `AlgorithmAggregator`.
         host_check: As of `AlgorithmAggregator`.
         on_nonfinite: As of `AlgorithmAggregator`.
+        machines: As of `AlgorithmAggregator`.
 
     Raises:
         ConfigError: A setting is of the wrong type or out of range, or there are no parameters.
@@ -287,6 +296,7 @@ class PowerSGD(AlgorithmAggregator):
         grad_scaler: GradScaler | None = None,
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = False,
     ) -> None:
         super().__init__(
             params,
@@ -295,6 +305,7 @@ class PowerSGD(AlgorithmAggregator):
             grad_scaler=grad_scaler,
             host_check=host_check,
             on_nonfinite=on_nonfinite,
+            machines=machines,
         )
         self.config = config
 

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 
 from thinwire.algorithms import Algorithm, Bucket
-from thinwire.channel import InProcessTransport, ProcessGroupTransport, Transport, copy_from
+from thinwire.channel import (
+    InProcessTransport,
+    Layout,
+    ProcessGroupTransport,
+    Transport,
+    copy_from,
+    machines_of,
+)
 from thinwire.channel.process_group import members_over_contributors
 from thinwire.errors import AttachError, ConfigError, GradientError, StepError
 from thinwire.fronts.averaged_twice import refuse_averaged_twice
@@ -53,6 +60,7 @@ class StepFront(Joinable):
         grad_scaler: object = None,
         host_check: bool = True,
         on_nonfinite: OnNonfinite = "nan",
+        machines: Layout = False,
         transport: Transport | None = None,
     ) -> None:
         super().__init__()
@@ -67,12 +75,16 @@ class StepFront(Joinable):
                 transport = InProcessTransport.group(1)[0]
             else:
                 transport = ProcessGroupTransport(process_group, self.parameters[0].device)
+        groups, why_flat = None, ""
         if isinstance(transport, ProcessGroupTransport):
             self._group = transport.group
+            groups, why_flat = machines_of(transport, machines)
         settings = Settings.of(
             grad_scaler=grad_scaler, host_check=host_check, on_nonfinite=on_nonfinite, typed=self._typed
         )
-        self.engine = Engine(algorithm, transport, self._specs, settings)
+        self.engine = Engine(algorithm, transport, self._specs, settings, machines=groups)
+        if why_flat:
+            self.engine.shortfalls[why_flat] = None
         self.sync = GradientSync(self.engine)
         self._divides_by_initial = True
 
@@ -168,6 +180,8 @@ class StepFront(Joinable):
         # Not through `engine.wire`: the step has not begun, and faults are scheduled by its messages.
         flags = accelerators.sent_to(self.engine.metered.control_device, flags)
         purpose = f"step {self.engine.steps}, which parameters were used"
+        if self.engine.places is not None:
+            self.engine.places.inside.all_reduce(flags, purpose, operation="max").wait()
         self.engine.metered.all_reduce(flags, purpose, operation="max").wait()
         return [index for index, is_used in enumerate(flags.tolist()) if is_used]
 

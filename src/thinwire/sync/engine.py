@@ -290,19 +290,27 @@ class Engine(Lanes):
 
         Returns:
             fp32 (fp64 of fp64 gradients), shape (elements,), in the parameter's order of memory, in units
-            of the unscaled loss.
+            of the unscaled loss. If processes of a machine share it, zeros for what others hold, and the
+            rest times their number: its mean over the machine is the residual.
         """
         self.differing.add(name)
         # What else is local belongs to this residual, and would be wrong beside another.
         for slot in self.memory.slots:
             if slot.is_local and slot != ERROR:
                 self.memory[slot].pop(name, None)
-        return self.memory[ERROR].pop(name, None)
+        error = self.memory[ERROR].pop(name, None)
+        if error is None or self.places is None:
+            return error
+        whole = error.new_zeros(self.known_specs[name].numel)
+        whole[self.places.held(name)] = error * self.places.inside.size
+        return whole
 
     def put_error(self, name: str, error: torch.Tensor) -> None:
-        """Make a tensor the residual of a parameter."""
+        """Make a tensor the residual of a parameter; of what `take_error` has returned, or a part of it."""
         self.differing.add(name)
         self.may_remember = True
+        if self.places is not None:
+            error = error[self.places.held(name)] / self.places.inside.size
         self.memory[ERROR][name] = error
 
     # Members that come and go.
