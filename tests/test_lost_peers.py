@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import crash
 import thinwire
-from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD
+from thinwire import AllReduce, CommunicationError, GradientSync, PowerSGD, Quantize
 from thinwire import powersgd as epfl
 from thinwire.algorithms import Algorithm
 from thinwire.algorithms.error_feedback import ERROR
@@ -172,6 +172,38 @@ def test_the_others_are_told_where_and_keep_their_memory(
         assert (told.owed_norm > 0) == isinstance(algorithm, PowerSGD)
         assert told.threads_left <= 0
         assert told.children_left == 0
+
+
+@pytest.mark.parametrize("algorithm", [POWER, Quantize(bits=4, error_feedback=True), AllReduce()], ids=str)
+def test_on_machines_of_several_processes_all_are_told(algorithm: Algorithm) -> None:
+    """Those too that never send to the one that is lost: neither its machine nor its place is theirs."""
+    ended = crash.run(train_on_machines, algorithm, processes=4)
+    assert [each.exit_code for each in ended] == [0, -9, 0, 0]
+    for told in (each.told for each in ended if each.exit_code == 0):
+        where, words, steps, memory_is_as_before, owed_norm = told
+        assert where == "2 machines of 2 processes"
+        assert words.startswith(f"step {AT}, ")
+        assert steps == AT
+        assert memory_is_as_before
+        assert (owed_norm > 0) == algorithm.remembers
+
+
+def train_on_machines(setting: crash.Setting, algorithm: Algorithm) -> tuple[str, str, int, bool, float]:
+    setting.join_group()
+    # Four layers, so that each process of a machine has a matrix of each bucket.
+    model = DistributedDataParallel(nn.Sequential(new_model(), new_model()), bucket_cap_mb=0.03)
+    sync = thinwire.attach(model, algorithm, machines=[[0, 1], [2, 3]])
+    for step in range(AT):
+        backward(model, step)
+    before = remembered(sync)
+    if setting.process_rank == LOST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CommunicationError) as raised:
+        backward(model, AT)
+    after = remembered(sync)
+    same = before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    where = "2 machines of 2 processes" if "2 machines of 2 processes" in str(sync) else str(sync)
+    return where, str(raised.value), sync.steps, same, engine_of(sync).error_norm()
 
 
 def test_a_peer_that_is_only_slow_changes_nothing() -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from pool import Pool
-from thinwire import AllReduce, PowerSGD, Quantize, TopK, hooks
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK, hooks
 from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import Machines, ProcessGroupTransport, Recording
 from thinwire.channel.machines import machines_of
@@ -115,6 +115,38 @@ def _hooked() -> tuple[bool, str, str]:
             mine = gradients(model, step)
             is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
     return is_same, str(flat.sync), str(state.sync)
+
+
+@pytest.mark.parametrize(
+    ("hook", "algorithm"),
+    [(hooks.allreduce_hook, AllReduce()), (hooks.bf16_compress_hook, Cast("bf16"))],
+    ids=["allreduce", "bf16"],
+)
+def test_hooks_without_memory_take_a_state_for_it(
+    hook: hooks.Hook, algorithm: Algorithm, pool4: Pool
+) -> None:
+    for same, as_attached, sent, whole in pool4.run(_hooked_without_memory, hook, algorithm):
+        assert same
+        assert as_attached
+        assert sent == (whole if algorithm == AllReduce() else whole / 2)
+
+
+def _hooked_without_memory(hook: hooks.Hook, algorithm: Algorithm) -> tuple[bool, bool, int, int]:
+    state, model, other = hooks.MachinesState(machines=PAIRS), ddp_model(), ddp_model()
+    model.register_comm_hook(state, hook)
+    thinwire.attach(other, algorithm, machines=PAIRS)
+    is_same = as_attached = True
+    for step in range(3):
+        mine = gradients(model, step)
+        is_same = is_same and all(torch.equal(mine, theirs) for theirs in gathered(mine))
+        as_attached = as_attached and torch.equal(mine, gradients(other, step))
+    assert "over 2 machines of 2 processes" in str(state.sync)
+    with pytest.raises(ConfigError, match="make one for each hook"):
+        state.run(Cast("fp16"), None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="once for each machine"):
+        hooks.quantization_pertensor_hook(state, None)  # type: ignore[arg-type]
+    stats = state.sync.stats()
+    return is_same, as_attached, stats.message_bytes, stats.gradient_bytes
 
 
 @pytest.mark.parametrize("algorithm", [AllReduce(), Quantize(bits=4), TopK(chunk=512)], ids=str)

@@ -23,11 +23,13 @@ from thinwire.fronts.ddp_model import (
     check_options,
     completed_future,
     ddp_model_of,
+    ddp_models_with,
     dense_buffer,
     guard,
     names_of,
     new_future,
     plain_name,
+    refuse_training_of_copies,
     register,
     unguard,
     wrong_model,
@@ -77,6 +79,35 @@ def front_of(
     settings = replace(settings, may_be_unused=model.find_unused_parameters)
     engine = Engine(algorithm, transport, specs, settings, machines=machines)
     return BucketFront(engine, names, model)
+
+
+def front_of_hook(
+    hook_state: object,
+    algorithm: Algorithm,
+    transport: ProcessGroupTransport,
+    settings: Settings,
+    layout: Layout,
+) -> "BucketFront":
+    """Return a front for a hook that the user has registered with this state. Collective."""
+    # DDP hands a hook its state and a bucket, and neither leads to the model.
+    models = ddp_models_with(lambda state: state is hook_state)
+    if len(models) > 1:
+        raise ConfigError(
+            f"this {type(hook_state).__name__} is registered on {len(models)} models; make one state for "
+            "each model"
+        )
+    machines, why_flat = machines_of(transport, layout)
+    if models:
+        front = front_of(models[0], algorithm, transport, settings, machines)
+        # DDP copies no hook, and the copy would train uncompressed without a word.
+        refuse_training_of_copies(models[0])
+    else:
+        # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
+        settings = replace(settings, may_be_unused=True)
+        front = BucketFront(Engine(algorithm, transport, settings=settings, machines=machines))
+    if why_flat:
+        front.engine.shortfalls[why_flat] = None
+    return front
 
 
 class BucketFront:

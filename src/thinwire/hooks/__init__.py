@@ -11,6 +11,7 @@ docs/powersgd.md says what behaves differently.
 from thinwire.hooks.post_local_sgd import PostLocalSGDState, post_localSGD_hook
 from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from thinwire.hooks.stateless import (
+    MachinesState,
     allreduce_hook,
     bf16_compress_hook,
     fp16_compress_hook,
@@ -22,6 +23,7 @@ from thinwire.hooks.wrappers import Hook, bf16_compress_wrapper, fp16_compress_w
 
 __all__ = [
     "Hook",
+    "MachinesState",
     "PostLocalSGDState",
     "PowerSGDState",
     "allreduce_hook",

@@ -19,11 +19,11 @@ from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.exact import WireDtype
 from thinwire.algorithms.lowrank.config import ELSEWHERE, LowRank, LowRankRoute, translated
 from thinwire.algorithms.lowrank.slots import FACTOR
-from thinwire.channel import Layout, ProcessGroupTransport, machines_of
+from thinwire.channel import Layout, ProcessGroupTransport
 from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError, StateError
-from thinwire.fronts.ddp import BucketFront, front_of
-from thinwire.fronts.ddp_model import ddp_models_with, dense_buffer, refuse_training_of_copies
+from thinwire.fronts.ddp import BucketFront, front_of_hook
+from thinwire.fronts.ddp_model import dense_buffer
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
 from thinwire.sync.settings import OnNonfinite
@@ -404,23 +404,9 @@ class PowerSGDState:
         return self._front.run(bucket)
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
-        # DDP hands a hook its state and a bucket, and neither leads to the model.
-        models = ddp_models_with(lambda state: state is self)
-        if len(models) > 1:
-            raise ConfigError(
-                f"this PowerSGDState is registered on {len(models)} models; make one state for each model"
-            )
-        transport = ProcessGroupTransport(self.process_group, device)
         settings = Settings.of(**self._steps, typed=self._typed)
-        machines, _ = machines_of(transport, self._machines)
-        if models:
-            front = front_of(models[0], algorithm, transport, settings, machines)
-            # DDP copies no hook, and the copy would train uncompressed without a word.
-            refuse_training_of_copies(models[0])
-        else:
-            # Inside a hook of the user's own: the model's options are not known, so the costlier is assumed.
-            settings = replace(settings, may_be_unused=True)
-            front = BucketFront(Engine(algorithm, transport, settings=settings, machines=machines))
+        transport = ProcessGroupTransport(self.process_group, device)
+        front = front_of_hook(self, algorithm, transport, settings, self._machines)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
         return front

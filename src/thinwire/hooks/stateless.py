@@ -11,13 +11,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import AllReduce, Cast
 from thinwire.algorithms.exact import wire_dtype_of
-from thinwire.channel import ProcessGroupTransport, agree
+from thinwire.channel import Layout, ProcessGroupTransport, agree
 from thinwire.checks import whole_number
+from thinwire.errors import ConfigError
 from thinwire.fronts.contributors import divide_by_contributors
+from thinwire.fronts.ddp import BucketFront, front_of_hook
 from thinwire.fronts.ddp_model import completed_future, dense_buffer
+from thinwire.sync import GradientSync, Settings
+from thinwire.sync.handle import attached
 from thinwire.version import __version__
 
 __all__ = [
+    "MachinesState",
     "allreduce_hook",
     "bf16_compress_hook",
     "fp16_compress_hook",
@@ -29,11 +34,64 @@ __all__ = [
 MAX_CODE = 255  # of 8 bits
 
 
-def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
-    """Average uncompressed gradients, as DDP does without a hook.
+class MachinesState:
+    """What `allreduce_hook` and the 16-bit hooks take in place of a group where machines have several GPUs.
+
+    What leaves a machine then leaves it once: `ddp_model.register_comm_hook(MachinesState(),
+    bf16_compress_hook)` does what `thinwire.attach(ddp_model, Cast("bf16"))` does.
 
     Args:
         process_group: None for the default one.
+        machines: Which processes share a machine; as of `thinwire.attach`.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, *, machines: Layout = True) -> None:
+        self.process_group, self._machines = process_group, machines
+        self._front: BucketFront | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "MachinesState":
+        """Return a new one: a copied model has no hook."""
+        return MachinesState(self.process_group, machines=self._machines)
+
+    @property
+    def sync(self) -> GradientSync:
+        """What averages, from the first step on.
+
+        Raises:
+            AttachError: There was no step yet.
+        """
+        missing = "this MachinesState has not been used yet; it attaches itself in the first step"
+        return attached(None if self._front is None else self._front.sync, missing)
+
+    def run(self, algorithm: AllReduce | Cast, bucket: GradBucket) -> Future[torch.Tensor]:
+        """Exchange a bucket; for hooks.
+
+        Args:
+            algorithm: What the hook does.
+            bucket: Of DDP.
+
+        Raises:
+            ConfigError: The state has been used with another hook, or on another model.
+            ThinwireError: As of `BucketFront.run`.
+        """
+        if self._front is None:
+            transport = ProcessGroupTransport(self.process_group, dense_buffer(bucket).device)
+            self._front = front_of_hook(self, algorithm, transport, Settings(), self._machines)
+        if self._front.engine.algorithm != algorithm:
+            raise ConfigError(
+                f"this MachinesState has been used with {self._front.engine.algorithm}, now with "
+                f"{algorithm}; make one for each hook"
+            )
+        return self._front.run(bucket)
+
+
+def allreduce_hook(
+    process_group: "dist.ProcessGroup | MachinesState | None", bucket: GradBucket
+) -> Future[torch.Tensor]:
+    """Average uncompressed gradients, as DDP does without a hook.
+
+    Args:
+        process_group: None for the default one; or a `MachinesState`.
         bucket: Of DDP.
 
     Raises:
@@ -44,11 +102,13 @@ def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) 
     return _averaged(AllReduce(), process_group, bucket)
 
 
-def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+def fp16_compress_hook(
+    process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
     """Average gradients in fp16; see `thinwire.Cast`.
 
     Args:
-        process_group: None for the default one.
+        process_group: None for the default one; or a `MachinesState`.
         bucket: Of DDP.
 
     Raises:
@@ -59,11 +119,13 @@ def fp16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBuck
     return _averaged(Cast("fp16"), process_group, bucket)
 
 
-def bf16_compress_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+def bf16_compress_hook(
+    process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
+) -> Future[torch.Tensor]:
     """Average gradients in bf16, on any backend that carries it, Gloo included; see `thinwire.Cast`.
 
     Args:
-        process_group: None for the default one.
+        process_group: None for the default one; or a `MachinesState`.
         bucket: Of DDP.
 
     Raises:
@@ -127,9 +189,11 @@ def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 def _averaged(
-    algorithm: AllReduce | Cast, process_group: dist.ProcessGroup | None, bucket: GradBucket
+    algorithm: AllReduce | Cast, process_group: dist.ProcessGroup | MachinesState | None, bucket: GradBucket
 ) -> Future[torch.Tensor]:
     """Send one message for each bucket, which DDP waits for; nothing is kept between steps."""
+    if isinstance(process_group, MachinesState):
+        return process_group.run(algorithm, bucket)
     flat = dense_buffer(bucket)
     transport = ProcessGroupTransport(process_group, flat.device)
     _agree(repr(algorithm), transport, bucket.parameters())
@@ -145,6 +209,11 @@ def _in_8_bits(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, scaled_elements: int | None
 ) -> Future[torch.Tensor]:
     """Gather once for each bucket: scales travel with codes, so no future's callback issues a collective."""
+    if isinstance(process_group, MachinesState):
+        raise ConfigError(
+            "torch's 8-bit hooks gather from each process, so they take no MachinesState; "
+            "thinwire.attach(ddp_model, thinwire.Quantize(bits=8)) sends once for each machine"
+        )
     flat = dense_buffer(bucket)
     transport = ProcessGroupTransport(process_group, flat.device)
     each = "a bucket" if scaled_elements is None else f"{scaled_elements} elements"
