@@ -171,6 +171,7 @@ def test_a_growing_file_is_read_line_by_complete_line(tmp_path: Path) -> None:
     counted = {
         "messages": 2,
         "message_bytes": 1_000_000,
+        "inside_bytes": 0,
         "gradient_bytes": 2_000_000,
         "waiting_seconds": 0.05,
         "compression_ratio": 2.0,
@@ -184,6 +185,7 @@ def test_a_growing_file_is_read_line_by_complete_line(tmp_path: Path) -> None:
         "thinwire": "0",
         "unix_seconds": 0.0,
         "processes": 2,
+        "machines": 2,
         "process_rank": 0,
     }
     writer.write("run", 0, run)

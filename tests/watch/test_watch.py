@@ -485,15 +485,15 @@ def test_skips_that_the_host_does_not_see_are_not_known(tmp_path: Path) -> None:
     assert [each["nonfinite_steps"] for each in read_run(tmp_path / "run.jsonl").steps] == [None] * STEPS
 
 
-@pytest.mark.parametrize("version", [2, 4])
+@pytest.mark.parametrize("version", [3, 5])
 def test_a_file_of_a_different_format_is_refused_and_not_continued(version: int, tmp_path: Path) -> None:
     simulated, path = simulation(), tmp_path / "run.jsonl"
     with Watch(simulated.syncs[0], path):
         train(simulated, range(2))
-    path.write_text(text := path.read_text().replace('"format": 3', f'"format": {version}'))
-    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire reads format 3; read"):
+    path.write_text(text := path.read_text().replace('"format": 4', f'"format": {version}'))
+    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire reads format 4; read"):
         read_run(path)
-    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire writes format 3; give"):
+    with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire writes format 4; give"):
         Watch(simulated.syncs[0], path)
     assert path.read_text() == text
 

@@ -108,7 +108,7 @@ def auto(
     sees_waiting = all(each.device.type == "cpu" for each in model.parameters() if each.requires_grad)
     return Auto(
         sync,
-        Training.of(model, name, engine.transport.size),
+        Training.of(model, name, engine.between.size),
         rules,
         [*optimizer_notes(optimizer)],
         log or logger.info,

@@ -88,7 +88,8 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
         "color": number % figures.SERIES,
         "name": run.name,
         "algorithm": run.plans[-1]["algorithm"] if run.plans else "",
-        "processes": run.processes,
+        "processes": str(run.processes)
+        + (f" on {run.machines} machines" if run.machines < run.processes else ""),
         "steps": run.steps[-1]["step"],
         "nonfinite": sum(known) if len(known) == len(run.steps) else "not known",
         "resumed": run.resumed,
@@ -104,6 +105,7 @@ def _summary(run: Run, number: int, names: Sequence[str]) -> dict[str, Any]:
             )
         ],
         "step_megabytes": sent / steps / 1e6,
+        "inside_megabytes": sum(each["inside_bytes"] for each in run.steps) / steps / 1e6,
         "compression_ratio": compression_ratio(uncompressed, sent),
         "last": {name: _last(run, name) for name in names},
     }

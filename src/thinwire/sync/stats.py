@@ -34,7 +34,8 @@ class Stats:
         relative_error: By route, ‖M − P̂P̂ᵀM‖ / ‖M‖ of this process at the last step, where M is gradient
             plus error. Only with error feedback.
         error_norm: By route, ‖M − P̂P̂ᵀM‖: this process's residual after the last step, unscaled.
-        shortfalls: Why slower kernels than those made for an accelerator have served it, a sentence each.
+        shortfalls: Why slower kernels than those made for an accelerator have served it, or why processes of
+            a machine send by themselves; a sentence each.
     """
 
     steps: int = 0

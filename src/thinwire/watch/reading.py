@@ -54,6 +54,7 @@ class Run:
         norms: Errors and their norms, now and then.
         logs: What the user logged: "step", "seconds", and numbers under the names that they were given.
         processes: How many trained together.
+        machines: How many of them, or of machines of several, averaged with each other.
         resumed: How often training was resumed.
         damage: What could not be read; None if all could.
     """
@@ -65,6 +66,7 @@ class Run:
     norms: list[NormsRecord] = field(default_factory=list)
     logs: list[Record] = field(default_factory=list)
     processes: int = 1
+    machines: int = 1
     resumed: int = 0
     damage: str | None = None
 
@@ -209,7 +211,8 @@ def _append(run: Run, segment: list[Record], undone: list[tuple[int, int]]) -> N
         if "seconds" in record:
             record["seconds"] += before_seconds
         if record["kind"] == "run":
-            run.name, run.processes = record["name"] or run.name, record["processes"]
+            run.name = record["name"] or run.name
+            run.processes, run.machines = record["processes"], record["machines"]
         elif record["kind"] == "plan":
             # Every start records its plan. And once DDP has rebuilt its buckets, rounding may move a few
             # bytes from one parameter to the next: that is the same plan, with its final bytes.

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 from thinwire.json_records import Amount, Count, Processes, Seconds, Whole, parsed, read_record, value_of
 
 # Of files; a reader refuses all others.
-FORMAT = 3
+FORMAT = 4
 # Also what a reader holds in memory at once of a file that may come from anywhere.
 MAX_LINE_BYTES = 1 << 24
 
@@ -15,6 +15,7 @@ MAX_LINE_BYTES = 1 << 24
 COUNTED = (
     "messages",
     "message_bytes",
+    "inside_bytes",
     "gradient_bytes",
     "arithmetic_seconds",
     "waiting_seconds",
@@ -48,6 +49,7 @@ class RunRecord(TypedDict):
     thinwire: str
     unix_seconds: float
     processes: Processes
+    machines: Processes
     process_rank: Whole
 
 
@@ -71,6 +73,7 @@ class StepRecord(TypedDict):
     nonfinite_steps: Whole | None
     messages: Amount
     message_bytes: Amount
+    inside_bytes: Amount
     gradient_bytes: Amount
     arithmetic_seconds: Seconds
     waiting_seconds: Seconds

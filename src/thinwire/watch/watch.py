@@ -139,7 +139,7 @@ class Watch:
         self._last = self._watched.counts()
         # Since the last record.
         self._steps = self._nonfinite_steps = 0
-        transport = self._engine.transport
+        transport, between = self._engine.transport, self._engine.between
         self._write(
             "run",
             {
@@ -148,6 +148,7 @@ class Watch:
                 "thinwire": __version__,
                 "unix_seconds": time.time(),
                 "processes": transport.size,
+                "machines": between.size,
                 "process_rank": transport.rank,
             },
         )
