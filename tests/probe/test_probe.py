@@ -76,7 +76,11 @@ def test_processes_that_are_near_each_other_are_seen(tmp_path: Path) -> None:
     assert len(found.pairs) == 6
     assert found.nodes == nodes
     assert found.bytes_per_second == expected
-    assert "fast inside, slow between the groups {0, 1}, {2, 3}" in printed
+    assert "structure  {0, 1}, {2, 3}: " in printed
+    inside, between = (found.pair_bytes_per_second(inside=each) for each in (True, False))
+    assert inside is not None
+    assert between is not None
+    assert inside > 2 * between
 
 
 def test_it_is_the_same_on_every_process_and_in_time(pool2: Pool) -> None:

@@ -104,8 +104,11 @@ def advise(
         others = use.others_share(transport)
 
     # Of any network: the rate at which compressing begins to win is found by asking again.
+    gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
+
     def predictions(network: Network) -> list[Prediction]:
-        return _agreed(bench.predictions(network, link.members), transport)
+        found = bench.predictions(network, link.members)
+        return _agreed(_later(found, link.inside_seconds(gradient_bytes)), transport)
 
     training = Training.of(module, name, link.members)
     ranked = _with_losses(predictions(link.seconds), training)
@@ -164,6 +167,14 @@ class Link:
         averaged_bytes = self.wire_bytes(collective, handed_bytes) / ring_share(self.probe.world_size)
         return self.probe.average_seconds(averaged_bytes)
 
+    def inside_seconds(self, gradient_bytes: int) -> float:
+        """Return how long gradients take to be averaged inside of a machine, and to come back, on a ring.
+
+        As of pairs of processes, one after the other; 0 if none inside of a machine was probed.
+        """
+        rate = self.probe.pair_bytes_per_second(inside=True) if self.processes > 1 else None
+        return ring_share(self.processes) * gradient_bytes / rate if rate else 0.0
+
     def wire_bytes(self, collective: Collective, handed_bytes: int) -> float:
         """Return what such a collective puts on the link, in bytes that take as long as an averaging's."""
         sent = wire_bytes(collective, self.shards * handed_bytes, self.members)
@@ -219,6 +230,18 @@ def _link_of(module: nn.Module, probe: Probe | None, replicas: dist.ProcessGroup
     if shards > 1:
         return Link(probe, len(probe.nodes) if sizes == {shards} else probe.world_size, shards)
     return Link(probe, len(probe.nodes), processes=sizes.pop())
+
+
+def _later(found: Sequence[Prediction], seconds: float) -> list[Prediction]:
+    return [
+        replace(
+            each,
+            step_seconds=each.step_seconds + seconds,
+            low_seconds=each.low_seconds + seconds,
+            high_seconds=each.high_seconds + seconds,
+        )
+        for each in found
+    ]
 
 
 def _agreed(own: Sequence[Prediction], transport: Transport) -> list[Prediction]:

@@ -52,8 +52,9 @@ def notes_on(
     if processes > 1:
         yield (
             f"Predicted for {training.members} machines of {processes} processes, which average inside of "
-            "each machine first: bytes are those that leave a machine. What stays inside takes no time here; "
-            "over NVLink it takes little, over Gloo more (docs/machines.md)."
+            "each machine first: bytes are those that leave a machine. What stays inside is counted by the "
+            "rate that pairs of its processes were probed with, as if nothing hid it; the work on messages, "
+            "of which each process has its part, as if each had all (docs/machines.md)."
         )
     if shards > 1:
         yield (

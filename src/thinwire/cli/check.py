@@ -138,7 +138,10 @@ def _checked_and_printed(bench: Bench, report: _Report, kept: KeptPage | None) -
         for name, run in CHECKS.items():
             show_check(name)
             own[name] = _outcome(name, run, bench)
-    report.title = f"{bench.transport.size} processes, {dist.get_backend()}, {bench.device.type}"
+    report.title = f"{bench.transport.size} processes, "
+    if bench.machines is not None:
+        report.title += f"{bench.machines.between.size} machines of {bench.machines.inside.size}, "
+    report.title += f"{dist.get_backend()}, {bench.device.type}"
     report.title += f", {time.monotonic() - start:.1f} s"
     # A check may fail on some processes only; all end with the same exit code.
     everyone = gather_numbers([float(not works) for works in own.values()], bench.transport, "the outcomes")

@@ -139,7 +139,10 @@ def show(found: Probe, console: Console) -> None:
         console.print(f"doubtful   {found.doubt}", highlight=False, soft_wrap=True)
     if len(found.nodes) > 1:
         nodes = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
-        console.print(f"structure  fast inside, slow between the groups {nodes}")
+        inside, between = (found.pair_bytes_per_second(inside=each) for each in (True, False))
+        rates = [f"{8e-6 * each:,.0f} Mbit/s" if each else "fast" for each in (inside, between)]
+        text = f"structure  {nodes}: {rates[0]} inside, {rates[1]} between them"
+        console.print(text, highlight=False, soft_wrap=True)
 
 
 def _table(found: Probe) -> Table:

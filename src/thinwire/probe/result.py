@@ -145,6 +145,16 @@ class Probe:
         sent = ring_share(self.world_size) * (large.message_bytes - small.message_bytes)
         return sent / (large.median_seconds - small.median_seconds)
 
+    def pair_bytes_per_second(self, *, inside: bool) -> float | None:
+        """Return what a link carries inside of `nodes`, or between them; None if no such pair was timed."""
+        node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
+        rates = [
+            pair.message_bytes / pair.seconds
+            for pair in self.pairs
+            if (node_of.get(pair.processes[0]) == node_of.get(pair.processes[1])) == inside
+        ]
+        return median(rates) if rates else None
+
     def known_rate(self) -> float:
         """Return `bytes_per_second`.
 

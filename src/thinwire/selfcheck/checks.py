@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.algorithms import Algorithm, PowerSGD
 from thinwire.algorithms.registry import REGISTRY
-from thinwire.channel import ProcessGroupTransport
+from thinwire.channel import ProcessGroupTransport, machines_of
 from thinwire.errors import AgreementError
 from thinwire.fronts.attach import attach
 from thinwire.fronts.replicas import check_replicas
@@ -36,6 +36,7 @@ class Bench:
     Attributes:
         findings: What was wrong on this process since the check began.
         transport: Over the group.
+        machines: The process's groups inside of its machine and between machines, as `attach` finds them.
         specs: The parameters.
     """
 
@@ -43,6 +44,7 @@ class Bench:
         self.device = device
         self.findings: list[str] = []
         self.transport = ProcessGroupTransport(group, device)
+        self.machines, _ = machines_of(self.transport)
         self.specs = tuple(
             ParameterSpec.of(name, torch.empty(shape, device="meta")) for name, shape in SHAPES.items()
         )
@@ -73,7 +75,7 @@ class Bench:
     ) -> Engine:
         """Return a new engine over the group."""
         settings = Settings(loss_scale, host_check=host_check)
-        return Engine(algorithm, self.transport, self.specs, settings)
+        return Engine(algorithm, self.transport, self.specs, settings, machines=self.machines)
 
     def average(self, engine: Engine, gradient: torch.Tensor) -> torch.Tensor:
         """Make one step, and return what it has made of the gradient, in place."""
