@@ -14,7 +14,13 @@ from thinwire.channel.collectives import (
     true_for_all,
 )
 from thinwire.channel.in_process import InProcessTransport, run_members
-from thinwire.channel.machines import Layout, Machines, machines_of, machines_of_subgroups
+from thinwire.channel.machines import (
+    Layout,
+    Machines,
+    machines_of,
+    machines_of_subgroups,
+    ranks_by_machine,
+)
 from thinwire.channel.metered import (
     CollectiveTraffic,
     Metered,
@@ -54,6 +60,7 @@ __all__ = [
     "machines_of_subgroups",
     "message_bytes_of",
     "own_subgroup",
+    "ranks_by_machine",
     "run_members",
     "true_for_all",
     "wire_bytes",

@@ -79,6 +79,12 @@ def machines_of(transport: ProcessGroupTransport, layout: Layout = True) -> tupl
     return _grouped(transport, rows)
 
 
+def ranks_by_machine(transport: ProcessGroupTransport) -> list[list[int]]:
+    """Return the group's ranks on each machine, as `machines_of` finds them; all in one if it can't tell."""
+    everyone = dist.get_process_group_ranks(transport.group)
+    return [[everyone.index(rank) for rank in row] for row in _found(transport, everyone)]
+
+
 def machines_of_subgroups(
     transport: ProcessGroupTransport, subgroup: ProcessGroupTransport
 ) -> tuple[Machines | None, str]:

@@ -140,8 +140,9 @@ def show(found: Probe, console: Console) -> None:
     if len(found.nodes) > 1:
         nodes = ", ".join(f"{{{', '.join(map(str, node))}}}" for node in found.nodes)
         inside, between = (found.pair_bytes_per_second(inside=each) for each in (True, False))
-        rates = [f"{8e-6 * each:,.0f} Mbit/s" if each else "fast" for each in (inside, between)]
-        text = f"structure  {nodes}: {rates[0]} inside, {rates[1]} between them"
+        text = f"structure  {nodes}"
+        if inside and between:
+            text += f": {8e-6 * inside:,.0f} Mbit/s inside, {8e-6 * between:,.0f} between them"
         console.print(text, highlight=False, soft_wrap=True)
 
 

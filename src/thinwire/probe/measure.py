@@ -18,6 +18,7 @@ from thinwire.channel import (
     agree,
     gather_bytes,
     gather_numbers,
+    ranks_by_machine,
 )
 from thinwire.errors import ConfigError
 from thinwire.probe.result import TIMED_COLLECTIVES, PairTiming, Probe, Timing, nodes_of
@@ -86,13 +87,15 @@ def probe(
     pair_seconds = budget_seconds / 4 / max(1, len(chosen)) / (2 * (PAIR_REPETITIONS + 1))
     pair_bytes = meter.largest_within(timings, min(PAIR_SECONDS, pair_seconds))
     pairs = [meter.pair(each, pair_bytes) for each in chosen]
+    # As `attach` finds them; what the launcher does not tell follows from the pairs.
+    machines = ranks_by_machine(transport)
     return Probe(
         world_size=transport.size,
         backend=transport.backend_for(device),
         device=device.type,
         timings=timings,
         pairs=pairs,
-        nodes=nodes_of(transport.size, pairs),
+        nodes=machines if len(machines) > 1 else nodes_of(transport.size, pairs),
         wire_factors=wire_factors,
         hosts=[name.decode() for name in gather_bytes(gethostname().encode(), transport, "a probe")],
     )

@@ -67,6 +67,9 @@ class Timing:
         return low, high
 
 
+LEAST_PAIR_BYTES = 1 << 16
+
+
 @dataclass(frozen=True)
 class PairTiming:
     """A message between two processes.
@@ -146,12 +149,14 @@ class Probe:
         return sent / (large.median_seconds - small.median_seconds)
 
     def pair_bytes_per_second(self, *, inside: bool) -> float | None:
-        """Return what a link carries inside of `nodes`, or between them; None if no such pair was timed."""
+        """Return what a link carries inside of `nodes`, or between them; None if it is not known."""
         node_of = {rank: number for number, node in enumerate(self.nodes) for rank in node}
         rates = [
             pair.message_bytes / pair.seconds
             for pair in self.pairs
             if (node_of.get(pair.processes[0]) == node_of.get(pair.processes[1])) == inside
+            # Of shorter messages the time is mostly latency.
+            and pair.message_bytes >= LEAST_PAIR_BYTES
         ]
         return median(rates) if rates else None
 
