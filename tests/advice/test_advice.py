@@ -40,6 +40,7 @@ from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, priced
 from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers
 from thinwire.cli.advise import _called, _function, show
 from thinwire.fronts.local_sgd import LocalSGD
+from thinwire.probe.result import PairTiming
 from thinwire.sync import Engine, engine_of
 
 # As its own names are loaded with their first use.
@@ -246,6 +247,11 @@ def test_machines_of_several_processes_send_what_one_each_would() -> None:
     for kind in kinds:
         assert link.wire_bytes(kind, 1_000_000) == alone.wire_bytes(kind, 1_000_000)
         assert link.seconds(kind, 1_000_000) == pytest.approx(alone.seconds(kind, 1_000_000), rel=0.01)
+    # By what was timed of pairs inside: a scatter and a gather, each of three quarters. Nothing is known yet.
+    assert link.inside_seconds(4_000_000) == 0
+    pairs = [PairTiming((0, 1), 1_000_000, 0.001), PairTiming((3, 4), 1_000_000, 0.1)]
+    timed = _link_of(model, replace(several, pairs=pairs), None)
+    assert timed.inside_seconds(4_000_000) == pytest.approx(1.5 * 4 * 0.001)
     uneven = network(1e8, world_size=3, nodes=[[0, 1], [2]])
     assert _link_of(model, uneven, None).members == 3
     training = Training.of(model, "SGD", link.members)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -114,6 +115,22 @@ def _broken(breaking: Callable[..., None], name: str) -> tuple[list[str], list[s
         breaking(patch)
         CHECKS[name](bench)
     return before, bench.findings
+
+
+def test_machines_of_several_processes_are_checked_as_attach_uses_them(pool4: Pool) -> None:
+    for machines, findings in pool4.run(_on_machines):
+        assert machines == (2, 2)
+        assert findings == []
+
+
+def _on_machines() -> tuple[tuple[int, int], list[str]]:
+    launched = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    with patch.dict(os.environ, launched, GROUP_RANK=str(dist.get_rank() // 2)):
+        bench = Bench(torch.device("cpu"))
+        assert bench.machines is not None
+        for check in CHECKS.values():
+            check(bench)
+    return (bench.machines.between.size, bench.machines.inside.size), bench.findings
 
 
 def test_a_device_is_measured(pool2: Pool) -> None:

@@ -134,6 +134,7 @@ def advise(
         budget_loss=budget_loss,
         optimizer=name,
         shards=subject.shards,
+        processes=link.processes,
         others_share=others,
         notes=(
             *optimizer_notes(optimizer),
@@ -178,7 +179,8 @@ class Link:
     def wire_bytes(self, collective: Collective, handed_bytes: int) -> float:
         """Return what such a collective puts on the link, in bytes that take as long as an averaging's."""
         sent = wire_bytes(collective, self.shards * handed_bytes, self.members)
-        return self.probe.wire_factor(collective) * sent
+        # The factor is of all processes: most of what they send each other in an all-to-all leaves machines.
+        return sent if self.processes > 1 else self.probe.wire_factor(collective) * sent
 
 
 def _trainable(model: nn.Module) -> tuple[nn.Module, torch.device]:

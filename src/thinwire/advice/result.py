@@ -78,6 +78,7 @@ class Advice:
         budget_loss: The largest loss gap that is accepted, as a share of exact averaging's loss.
         optimizer: With which losses were looked up; None for the worst of all.
         shards: Processes that hold a replica of a sharded model together; None of any other model.
+        processes: Of a machine that average inside of it first; bytes are those that leave it.
         notes: What should be known besides, in words.
         others_share: Of the machine's processors, what other programs took while it measured; None where the
             system does not tell.
@@ -93,6 +94,7 @@ class Advice:
     budget_loss: float = math.inf
     optimizer: str | None = None
     shards: int | None = None
+    processes: int = 1
     notes: tuple[str, ...] = ()
     others_share: float | None = None
 

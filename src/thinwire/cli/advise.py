@@ -197,7 +197,7 @@ def _plain(advice: Advice) -> dict[str, Any]:
 def show(advice: Advice, console: Console) -> None:
     """Print the headline, a table, in which less is better everywhere, why, and lines to paste."""
     do, *others = advice.headline
-    place = "process" if advice.shards is None else "machine"
+    place = "process" if advice.shards is None and advice.processes == 1 else "machine"
     said = [COLUMNS_LEGEND.format(place=place), LOSS_LEGEND, *(f"  {line}" for line in sources(advice)), ""]
     said += [*_frontier(advice), *verdict(advice)]
     table = ["", "Predicted steps, fastest first", "", *_table(advice, console.width), ""]
