@@ -28,11 +28,12 @@ from gpu_ready.counting import (
     on_meta,
 )
 from kernel_calls import asked
-from thinwire import PowerSGD, Quantize, TopK
+from thinwire import AllReduce, Cast, PowerSGD, Quantize, TopK
 from thinwire.algorithms import Algorithm, BatchedPowerSGD, Memory
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.algorithms.lowrank.slots import SENT
 from thinwire.algorithms.registry import REGISTRY
+from thinwire.channel import Machines
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.fronts.local_sgd import model as local_sgd_model
 from thinwire.fronts.sharded.front import ShardedFront
@@ -86,10 +87,11 @@ def step_of(
     *,
     untold: int = 1,
     in_one_bucket: bool = False,
+    machines: Machines | None = None,
     **settings: Any,
 ) -> Counted:
     """What the second step costs, which has a residual and factors; the third also has Triton's tables."""
-    engine = Engine(algorithm, Alike(), settings=Settings(**settings))
+    engine = Engine(algorithm, Alike(), settings=Settings(**settings), machines=machines)
     buckets = buckets_of(shapes, dtype)
     if in_one_bucket:
         buckets = [tuple(spec for bucket in buckets for spec in bucket)]
@@ -129,6 +131,24 @@ GPT2_SMALL_BY_TRITON: dict[str, tuple[Algorithm, torch.dtype, dict[str, Any], Li
         Limit(40, 7.1),
     ),
 }
+
+
+# Of a process on a machine of two, with half of the work.
+ON_MACHINES: dict[str, tuple[Algorithm, Limit]] = {
+    "exact": (AllReduce(), Limit(0, 0.0, 0)),
+    "bf16": (Cast("bf16"), Limit(26, 1.51, 0)),
+    "4 bits": (Quantize(bits=4), Limit(1535, 24.3, 0)),
+    "rank 4": (PowerSGD(matrix_rank=4), Limit(267, 10.5)),
+}
+
+
+@pytest.mark.parametrize("name", ON_MACHINES)
+def test_gpt2_small_on_machines_of_two_processes(name: str) -> None:
+    algorithm, limit = ON_MACHINES[name]
+    inside = Alike()
+    inside.control_device = torch.device("meta")  # as of NCCL
+    found = step_of(algorithm, gpt2_small(), untold=4, machines=Machines(inside, Alike()))
+    assert limit.holds(found, bytes_of(gpt2_small(), torch.float32)), (found, limit)
 
 
 @pytest.mark.parametrize("name", GPT2_SMALL_BY_TRITON)

@@ -133,7 +133,7 @@ class Lanes:
         self.algorithm: Algorithm = algorithm
         self.may_remember |= algorithm.remembers
         if self.places is not None:
-            self.places.divide(algorithm.indivisible, self.specs)
+            self.places.divide(algorithm, self.specs)
 
     @property
     def specs(self) -> Specs:

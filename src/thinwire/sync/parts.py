@@ -15,21 +15,33 @@ Ranges = tuple[slice, ...]
 
 
 class Division:
-    """Divides parameters among the places of a machine, evenly; a parameter that was divided stays so.
+    """Divides parameters among the places of a machine, evenly.
 
-    All processes ask for the same parameters in the same order, so they find the same.
+    For an algorithm that remembers, a parameter that was divided stays so. Any other one divides a bucket as
+    it lies, so that nothing is copied. All processes ask for the same parameters in the same order, so they
+    find the same.
     """
 
-    def __init__(self, indivisible: Indivisible, num_places: int, model: Sequence[ParameterSpec]) -> None:
+    def __init__(
+        self,
+        indivisible: Indivisible,
+        num_places: int,
+        model: Sequence[ParameterSpec],
+        *,
+        remembers: bool = True,
+    ) -> None:
+        self._as_it_lies = not remembers and isinstance(indivisible, int)
         self._indivisible = indivisible
         self._ranges: dict[str, Ranges] = {}
         self._loads = [0] * num_places
-        # All at once where that is possible, so that the largest come first. Buckets are not known yet.
-        if indivisible != "bucket":
+        # All at once if that is possible, so that the largest come first. Buckets are not known yet.
+        if indivisible != "bucket" and not self._as_it_lies:
             self.of(model)
 
     def of(self, specs: Sequence[ParameterSpec]) -> list[Ranges]:
         """Return the ranges of each parameter of a bucket, or of the model."""
+        if self._as_it_lies:
+            return list(self._cut(specs))
         if self._indivisible == "bucket":
             self._keep_together(specs)
         # The largest first: the small ones then fill up what is left.
@@ -37,6 +49,18 @@ class Division:
             if spec.name not in self._ranges:
                 self._assign(spec)
         return [self._ranges[spec.name] for spec in specs]
+
+    def _cut(self, specs: Sequence[ParameterSpec]) -> Iterator[Ranges]:
+        """Yield ranges that follow each other in the bucket, of as many elements for each place."""
+        assert isinstance(self._indivisible, int)
+        num_places, total, start = len(self._loads), sum(spec.numel for spec in specs), 0
+        for spec in specs:
+            ends = [0]
+            for place in range(1, num_places):
+                units = round((place * total / num_places - start) / self._indivisible)
+                ends.append(min(max(units * self._indivisible, 0), spec.numel))
+            yield tuple(map(slice, ends, [*ends[1:], spec.numel]))
+            start += spec.numel
 
     def _keep_together(self, specs: Sequence[ParameterSpec]) -> None:
         known = {

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from thinwire.algorithms import Bucket, BucketPlan, Commit, Memory, Requests, Slot, all_finite
-from thinwire.algorithms.base import Indivisible
+from thinwire.algorithms import Algorithm, Bucket, BucketPlan, Commit, Memory, Requests, Slot, all_finite
 from thinwire.algorithms.registry import SLOTS
 from thinwire.channel import Transport, gather_bytes
 from thinwire.plan import ParameterSpec, Route
@@ -47,9 +46,11 @@ class Places:
         self.inside = inside
         self.forget()
 
-    def divide(self, indivisible: Indivisible, model: Iterable[ParameterSpec]) -> None:
+    def divide(self, algorithm: Algorithm, model: Iterable[ParameterSpec]) -> None:
         """Divide the work by what an algorithm must average as one."""
-        self._division = Division(indivisible, self.inside.size, tuple(model))
+        self._division = Division(
+            algorithm.indivisible, self.inside.size, tuple(model), remembers=algorithm.remembers
+        )
 
     def preview(self) -> Places:
         """Return a copy to plan with: a bucket that is asked for only here is not divided for the run."""
