@@ -179,7 +179,7 @@ class Link:
     def wire_bytes(self, collective: Collective, handed_bytes: int) -> float:
         """Return what such a collective puts on the link, in bytes that take as long as an averaging's."""
         sent = wire_bytes(collective, self.shards * handed_bytes, self.members)
-        # It was measured with all processes: most of what they send each other in an all-to-all leaves machines.
+        # The probe's is of all processes, most of whose all-to-all leaves machines.
         return sent if self.processes > 1 else self.probe.wire_factor(collective) * sent
 
 
