@@ -223,7 +223,7 @@ class InProcessTransport(Transport):
 
     def __init__(self, room: _Room, rank: int) -> None:
         self._room = room
-        self._rank = rank
+        self.size, self.rank = room.size, rank
         self._place = 0  # of the latest message in the order
 
     @classmethod
@@ -235,21 +235,6 @@ class InProcessTransport(Transport):
     def abort(self) -> None:
         """Break off what is under way, for all members: what has not arrived never will."""
         self._room.is_broken = True
-
-    @property
-    def size(self) -> int:
-        """As `Transport.size`."""
-        return self._room.size
-
-    @property
-    def rank(self) -> int:
-        """As `Transport.rank`."""
-        return self._rank
-
-    @property
-    def control_device(self) -> torch.device:
-        """As `Transport.control_device`."""
-        return torch.device("cpu")
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
         """As `Transport.all_reduce`."""
@@ -277,7 +262,7 @@ class InProcessTransport(Transport):
         """As `Transport.all_to_all`."""
 
         def take(brought: Sequence[torch.Tensor]) -> None:
-            torch.stack([each[self._rank] for each in brought], out=output)
+            torch.stack([each[self.rank] for each in brought], out=output)
 
         return self._meet(tensor.clone(), purpose, ("all_to_all", tensor.shape, tensor.dtype), take)
 
@@ -302,11 +287,11 @@ class InProcessTransport(Transport):
         meeting = meetings.setdefault(self._place, _Meeting(self._place, self.size, purpose, kind))
         if meeting.kind != kind:
             raise CommunicationError(
-                f"{purpose}: message {self._place} differs between members: member {self._rank} sends "
+                f"{purpose}: message {self._place} differs between members: member {self.rank} sends "
                 f"{kind}, members {sorted(meeting.brought)} send {meeting.kind}. Make the same calls on "
                 "every member"
             )
-        meeting.brought[self._rank] = brought
+        meeting.brought[self.rank] = brought
         return _InProcessWork(self._room, meeting, take)
 
 
