@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -15,10 +16,11 @@ from thinwire.channel import Machines, Metered, Traffic, Transport, agree
 from thinwire.errors import NonfiniteError, StepError
 from thinwire.plan import ParameterSpec
 from thinwire.sync.clock import StepClock
-from thinwire.sync.lanes import Lane, Lanes, Parts, Specs
+from thinwire.sync.lanes import Lane, Lanes, Parts
+from thinwire.sync.places import Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.settings import Settings
-from thinwire.sync.state import LoadedState, average_local, checked_state, packed_state
+from thinwire.sync.state import LoadedState, average_local, checked_state, fitting, packed_state
 from thinwire.sync.stats import Stats
 from thinwire.sync.step import Step
 from thinwire.tensors import accelerators
@@ -97,7 +99,12 @@ class Engine(Lanes):
     def use(self, algorithm: Algorithm) -> None:
         """As `GradientSync.use`."""
         self.check_between_steps("use()")
-        super().use(algorithm)
+        self._take(algorithm)
+        self._close_all()
+        if self._plans:  # before the first step nobody knows what is stale
+            self._forget_stale()
+            for plan in self._plans:
+                plan.adopt(self.memory)
 
     # Steps.
 
@@ -123,7 +130,7 @@ class Engine(Lanes):
         self._steps = [step for step in self._steps if step.is_open]
         # Count open steps too, so that errors of steps side by side name different numbers.
         number = self.steps + len(self._steps)
-        step = Step(self, self.wire, self.traffic, self.clock, number, self._ended, pipelined=pipelined)
+        step = Step(self, self.wire, self.clock, number, self._ended, pipelined=pipelined)
         self._steps.append(step)
         return step
 
@@ -231,12 +238,14 @@ class Engine(Lanes):
 
         Cost: none; with several processes on a machine, a host synchronisation on an accelerator.
         """
-        traffic = self.traffic
+        traffic, message_bytes = self.traffic, self.traffic.message_bytes
+        if self.places is not None:
+            message_bytes = int(traffic.machine_bytes) + traffic.planned_machine_bytes
         return Stats(
             steps=self.steps,
             nonfinite_steps=self.nonfinite_steps,
             messages=traffic.messages,
-            message_bytes=self._message_bytes(),
+            message_bytes=message_bytes,
             inside_bytes=traffic.inside_bytes,
             gradient_bytes=self._gradient_bytes,
             waiting_seconds=traffic.waiting_seconds,
@@ -244,12 +253,6 @@ class Engine(Lanes):
             exposed_seconds=self.clock.exposed_seconds,
             shortfalls=tuple(self.shortfalls),
         )
-
-    def _message_bytes(self) -> int:
-        traffic = self.traffic
-        if self.places is None:
-            return traffic.message_bytes
-        return int(traffic.machine_bytes) + traffic.planned_machine_bytes
 
     def _errors(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return relative errors and error norms by route, as of the last step; read back at once."""
@@ -262,12 +265,9 @@ class Engine(Lanes):
         # All in one tensor: each number read by itself would make the host wait for the device.
         device = diagnoses[0].error_norms.device
         numbers = [torch.stack([each.relative_errors, each.error_norms]).to(device) for each in diagnoses]
-        relative_errors, error_norms = torch.cat(numbers, dim=1).tolist()
         labels = [label for diagnosis in diagnoses for label in diagnosis.labels]
-        return (
-            dict(zip(labels, relative_errors, strict=True)),
-            dict(zip(labels, error_norms, strict=True)),
-        )
+        relative_errors, error_norms = torch.cat(numbers, dim=1).tolist()
+        return dict(zip(labels, relative_errors, strict=True)), dict(zip(labels, error_norms, strict=True))
 
     def memory_bytes(self) -> int:
         """Return the bytes of all that the algorithm remembers on this process."""
@@ -318,7 +318,13 @@ class Engine(Lanes):
     def regroup(self, error_scale: float = 1.0) -> None:
         """Go on with a group that has other members, or a model that was taken over. Between steps."""
         self.check_between_steps("regroup()")
-        super().regroup(error_scale)
+        for slot, tensors in self.memory.slots.items():
+            for tensor in tensors.values() if slot.is_local and slot.is_elementwise else ():
+                tensor.mul_(error_scale)
+        # Only some members may have loaded a state or averaged their residuals; both must be the same on all
+        # members, so reset them.
+        self._loaded_checksum, self.differing = None, set(self.known_specs)
+        self._close_all()
         self._kept_errors = None
 
     def common_state(self) -> dict[str, Any]:
@@ -382,9 +388,27 @@ class Engine(Lanes):
         self.load(self.check_state_dict(state, strict=strict))
 
     def load(self, loaded: LoadedState) -> None:
-        """Go on from what `check_state_dict` has returned, or a part of it."""
-        super().load(loaded)
+        """Go on from what `check_state_dict` has returned, or a part of it.
+
+        If the parameters are not known yet, whether it is of this model shows at the first step.
+        """
+        loaded = fitting(loaded, self.known_specs if self.all_known else None)
+        slots = {slot: dict(tensors) for slot, tensors in loaded.slots.items()}
+        self.memory = Memory(loaded.step, {s: each for s, each in slots.items() if not s.is_elementwise})
+        # Into memory when lanes are opened: its order there, and the device, are not known before.
+        self.unclaimed = {s: each for s, each in slots.items() if s.is_elementwise}
+        if self.places is not None:
+            self.places.forget()
+        self.may_remember = True
+        self.nonfinite_steps, self._unseen, self._unseen_nonfinite = loaded.skipped_steps, [], 0
+        self.differing, self._loaded_checksum = set(), loaded.checksum
         self._kept_errors = None  # they were of a step that this memory has not seen
+        self._close_all()
+        self._unchecked = None if self.all_known else loaded
+        for plan in self.plans if self.all_known else ():
+            warning = plan.adopt(self.memory)
+            if warning:
+                warnings.warn(warning, stacklevel=4)
 
     def check_state_dict(
         self,
