@@ -112,10 +112,8 @@ class Stopwatch:
 class Echo(Transport):
     """A group in which all members send what this one sends, at once."""
 
-    rank = 0
-
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.rank = size, 0
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
         """As `Transport.all_reduce`."""

@@ -64,6 +64,7 @@ class Step:
         self._num_reduced = 0  # of these
         # New buckets, and those that came after one, wait for the comparison of the processes.
         self._held: list[Bucket] = []
+        self._loss_scale = engine.settings.loss_scale
         self._scales: dict[torch.device, torch.Tensor] = {}  # what the loss is multiplied by
         self._used: list[torch.Tensor] = []
         # Once for all buckets of the step. What was loaded becomes memory bucket by bucket: where the first
@@ -158,13 +159,12 @@ class Step:
 
         One tensor for all buckets on a device: only what has the same scale shares launches.
         """
-        loss_scale = self._engine.settings.loss_scale
-        if loss_scale is None:
+        if self._loss_scale is None:
             return None
         # Asked in each step, since a `GradScaler` changes it. Kept as a tensor: reading it would wait for the
         # device.
         if device not in self._scales:
-            self._scales[device] = loss_scale(device).reshape(())
+            self._scales[device] = self._loss_scale(device).reshape(())
         return self._scales[device]
 
     # Round by round.
