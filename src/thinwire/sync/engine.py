@@ -39,9 +39,8 @@ class Engine(Lanes):
 
     Attributes:
         transport: As given, of all processes. What is agreed upon goes through it.
-        wire: What steps send through: it counts. `thinwire.testing` puts another one in its place between
-            steps.
-        metered: What `wire` is without that.
+        metered: What counts the messages of steps.
+        wire: What steps send through: the same, or what `thinwire.testing` puts in its place between steps.
         observers: Are called after every step, with whether it was committed; see `thinwire.Watch`.
         clock: Where the time of steps went.
     """
@@ -150,11 +149,7 @@ class Engine(Lanes):
         return step
 
     def average(self, buckets: FlatBuckets, *, is_agreed: bool = False) -> bool:
-        """Make one step of buckets whose gradients are all there.
-
-        Returns:
-            Whether it was committed; see `Step.finish`.
-        """
+        """Make one step of buckets whose gradients are all there; return what `Step.finish` does."""
         committed = self.start(buckets, pipelined=True, is_agreed=is_agreed).finish()
         self.raise_unless(committed)
         return committed
@@ -175,7 +170,7 @@ class Engine(Lanes):
         if any(step.is_open and step.num_parameters for step in self._steps):
             raise StepError(
                 f"{call} was called during a backward pass; call it between steps. If an exception has ended "
-                "the pass on all processes, call abandon() first. Where an averaging is in flight "
+                "the pass on all processes, call abandon() first. If an averaging is in flight "
                 "(delay_steps), call average() first"
             )
 
@@ -197,29 +192,25 @@ class Engine(Lanes):
         if self._has_warned or self.settings.loss_scale is not None:
             return
         self._has_warned = True
-        if self.settings.on_nonfinite == "zero":
-            logger.warning(
-                "within %d steps, the mean gradients of one were not finite, and became zeros on all "
-                "processes; the error memory stayed as it was. stats().nonfinite_steps counts such steps. "
-                "This is not said again",
-                self.steps,
+        became, then = "zeros", "stats().nonfinite_steps counts such steps"
+        if self.settings.on_nonfinite != "zero":
+            became = "NaN"
+            then = (
+                "A GradScaler skips such a step; without one the optimizer makes the model NaN. If you use "
+                'one, pass it as grad_scaler=; if not, choose on_nonfinite="zero" or "raise"'
             )
-        else:
-            logger.warning(
-                "within %d steps, the mean gradients of one were not finite, and became NaN on all "
-                "processes; the error memory stayed as it was. A GradScaler skips such a step; without one "
-                "the optimizer makes the model NaN. If you use one, pass it as grad_scaler=; if not, choose "
-                'on_nonfinite="zero" or "raise". This is not said again',
-                self.steps,
-            )
+        logger.warning(
+            "within %d steps, the mean gradients of one were not finite, and became %s on all processes; the "
+            "error memory stayed as it was. %s. This is not said again",
+            self.steps,
+            became,
+            then,
+        )
 
     # What was done.
 
     def stats(self) -> Stats:
-        """Return what has been done so far.
-
-        Cost: one norm for each compressed parameter and one host synchronisation.
-        """
+        """As `GradientSync.stats`."""
         relative_error, error_norm = self._errors()
         unseen_steps = self.unseen_nonfinite_steps()
         if unseen_steps:
@@ -232,9 +223,7 @@ class Engine(Lanes):
         )
 
     def counts(self) -> Stats:
-        """Return `stats()` without what must be computed.
-
-        So it has no errors, nor the non-finite steps that the host has not seen.
+        """Return `stats()` without errors, and without non-finite steps that the host has not seen.
 
         Cost: none; with several processes on a machine, a host synchronisation on an accelerator.
         """
@@ -286,12 +275,10 @@ class Engine(Lanes):
     # The residual, for those who hand it from one engine to another.
 
     def take_error(self, name: str) -> torch.Tensor | None:
-        """Take the residual of a parameter, which is the caller's from now on; None if there is none.
+        """Take the residual of a parameter, flat, which is the caller's then; None if there is none.
 
-        Returns:
-            fp32 (fp64 of fp64 gradients), shape (elements,), in the parameter's order of memory, in units
-            of the unscaled loss. If processes of a machine share it, zeros for what others hold, and the
-            rest times their number: its mean over the machine is the residual.
+        It is in units of the unscaled loss. If processes of a machine share it, it is zeros for what others
+        hold, and the rest times their number: its mean over the machine is the residual.
         """
         self.differing.add(name)
         # What else is local belongs to this residual, and would be wrong beside another.

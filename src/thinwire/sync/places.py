@@ -112,18 +112,13 @@ def part_of(spec: ParameterSpec, some: slice) -> ParameterSpec:
 
 
 class BucketParts:
-    """How a bucket is divided among the processes of a machine.
-
-    Attributes:
-        specs: The bucket's parameters.
-        ranges: Of each parameter, the elements of each place.
-        lengths: Elements of the bucket of each place.
-    """
+    """How a bucket is divided among the processes of a machine."""
 
     def __init__(self, specs: Specs, ranges: Sequence[Ranges], place: int) -> None:
         self.specs, self.ranges, self._place = specs, ranges, place
         offsets = list(accumulate((spec.numel for spec in specs), initial=0))
         places = range(len(ranges[0]))
+        # Elements of the bucket of each place.
         self.lengths = [sum(_length(of_spec[each]) for of_spec in ranges) for each in places]
         # Of the bucket, in the order of places.
         self._slices = _joined(
@@ -180,14 +175,10 @@ def _joined(slices: Iterable[slice]) -> list[slice]:
 
 
 class Places:
-    """Which process of this machine averages and remembers which part of each parameter.
-
-    Attributes:
-        inside: The processes of this machine, by place.
-    """
+    """Which process of this machine averages and remembers which part of each parameter."""
 
     def __init__(self, inside: Transport) -> None:
-        self.inside = inside
+        self.inside = inside  # the processes of this machine, by place
         self.forget()
 
     def divide(self, algorithm: Algorithm, model: Specs) -> None:

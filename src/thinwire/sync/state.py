@@ -27,20 +27,12 @@ MEAN_BYTES = 64 << 20
 
 
 class LoadedState(NamedTuple):
-    """A state that has been checked; its tensors are copies.
+    """A state that has been checked; its tensors are copies."""
 
-    Attributes:
-        step: Committed steps.
-        skipped_steps: Steps that were not finite.
-        shapes: Of all the parameters that were trained, by name.
-        slots: What was remembered: fp32 or fp64 tensors by slot and label, the elementwise ones in the
-            parameter's shape.
-        checksum: Of all of it.
-    """
-
-    step: int
-    skipped_steps: int
-    shapes: dict[str, tuple[int, ...]]
+    step: int  # committed
+    skipped_steps: int  # that were not finite
+    shapes: dict[str, tuple[int, ...]]  # of all the parameters that were trained, by name
+    # fp32 or fp64 tensors by slot and label, the elementwise ones in the parameter's shape.
     slots: dict[Slot, dict[str, torch.Tensor]]
     checksum: str
 
