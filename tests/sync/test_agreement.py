@@ -66,7 +66,7 @@ def hooked_step(state: object, hook: Any, group: dist.ProcessGroup | None = None
     step(model)
 
 
-def epfl_step(model: nn.Module) -> epfl.Aggregator:
+def epfl_step(model: nn.Module) -> epfl.PowerSGD:
     config = epfl.Config(rank=2, start_compressing_after_num_steps=0)
     aggregator = epfl.PowerSGD(model.parameters(), config)
     step(model)
