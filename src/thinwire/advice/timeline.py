@@ -113,28 +113,13 @@ class Echo(Transport):
     """A group in which all members send what this one sends, at once."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
-
-    @property
-    def size(self) -> int:
-        """As `Transport.size`."""
-        return self._size
-
-    @property
-    def rank(self) -> int:
-        """As `Transport.rank`: the first one's."""
-        return 0
-
-    @property
-    def control_device(self) -> torch.device:
-        """As `Transport.control_device`."""
-        return torch.device("cpu")
+        self.size, self.rank = size, 0
 
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
         """As `Transport.all_reduce`."""
         # So that arithmetic meets numbers of the usual size; the largest of equal ones is what it was.
         if operation == "sum":
-            tensor.mul_(self._size)
+            tensor.mul_(self.size)
         return _Done()
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
