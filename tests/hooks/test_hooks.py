@@ -46,10 +46,12 @@ def test_signatures_are_torchs(name: str) -> None:
 def test_the_state_has_torchs_parameters_and_defaults() -> None:
     theirs = inspect.signature(stock_power.PowerSGDState).parameters
     ours = inspect.signature(hooks.PowerSGDState).parameters
-    added = {"grad_scaler": None, "host_check": True, "on_nonfinite": "nan", "machines": False}
-    assert list(ours) == [*theirs, *added]
-    assert {n: p.default for n, p in ours.items()} == {n: p.default for n, p in theirs.items()} | added
-    assert {ours[name].kind for name in added} == {inspect.Parameter.KEYWORD_ONLY}
+    assert list(ours) == [*theirs, "options"]  # what `thinwire.attach` takes, by name
+    assert {n: p.default for n, p in ours.items() if n != "options"} == {
+        n: p.default for n, p in theirs.items()
+    }
+    with pytest.raises(TypeError, match="'hostcheck'"):
+        hooks.PowerSGDState(None, hostcheck=False)  # type: ignore[call-arg]
 
 
 def new_model(bucket_cap_mb: float = 0.01) -> DistributedDataParallel:

@@ -31,6 +31,7 @@ from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState
+from thinwire.hooks.powersgd import StepOptions
 from thinwire.sync import GradientSync, attached, engine_of
 
 try:
@@ -268,8 +269,8 @@ def _state_of(options: Mapping[str, Any]) -> PowerSGDState:
     if not isinstance(options, Mapping):
         raise ConfigError(f"comm_state_option must map settings to values, got {options!r}")
     # The Accelerator has a group and a scaler. The others are read off, so that none is forgotten here.
-    own = ("process_group", "grad_scaler")
-    valid = [name for name in inspect.signature(PowerSGDState).parameters if name not in own]
+    names = [*inspect.signature(PowerSGDState).parameters, *StepOptions.__annotations__]
+    valid = [name for name in names if name not in ("process_group", "grad_scaler", "options")]
     unknown = [name for name in options if name not in valid]
     if unknown:
         raise ConfigError(f"comm_state_option has unknown settings {unknown}; those there are: {valid}")
