@@ -584,7 +584,7 @@ BAD: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ThinwireStrategy(
             ddp_comm_state=hooks.PowerSGDState(None), ddp_comm_hook=hooks.fp16_compress_hook
         ),
-        "process group or None",
+        "process group, a thinwire.hooks.MachinesState or None",
     ),
     "a local hook without its state": (
         lambda: ThinwireStrategy(ddp_comm_hook=hooks.post_localSGD_hook, model_averaging_period=2),
