@@ -162,8 +162,8 @@ class Probe:
             least, most = self.timings[0].message_bytes, self.timings[-1].message_bytes
             raise ConfigError(
                 "the probe could not tell how fast the link is: averaging its largest message, "
-                f"{most:,} bytes, took no longer for sure than {least:,} bytes did; probe again with a larger "
-                "budget_seconds (--budget-seconds), while nothing else uses the machines"
+                f"{most:,} bytes, took no longer for sure than {least:,} bytes did; probe again with a "
+                "larger budget_seconds (--budget-seconds), while nothing else uses the machines"
             )
         return rate
 
