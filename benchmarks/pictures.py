@@ -14,6 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyBboxPatch
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+# Label and boxes of each row: (start, length, text, colour).
+Rows = Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]]
 INK, COMPUTE, INSIDE, SLOW = "#808080", "#5b8db8", "#6aa56a", "#d9822b"
 plt.rcParams |= {"svg.hashsalt": "thinwire", "svg.fonttype": "path", "font.size": 10, "text.color": INK}
 
@@ -28,8 +30,10 @@ def canvas(width: float, height: float, *, inches: float = 8.0) -> Axes:
 
 def box(axes: Axes, left: float, bottom: float, width: float, height: float, text: str, color: str) -> None:
     """A filled box with a word in it."""
-    style = {"boxstyle": "round,pad=0,rounding_size=0.08", "facecolor": color, "edgecolor": "none"}
-    axes.add_patch(FancyBboxPatch((left, bottom), width, height, **style))
+    style = "round,pad=0,rounding_size=0.08"
+    axes.add_patch(
+        FancyBboxPatch((left, bottom), width, height, boxstyle=style, facecolor=color, edgecolor="none")
+    )
     axes.text(left + width / 2, bottom + height / 2, text, ha="center", va="center", color="white", size=9)
 
 
@@ -37,10 +41,8 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
     axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": color, "lw": 1.5})
 
 
-def timeline(
-    name: str, rows: Sequence[tuple[str, Sequence[tuple[float, float, str, str]]]], end: float
-) -> None:
-    """Rows of boxes over time: (start, length, text, colour)."""
+def timeline(name: str, rows: Rows, end: float) -> None:
+    """Draw rows of boxes over time."""
     height = 0.9 * len(rows) + 0.7
     axes = canvas(end + 3.6, height)
     for number, (label, boxes) in enumerate(rows):
@@ -63,8 +65,8 @@ def two_levels() -> None:
     """Exact inside of each machine, small messages between machines."""
     axes = canvas(15, 6.6)
     for machine, (frame, gpus, parts) in enumerate(((0.3, 0.5, 4.2), (8.7, 12.9, 8.9))):
-        outline = {"boxstyle": "round,pad=0.1", "fill": False, "edgecolor": INK}
-        axes.add_patch(FancyBboxPatch((frame, 0.9), 6, 5.3, **outline))
+        outline = FancyBboxPatch((frame, 0.9), 6, 5.3, boxstyle="round,pad=0.1", fill=False, edgecolor=INK)
+        axes.add_patch(outline)
         axes.text(frame + 3, 0.45, f"machine {machine}", ha="center", va="center")
         axes.text(frame + 3, 5.85, "exact mean, fast link", ha="center", va="center", size=9)
         for place in range(4):
@@ -82,7 +84,7 @@ def two_levels() -> None:
 
 def step() -> None:
     """What a step sends while the backward pass goes on, and after it."""
-    rows = [
+    rows: Rows = [
         (
             "computing",
             [
@@ -101,7 +103,7 @@ def local_sgd() -> None:
     """Four members train by themselves and average every few steps; with a delay, while they go on."""
     steps = [(1.2 * i + (0.8 if i > 3 else 0), 1.1, "step", COMPUTE) for i in range(8)]
     late = [(1.2 * i, 1.1, "step", COMPUTE) for i in range(9)]
-    rows = [
+    rows: Rows = [
         ("LocalSGD", steps),
         ("slow link", [(4.8, 0.7, "", SLOW), (10.4, 0.7, "", SLOW)]),
         ("with a delay", late),
