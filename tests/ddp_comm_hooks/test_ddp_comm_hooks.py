@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from launcher import run_python
-from pool import Pool
+from pool import each_of
 from thinwire import ddp_comm_hooks, hooks
+from training import gathered
 
 MODULES = [
     "default_hooks",
@@ -87,47 +88,39 @@ def test_what_makes_no_sense_says_so(name: str) -> None:
         module.no_such_name  # noqa: B018
 
 
-def test_every_type_registers_its_hook(pool2: Pool) -> None:
+RANKS = {"POWER_SGD": 1, "POWER_SGD_RANK2": 2, "BATCHED_POWER_SGD": 1, "BATCHED_POWER_SGD_RANK2": 2}
+
+
+@each_of(2)
+def test_every_type_registers_its_hook() -> None:
     """Those that average leave one gradient on both processes, in buckets of their own."""
-    for agree, ranks, builtin, twice in pool2.run(_registered):
-        assert {name for name, same in agree.items() if not same} == {"NOOP"}
-        assert len(agree) == 10
-        assert ranks == {
-            "POWER_SGD": 1,
-            "POWER_SGD_RANK2": 2,
-            "BATCHED_POWER_SGD": 1,
-            "BATCHED_POWER_SGD_RANK2": 2,
-        }
-        assert builtin == [hooks.allreduce_hook, hooks.fp16_compress_hook]
-        assert twice == "AttachError"
-
-
-def _registered() -> tuple[dict[str, bool], dict[str, int], list[Any], str]:
-    agree, ranks = {}, {}
+    assert len(ddp_comm_hooks.DDPCommHookType) == 10
     for kind in ddp_comm_hooks.DDPCommHookType:
         model = new_model()
-        if "POWER" in kind.name:
+        if kind.name in RANKS:
             kind.value(model=model, state=None, start_powerSGD_iter=0)
-            state = cast(hooks.PowerSGDState, model._comm_hooks[0][1])
-            ranks[kind.name] = state.matrix_approximation_rank
         else:
             ddp_comm_hooks.register_ddp_comm_hook(kind, model)
         model(torch.ones(2, 64) * (dist.get_rank() + 1)).square().sum().backward()
-        assert "POWER" not in kind.name or state.stats().compression_ratio > 4
         mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        agree[kind.name] = torch.equal(everyone[0], everyone[1])
-    builtin = []
-    for built_in in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
+        assert torch.equal(*gathered(mine)) == (kind.name != "NOOP")
+        if kind.name in RANKS:
+            state = cast(hooks.PowerSGDState, model._comm_hooks[0][1])
+            assert state.matrix_approximation_rank == RANKS[kind.name]
+            assert state.stats().compression_ratio > 4
+
+
+@each_of(2)
+def test_torchs_built_in_types_register_ours() -> None:
+    for built_in, ours in (
+        (BuiltinCommHookType.ALLREDUCE, hooks.allreduce_hook),
+        (BuiltinCommHookType.FP16_COMPRESS, hooks.fp16_compress_hook),
+    ):
         model = new_model()
         ddp_comm_hooks.register_ddp_comm_hook(built_in, model)
-        builtin.append(model._comm_hooks[0][0])
-    try:
+        assert model._comm_hooks[0][0] is ours
+    with pytest.raises(thinwire.AttachError):
         ddp_comm_hooks.register_ddp_comm_hook(ddp_comm_hooks.DDPCommHookType.NOOP, model)
-    except thinwire.AttachError as error:
-        return agree, ranks, builtin, type(error).__name__
-    return agree, ranks, builtin, ""
 
 
 def new_model() -> DistributedDataParallel:
