@@ -560,12 +560,6 @@ def shapes_of_resnet_50() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def test_the_shapes_of_resnet_50() -> None:
-    shapes = shapes_of_resnet_50()
-    assert len(shapes) == 161
-    assert sum(torch.Size(shape).numel() for shape in shapes) == 25_557_032
-
-
 @pytest.mark.parametrize("matrix_rank", [1, 4, 16, 32, 64])
 @pytest.mark.parametrize(("rate", "iterations"), [(2, 1), (10, 2), (40, 4), (0, 1)])
 def test_as_many_matrices_of_resnet_50_are_compressed_as_by_the_reference(
@@ -573,6 +567,8 @@ def test_as_many_matrices_of_resnet_50_are_compressed_as_by_the_reference(
 ) -> None:
     """By its own formula, which counts convolutions by their four sizes."""
     shapes = shapes_of_resnet_50()
+    assert len(shapes) == 161
+    assert sum(torch.Size(shape).numel() for shape in shapes) == 25_557_032
     parameters = [torch.empty(shape, device="meta") for shape in shapes]
     powersgd = PowerSGD(parameters, Config(matrix_rank, rate, iterations))
     counted = [0.5 * iterations * min(matrix_rank, *shape) * sum(shape) for shape in shapes]

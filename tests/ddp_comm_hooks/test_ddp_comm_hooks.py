@@ -48,16 +48,6 @@ def test_the_modules_have_torchs_public_names_and_parameters(name: str) -> None:
         assert list(inspect.signature(getattr(ours, key)).parameters)[: len(expected)] == expected
 
 
-def test_as_the_documents_write_it() -> None:
-    from thinwire.ddp_comm_hooks import default_hooks as default  # noqa: PLC0415
-    from thinwire.ddp_comm_hooks import post_localSGD_hook as post_local  # noqa: PLC0415
-    from thinwire.ddp_comm_hooks import powerSGD_hook as powerSGD  # noqa: PLC0415
-
-    assert default.fp16_compress_wrapper(default.allreduce_hook) is hooks.fp16_compress_hook
-    assert powerSGD.PowerSGDState(process_group=None, matrix_approximation_rank=1).iter == 0
-    assert post_local.post_localSGD_hook is hooks.post_localSGD_hook
-
-
 def test_the_package_brings_its_modules_along(tmp_path: Path) -> None:
     """Its import is enough for `ddp_comm_hooks.default_hooks`; asked where nothing else imports them."""
     script = tmp_path / "script.py"

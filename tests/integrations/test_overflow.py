@@ -1,4 +1,7 @@
-"""Overflows leave no trace through Lightning and Accelerate either: as `sync/test_overflow.py`."""
+"""Overflows leave no trace through Lightning and Accelerate either: as `sync/test_overflow.py`.
+
+The runs have different loss scales, so equal errors are in units of the unscaled loss (FACTS 4).
+"""
 
 from __future__ import annotations
 

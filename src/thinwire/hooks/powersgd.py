@@ -226,15 +226,8 @@ class PowerSGDState:
         steps = 0 if self._front is None else self._front.sync.steps
         return (steps // self._log_every_steps + 1) * self._log_every_steps
 
-    @property
-    def orthogonalization_epsilon(self) -> float:
-        """As given; not used."""
-        return float(self._unused["orthogonalization_epsilon"])
-
-    @property
-    def batch_tensors_with_same_shape(self) -> bool:
-        """As given; not used."""
-        return bool(self._unused["batch_tensors_with_same_shape"])
+    orthogonalization_epsilon = property(lambda state: state._unused["orthogonalization_epsilon"])
+    batch_tensors_with_same_shape = property(lambda state: state._unused["batch_tensors_with_same_shape"])
 
     @property
     def rng(self) -> Any:

@@ -16,7 +16,6 @@ docs/migrating.md says what behaves differently.
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -31,7 +30,6 @@ from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState
-from thinwire.hooks.powersgd import StepOptions
 from thinwire.sync import GradientSync, attached, engine_of
 
 try:
@@ -236,9 +234,15 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
     _check_member("comm_hook", hook, (DDPCommunicationHookType.NO, *CASTS, *LOW_RANK))
     _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
     if hook in LOW_RANK:
-        _check_names(options)
-        # The state translates torch's names, with torch's defaults, and checks all values.
-        return PowerSGDState(None, **options).algorithm(LOW_RANK[hook], CASTS.get(wrapper))
+        # The state has torch's names and defaults, and checks values. The Accelerator has group and scaler.
+        try:
+            state = PowerSGDState(process_group=None, grad_scaler=None, **options)
+        except TypeError as error:
+            raise ConfigError(
+                "comm_state_option must map settings of a PowerSGDState, such as matrix_approximation_rank, "
+                f"to values, got {options!r}: {error}"
+            ) from error
+        return state.algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
         raise ConfigError(
             f"comm_state_option {options} and comm_wrapper {wrapper.name}, which would have no effect with "
@@ -253,13 +257,3 @@ def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
     if not isinstance(got, DDPCommunicationHookType) or got not in valid:
         names = ", ".join(member.name for member in valid)
         raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")
-
-
-def _check_names(options: object) -> None:
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"comm_state_option must map settings to values, got {options!r}")
-    # The Accelerator has a group and a scaler. The others are read off, so that none is forgotten here.
-    names = [*inspect.signature(PowerSGDState).parameters, *StepOptions.__annotations__]
-    valid = [name for name in names if name not in ("process_group", "grad_scaler", "options")]
-    if unknown := [name for name in options if name not in valid]:
-        raise ConfigError(f"comm_state_option has unknown settings {unknown}; those there are: {valid}")
