@@ -59,7 +59,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     back as they are.
 
     Raises:
-        ConfigError: Not one of this module's hooks: the messages of another can't be reached.
+        ConfigError: It is a foreign hook, whose messages can't be reached.
     """
     return _wrapped(hook, "fp16")
 
@@ -100,13 +100,13 @@ SMALL += [quantization_pertensor_hook, quantization_perchannel_hook, noop_hook]
 
 
 def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
-    # By identity: a hook of the user's own may compare as it likes.
+    # Compare identities: a user's hook may define its own equality.
     for whole, small in IN_16_BITS[wire_dtype]:
         if hook is whole:
             return small
     if any(hook is each for each in SMALL):
         return hook
     raise ConfigError(
-        f"expected one of thinwire.hooks, got {hook!r}; the messages of another hook can't be reached from "
+        f"expected one of thinwire.hooks, got {hook!r}; the messages of a foreign hook can't be reached from "
         "outside: use torch's own wrapper for it"
     )

@@ -82,8 +82,8 @@ class PowerSGDState:
         warm_start: Start each power iteration from the last step's factor.
         orthogonalization_epsilon: Accepted and not used: Thinwire's orthonormalisation is safe without.
         random_seed: Of the random factors, the same on all processes.
-        compression_stats_logging_frequency: Every so many steps, at least one, the statistics are logged, at
-            level INFO.
+        compression_stats_logging_frequency: Steps from one log of the statistics, at level INFO, to the
+            next.
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
         options: Not torch's: `grad_scaler`, `host_check`, `on_nonfinite` and `machines`, all by name, as of
             `thinwire.attach`. Without `grad_scaler` the error is in units of the scaled loss, as in torch's
@@ -128,7 +128,7 @@ class PowerSGDState:
             "warm_start": warm_start,
             "random_seed": random_seed,
         }
-        # By the algorithm's names; torch's are properties.
+        # Kept by the algorithm's names; torch's names are properties.
         self._settings = translated(given)
         self._typed = {ELSEWHERE.get(name, name): name for name in given}
         self._unused: dict[str, Any] = {
@@ -140,7 +140,7 @@ class PowerSGDState:
             ),
         }
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
-        # As given: a state is pickled before its first use.
+        # Kept as given, because a state may be pickled before its first use.
         self._options = options
         self._step_settings()  # only to be checked
         self._loaded: dict[str, Any] | None = None
@@ -174,7 +174,7 @@ class PowerSGDState:
 
     def _get(self, name: str) -> Any:
         """Return a setting of the algorithm in use, or as given last if that one has no such setting."""
-        # `sync.use` may have put another algorithm in place of that of the settings.
+        # `sync.use` may have switched to an algorithm that the settings do not describe.
         in_use = None if self._front is None else self._front.sync.algorithm
         return getattr(in_use, name, self._settings[name])
 
@@ -193,7 +193,7 @@ class PowerSGDState:
             # Only a change: after `use` the next step compares all processes.
             if algorithm != in_use:
                 self._front.sync.use(algorithm)
-        # Last: where the change was refused, the settings are as before.
+        # Last, so that a change that is refused leaves the settings as they were.
         self._settings |= change
 
     @property
@@ -213,7 +213,7 @@ class PowerSGDState:
 
     @property
     def compression_stats_logging_frequency(self) -> int:
-        """Every so many steps the statistics are logged; may be set."""
+        """Steps from one log of the statistics to the next; may be set."""
         return self._log_every_steps
 
     @compression_stats_logging_frequency.setter
@@ -231,7 +231,7 @@ class PowerSGDState:
 
     @property
     def rng(self) -> Any:
-        """A new NumPy generator of `random_seed`, where torch keeps its own; Thinwire draws from none."""
+        """A new NumPy generator of `random_seed`; torch draws from its own, Thinwire from none."""
         import numpy as np  # noqa: PLC0415 (torch's state needs it, Thinwire does not)
 
         return np.random.RandomState(self._get("seed"))
@@ -281,7 +281,7 @@ class PowerSGDState:
         """Return a state with the same settings and no steps: a copied model has no hook."""
         copied = PowerSGDState(self.process_group, **self._unused, **self._options)
         copied._log_every_steps = self._log_every_steps
-        # As they are now, and not as given: `sync.use` may have changed them.
+        # Copy what is in use now: `sync.use` may have changed the settings.
         copied._settings = {name: self._get(name) for name in self._settings}
         copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
         return copied
@@ -356,7 +356,7 @@ class PowerSGDState:
             algorithm = self.algorithm(kind, wire_dtype)
             self._front = self._new_front(algorithm, dense_buffer(bucket).device)
             self._front.engine.observers.append(self._after_step)
-            # Only now: where the front was refused, the state is still there for another try.
+            # Only now: if the front was refused, the state is still there for a second try.
             self._loaded, self._used_with = None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
         if self._used_with != used_with:
@@ -379,15 +379,15 @@ class PowerSGDState:
         if self._front is None:
             raise AssertionError("a step was made without a front")
         engine = self._front.engine
-        # As of before this step: `iter` counts it already if it was committed.
+        # The number of steps before this one: `iter` counts it already if it was committed.
         if self.iter - committed >= self._get("warmup_steps"):
-            # Counted again only where something has changed: it goes through all parameters.
+            # Count again only if something has changed: it goes through all parameters.
             counted_for = (engine.algorithm, engine.plan)
             if self._counted[0] != counted_for:
                 self._counted = (counted_for, *_elements(engine))
             self._numel_before += self._counted[1]
             self._numel_after += self._counted[2]
-        # Statistics cost norms and a host synchronisation, so none where nobody reads them.
+        # Statistics cost norms and a host synchronisation, so only for those who read them.
         if logger.isEnabledFor(logging.INFO) and engine.steps % self._log_every_steps == 0:
             stats = engine.stats()
             logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)
@@ -416,7 +416,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         bucket: Of DDP.
 
     Raises:
-        ConfigError: The state is of another kind, or was used with another hook or model.
+        ConfigError: The state is of a different kind, or was used with a different hook or model.
         ThinwireError: As of `BucketFront.run`.
     """
     return checked_state_of(state).run(PowerSGD, None, bucket)

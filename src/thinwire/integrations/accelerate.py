@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: the handler it takes, with Thinwire behind it.
 
-Change where two names come from, and leave the rest of the script as it is:
+Change two imports, and leave the rest of the script as it is:
 
     from thinwire.integrations.accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs
 
@@ -73,7 +73,7 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
         sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), replicas=mesh)
         accelerator.register_for_checkpointing(sync)
 
-    Without `attach` nobody averages between replicas. Takes what Accelerate's own takes.
+    Without `attach` replicas are not averaged. Takes what Accelerate's own takes.
 
     Examples:
         >>> ParallelismConfig(dp_replicate_size=4, dp_shard_size=8).fsdp_dim_names
@@ -136,7 +136,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what Accelerate's own handler gives for the same settings."""
-        # Of Accelerate's own fields: its handler copies all attributes, and ours hold models.
+        # Only Accelerate's own fields: its handler copies all attributes, and ours hold models.
         settings = {each.name: getattr(self, each.name) for each in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -156,7 +156,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             self.syncs[0] if len(self._syncs) == 1 else None,
             f"expected one attached model, got {len(self._syncs)}; a model is attached by "
             "accelerator.prepare(model) in a run of several processes with a comm_hook other than NO, "
-            "and where there are more than one, handler.syncs has them all",
+            "and if there are several, handler.syncs has them all",
         )
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
@@ -172,7 +172,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         accelerator = self._calling_accelerator()
         # Its models would be saved with the first one's checkpoints.
         if self._accelerator not in (None, accelerator):
-            raise ConfigError("this handler is used by another Accelerator already; make one for each")
+            raise ConfigError("this handler is used by a different Accelerator already; make one for each")
         # Models that were dropped are gone from here on, on every process alike.
         gc.collect()
         self._syncs[model.module] = attach(
@@ -191,7 +191,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         frame = sys._getframe()
         while (caller := frame.f_back) is not None:
             frame = caller
-            # Of several on the stack the one that has this handler.
+            # There may be several on the stack: find the one that has this handler.
             candidate = frame.f_locals.get("self")
             if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
                 return candidate
@@ -222,7 +222,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
                 f"expected a handler's state of {len(self._syncs)} models, got {got}; prepare the same "
                 "models and register your own objects in the same order as when it was saved"
             )
-        # All are checked before one is loaded: no model goes on while another is refused.
+        # Check all before one is loaded, so that all are loaded or none.
         for sync, saved in zip(self.syncs, models, strict=True):
             engine_of(sync).check_state_dict(saved, strict=self.strict)
         for sync, saved in zip(self.syncs, models, strict=True):

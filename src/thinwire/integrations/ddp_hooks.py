@@ -48,7 +48,7 @@ def register_ddp_comm_hook(
             a `PostLocalSGDState` for `post_localSGD_hook` (which leaves averaging the models to you), a
             process group, None, or (but for 8 bits) a `MachinesState` for hooks without memory.
         ddp_comm_hook: One of `thinwire.hooks`, or any other.
-        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or another.
+        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or other.
 
     Raises:
         AttachError: Not a DDP model, or it has a hook already.

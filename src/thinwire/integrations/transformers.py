@@ -76,7 +76,7 @@ def attach(
             `thinwire.integrations.accelerate`; see docs/sharded.md). Not with DeepSpeed.
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
-            train on their own, and their models are averaged every so many steps, before each evaluation and
+            train on their own, and their models are averaged every few steps, before each evaluation and
             checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
             with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
             without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
@@ -95,7 +95,7 @@ def attach(
     Raises:
         ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
             with what makes a `LocalSGD`, or `host_check`, `on_nonfinite` or `machines` with that or `auto`,
-            where they have no effect.
+            which ignore them.
         AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
             can't be attached shows in `train`.)
     """
@@ -126,8 +126,8 @@ def attach(
         if trainer.args.ddp_find_unused_parameters is None and trainer.accelerator.ddp_handler is not None:
             # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
             trainer.accelerator.ddp_handler.find_unused_parameters = False
-    # Not add_callback: what this one adds to the logs must be there when the others report them. But behind
-    # the one that decides what is saved and evaluated, for the model is averaged before.
+    # Before the callbacks that report the logs, to which this one adds; but after the one that decides what
+    # is saved and evaluated, for which models are averaged.
     callbacks.insert(int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0, callback)
     return callback
 
@@ -135,8 +135,8 @@ def attach(
 class ThinwireCallback(TrainerCallback):
     """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
 
-    Where `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. Where
-    models are averaged, `local` is the `LocalSGD` around the training. A checkpoint has the averaged
+    If `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. If models
+    are averaged, `local` is the `LocalSGD` around the training. A checkpoint has the averaged
     model, and the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
 
     A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
@@ -185,12 +185,12 @@ class ThinwireCallback(TrainerCallback):
 
         Collective if models are averaged: all processes take the first one's.
         """
-        # The Trainer wraps no model then, and there is nobody to average with.
+        # Then the Trainer wraps no model, and there are no other processes.
         if args.world_size == 1:
             return
         if state.is_hyper_param_search:
             raise AttachError(
-                "hyperparameter_search is not supported: its checkpoints have folders of their own"
+                "hyperparameter_search is not supported: its checkpoints have their own folders"
             )
         accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
         scaler, options = accelerator.scaler, self._replicas()
@@ -241,7 +241,7 @@ class ThinwireCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
         """As `TrainerCallback.on_save`: put what is remembered into the checkpoint. Collective."""
-        # From weights alone nobody resumes.
+        # Weights alone are not resumed from.
         if self._sync is None or args.save_only_model:
             return
         # On all processes, though one writes: the state is collective.
@@ -279,7 +279,7 @@ class ThinwireCallback(TrainerCallback):
 
     def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
-        # By the log of its losses: folders have the same names in every run.
+        # Compare the logs of losses: folders have the same names in every run.
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             raise StateError(
@@ -289,7 +289,7 @@ class ThinwireCallback(TrainerCallback):
         if not (folder / STATE_NAME).exists():
             raise StateError(
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
-                "from another, or start anew from its weights: Model.from_pretrained(folder)"
+                "from a different one, or start again from its weights: Model.from_pretrained(folder)"
             )
         return load(folder / STATE_NAME)
 
