@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -192,37 +191,30 @@ class ThinwireCallback(TrainerCallback):
             raise AttachError(
                 "hyperparameter_search is not supported: its checkpoints have their own folders"
             )
-        accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
-        scaler, options = accelerator.scaler, self._replicas()
+        trainer, scaler = self._trainer, self._trainer.accelerator.scaler
+        model, optimizer, options = trainer.model_wrapped, trainer.optimizer, self._replicas()
+        # The step is the checkpoint's here: the Trainer has resumed.
+        saved = self._saved_state(args, state) if state.global_step > 0 else None
         if self.averages_models:
-            self._enter(args, state, scaler, options)
+            # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+            if self.local is not None:
+                self.local.__exit__(AttachError, None, None)
+            local = new_local(partial(cast(Makes, self._algorithm), **options), model, optimizer, scaler)
+            if saved is not None:
+                local.load_state_dict(saved)
+            self.local, self._sync = local.__enter__(), local.sync
             return
         # A second train() goes on with the same one.
         if model is not self._model:
             if isinstance(self._algorithm, Algorithm):
-                self._sync = attach_model(
-                    model, self._algorithm, grad_scaler=scaler, **self._steps, **options
-                )
+                options |= self._steps
+                self._sync = attach_model(model, self._algorithm, grad_scaler=scaler, **options)
             elif makes_auto(self._algorithm):
-                self.auto = self._algorithm(model, self._trainer.optimizer, grad_scaler=scaler, **options)
+                self.auto = self._algorithm(model, optimizer, grad_scaler=scaler, **options)
                 self._sync = self.auto.sync
             self._model = model
-        # The step is the checkpoint's here: the Trainer has resumed.
-        if state.global_step > 0:
-            self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
-
-    def _enter(
-        self, args: TrainingArguments, state: TrainerState, scaler: Any, options: Mapping[str, Any]
-    ) -> None:
-        # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
-        if self.local is not None:
-            self.local.__exit__(AttachError, None, None)
-        trainer = self._trainer
-        make = partial(cast(Makes, self._algorithm), **options)
-        local = new_local(make, trainer.model_wrapped, trainer.optimizer, scaler)
-        if state.global_step > 0:
-            local.load_state_dict(self._saved_state(args, state))
-        self.local, self._sync = local.__enter__(), local.sync
+        if saved is not None:
+            self.sync.load_state_dict(saved, strict=self._strict)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         """As `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
