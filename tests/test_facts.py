@@ -104,16 +104,6 @@ def _several_buckets() -> None:
 
 
 @each_of(2)
-def test_facts_2_batched_hook() -> None:
-    state = new_state()
-    ddp_model = hooked(model_of(64, 64, 64), state, hooks.batched_powerSGD_hook, bucket_cap_mb=0.01)
-    for step in range(5):
-        backward(ddp_model, step)
-    assert state.stats().compression_ratio > 5
-    assert_agreed(ddp_model)
-
-
-@each_of(2)
 def test_facts_3_one_overflow_under_a_grad_scaler() -> None:
     """Torch's hook: NaN stays in the error memory, and no later step is ever taken."""
     state = new_state(2, start=2)

@@ -130,6 +130,7 @@ def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> No
 )
 @each_of(2)
 def test_hooks_with_state(name: str) -> None:
+    """FACTS 2: torch's batched hook fails at the first step that it compresses."""
     state = new_state()
     assert_agreed(gradients_of(hooked(state, hook_named(name)), range(4)))
     assert state.stats().steps == 4

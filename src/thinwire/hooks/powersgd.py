@@ -5,6 +5,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -353,9 +354,7 @@ class PowerSGDState:
         """As `BucketFront.run`, for a hook, which must always be the same."""
         used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
         if self._front is None:
-            algorithm = self.algorithm(kind, wire_dtype)
-            self._front = self._new_front(algorithm, dense_buffer(bucket).device)
-            self._front.engine.observers.append(self._after_step)
+            self._front = self._new_front(self.algorithm(kind, wire_dtype), dense_buffer(bucket).device)
             # Only now: if the front was refused, the state is still there for a second try.
             self._loaded, self._used_with = None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
@@ -372,13 +371,11 @@ class PowerSGDState:
         front = front_of_hook(self, algorithm, transport, self._step_settings(), machines)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
+        front.engine.observers.append(partial(self._after_step, front.engine))
         return front
 
-    def _after_step(self, committed: bool) -> None:
+    def _after_step(self, engine: Engine, committed: bool) -> None:
         """Count and log."""
-        if self._front is None:
-            raise AssertionError("a step was made without a front")
-        engine = self._front.engine
         # The number of steps before this one: `iter` counts it already if it was committed.
         if self.iter - committed >= self._get("warmup_steps"):
             # Count again only if something has changed: it goes through all parameters.

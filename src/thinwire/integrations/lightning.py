@@ -274,11 +274,6 @@ class ThinwireStrategy(DDPStrategy):
             sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Let Lightning's registry of names have this as "thinwire"."""
-        strategy_registry.register("thinwire", cls, description="DDP with PowerSGD, by Thinwire")
-
 
 class ThinwireCallback(Callback):
     """Logs statistics through the Trainer's loggers, and keeps the memory in the Trainer's checkpoints.
@@ -363,4 +358,4 @@ def _remembering(trainer: Trainer) -> Remembering:
 
 # Importing this module is what makes the name known; the registry refuses a second time.
 if "thinwire" not in StrategyRegistry:
-    ThinwireStrategy.register_strategies(StrategyRegistry)
+    StrategyRegistry.register("thinwire", ThinwireStrategy, description="DDP with PowerSGD, by Thinwire")
