@@ -132,22 +132,15 @@ def attach(
 
 
 class ThinwireCallback(TrainerCallback):
-    """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
+    """What `attach` makes: it attaches the wrapped model, and follows the Trainer's checkpoints and logs.
 
     If `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. If models
-    are averaged, `local` is the `LocalSGD` around the training. A checkpoint has the averaged
-    model, and the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
+    are averaged, `local` is the `LocalSGD` around the training. A checkpoint then has the averaged model, and
+    the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
 
     A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
     `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
     training. A checkpoint has one file more, `thinwire.pt`, the same for any number of processes.
-
-    Args:
-        trainer: Whose model to attach.
-        algorithm: What averages; see `attach`.
-        checkpoint: See `attach`.
-        strict: See `attach`.
-        steps: What `thinwire.attach` takes besides: `host_check` and `on_nonfinite`.
     """
 
     def __init__(
