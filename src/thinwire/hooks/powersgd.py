@@ -115,8 +115,6 @@ class PowerSGDState:
         batch_tensors_with_same_shape: bool = False,
         **options: "Unpack[StepOptions]",
     ) -> None:
-        if unknown := options.keys() - StepOptions.__annotations__.keys():
-            raise TypeError(f"PowerSGDState() got an unexpected keyword argument {min(unknown)!r}")
         # Before what follows: setters look at it. A hook can know its model from the first step on only.
         self._front: BucketFront | None = None
         self._used_with = ""
@@ -142,8 +140,9 @@ class PowerSGDState:
         }
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
         # Kept as given, because a state may be pickled before its first use.
-        self._options = options
-        self._step_settings()  # only to be checked
+        self._steps: dict[str, Any] = dict(options)
+        self._machines = self._steps.pop("machines", False)
+        Settings.of(**self._steps)  # only to be checked
         self._loaded: dict[str, Any] | None = None
         self._strict = True
         self._numel_before, self._numel_after = 0, 0
@@ -167,11 +166,6 @@ class PowerSGDState:
             why = INSTEAD.get(name, f"it has no setting {name!r}; see its constructor for those there are")
             raise ConfigError(f"{name} of a PowerSGDState can't be set: {why}")
         object.__setattr__(self, name, value)
-
-    def _step_settings(self) -> Settings:
-        steps: dict[str, Any] = {"grad_scaler": None, "host_check": True, "on_nonfinite": "nan"}
-        steps |= {name: each for name, each in self._options.items() if name in steps}
-        return Settings.of(**steps, typed=self._typed)
 
     def _get(self, name: str) -> Any:
         """Return a setting of the algorithm in use, or as given last if that one has no such setting."""
@@ -280,7 +274,7 @@ class PowerSGDState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
         """Return a state with the same settings and no steps: a copied model has no hook."""
-        copied = PowerSGDState(self.process_group, **self._unused, **self._options)
+        copied = PowerSGDState(self.process_group, **self._unused, **self._steps, machines=self._machines)
         copied._log_every_steps = self._log_every_steps
         # Copy what is in use now: `sync.use` may have changed the settings.
         copied._settings = {name: self._get(name) for name in self._settings}
@@ -367,8 +361,8 @@ class PowerSGDState:
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
         transport = ProcessGroupTransport(self.process_group, device)
-        machines = self._options.get("machines", False)
-        front = front_of_hook(self, algorithm, transport, self._step_settings(), machines)
+        settings = Settings.of(**self._steps, typed=self._typed)
+        front = front_of_hook(self, algorithm, transport, settings, self._machines)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
         front.engine.observers.append(partial(self._after_step, front.engine))
