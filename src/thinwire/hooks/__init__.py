@@ -20,11 +20,12 @@ from thinwire.algorithms import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import ConfigError
 from thinwire.hooks.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
-from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, checked_state_of, powerSGD_hook
+from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from thinwire.hooks.stateless import (
     MachinesState,
     allreduce_hook,
     bf16_compress_hook,
+    checked_state,
     fp16_compress_hook,
     noop_hook,
     quantization_perchannel_hook,
@@ -76,7 +77,7 @@ def _each_in_16_bits(wire_dtype: WireDtype, cast: Hook) -> list[tuple[Hook, Hook
         # torch's wrapper casts the gradients that the hook is given. Here factors are cast, and the residual
         # keeps what that rounds off.
         def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-            return checked_state_of(state).run(kind, wire_dtype, bucket)
+            return checked_state(PowerSGDState, state).run(kind, wire_dtype, bucket)
 
         return low_rank_in_16_bits
 

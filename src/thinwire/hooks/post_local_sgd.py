@@ -19,7 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.fronts.contributors import divide_by_contributors
 from thinwire.fronts.ddp import BucketFront
 from thinwire.fronts.ddp_model import completed_future, dense_buffer
-from thinwire.hooks.stateless import cast_in, sent_mean
+from thinwire.hooks.stateless import cast_in, checked_state, sent_mean
 from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 from thinwire.version import __version__
@@ -151,12 +151,7 @@ def averaged(
     state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:
     """As `post_localSGD_hook`, with its messages in 16 bits if asked."""
-    if not isinstance(state, PostLocalSGDState):
-        raise ConfigError(
-            "post_localSGD_hook needs a thinwire.hooks.PostLocalSGDState, got "
-            f"{type(state).__module__}.{type(state).__name__}"
-        )
-    flat = dense_buffer(bucket)
+    state, flat = checked_state(PostLocalSGDState, state), dense_buffer(bucket)
     if not state.is_agreed:
         _agree(state, wire_dtype, flat.device)
     is_local = state.iter >= state.start_localSGD_iter

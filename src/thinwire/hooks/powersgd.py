@@ -25,10 +25,12 @@ from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.ddp import BucketFront, front_of_hook
 from thinwire.fronts.ddp_model import dense_buffer
+from thinwire.hooks.stateless import checked_state
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
 from thinwire.sync.settings import OnNonfinite
-from thinwire.sync.state import checked_state, packed_state
+from thinwire.sync.state import checked_state as checked_saved_state
+from thinwire.sync.state import packed_state
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -323,7 +325,7 @@ class PowerSGDState:
             self._front.sync.load_state_dict(state, strict=strict)
         else:
             # What can be checked without a model; the rest when the first step shows it.
-            checked_state(state, specs=None)
+            checked_saved_state(state, specs=None)
             self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 
     def abandon(self) -> None:
@@ -410,19 +412,9 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         ConfigError: The state is of a different kind, or was used with a different hook or model.
         ThinwireError: As of `BucketFront.run`.
     """
-    return checked_state_of(state).run(PowerSGD, None, bucket)
+    return checked_state(PowerSGDState, state).run(PowerSGD, None, bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """As `powerSGD_hook`, on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
-    return checked_state_of(state).run(BatchedPowerSGD, None, bucket)
-
-
-def checked_state_of(state: object) -> PowerSGDState:
-    """Return the state that a hook was registered with, if it is one for PowerSGD."""
-    if not isinstance(state, PowerSGDState):
-        raise ConfigError(
-            "PowerSGD's hooks need a thinwire.hooks.PowerSGDState, got "
-            f"{type(state).__module__}.{type(state).__name__}"
-        )
-    return state
+    return checked_state(PowerSGDState, state).run(BatchedPowerSGD, None, bucket)

@@ -2,6 +2,7 @@
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import weakref
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -133,6 +134,17 @@ def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average nothing, to find out what a step takes without communication; the models drift apart."""
     # Sparse gradients too: nothing is done to them.
     return completed_future(bucket.buffer())
+
+
+State = TypeVar("State")
+
+
+def checked_state(kind: type[State], state: object) -> State:
+    """Return the state that a hook was registered with, if it is of the kind that it needs."""
+    if not isinstance(state, kind):
+        got = f"{type(state).__module__}.{type(state).__name__}"
+        raise ConfigError(f"this hook needs a thinwire.hooks.{kind.__name__}, got {got}")
+    return state
 
 
 def cast_in(wire_dtype: WireDtype | None) -> AllReduce | Cast:
