@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from pool import Pool
+from pool import Pools, each_of
 from thinwire.channel import ProcessGroupTransport, Recording
 from thinwire.integrations.all_gather import AllGatherGrad, all_gather_grad
 
@@ -35,13 +35,29 @@ def reference(tensors: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(total, leaves))
 
 
-def _gathered(shape: tuple[int, ...], members: list[int] | None, layout: str) -> tuple[Tensor, Tensor | None]:
+@pytest.mark.parametrize("members", [None, [0, 2, 3]], ids=["all", "a subgroup"])
+@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (4, 5), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("processes", [2, 4])
+def test_forward_and_gradient(
+    pools: Pools, processes: int, shape: tuple[int, ...], members: list[int] | None
+) -> None:
+    if members is None or processes == 4:
+        pools.of(processes).run(_check, shape, members, "contiguous")
+
+
+@pytest.mark.parametrize("layout", ["transposed", "strided"])
+@each_of(2)
+def test_inputs_that_are_not_contiguous(layout: str) -> None:
+    _check((4, 6), None, layout)
+
+
+def _check(shape: tuple[int, ...], members: list[int] | None, layout: str) -> None:
     group = dist.group.WORLD if members is None else dist.new_group(members)
-    size = dist.get_world_size() if members is None else len(members)
     own_rank = dist.get_rank() if members is None else dist.get_rank(group)
     if own_rank < 0:
-        return torch.empty(0), None
-    tensor = inputs(size, shape)[own_rank]
+        return
+    tensors = inputs(dist.get_world_size() if members is None else len(members), shape)
+    tensor = tensors[own_rank].clone()
     if layout == "transposed":
         tensor = tensor.t().contiguous().t()
     elif layout == "strided":
@@ -50,21 +66,13 @@ def _gathered(shape: tuple[int, ...], members: list[int] | None, layout: str) ->
     tensor.requires_grad_()
     stacked = all_gather_grad(tensor, group)
     torch.autograd.backward(loss_of(stacked, own_rank))
-    return stacked.detach(), tensor.grad
+    assert torch.equal(stacked, torch.stack(tensors))
+    torch.testing.assert_close(tensor.grad, reference(tensors)[own_rank])
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (4, 5), (2, 3, 4)], ids=str)
-def test_forward_and_gradient(pool2: Pool, pool4: Pool, shape: tuple[int, ...]) -> None:
-    for pool in (pool2, pool4):
-        tensors = inputs(pool.world_size, shape)
-        results = pool.run(_gathered, shape, None, "contiguous")
-        assert len(results) == pool.world_size
-        for (stacked, gradient), expected in zip(results, reference(tensors), strict=True):
-            assert torch.equal(stacked, torch.stack(tensors))
-            torch.testing.assert_close(gradient, expected)
-
-
-def _messages() -> list[tuple[str, int]]:
+@each_of(4)
+def test_the_way_back_is_an_exchange_of_slices() -> None:
+    """An all-reduce of everything would be twice the bytes, of which each process needs one part."""
     recordings = []
 
     def recorded(*arguments: Any) -> Recording:
@@ -73,55 +81,15 @@ def _messages() -> list[tuple[str, int]]:
 
     with patch("thinwire.integrations.all_gather.ProcessGroupTransport", recorded):
         torch.autograd.backward(all_gather_grad(torch.ones(1000, requires_grad=True)).square().sum())
-    return [(note.collective, note.handed_bytes) for note in recordings[0].notes[1:]]
+    sent = [(note.collective, note.handed_bytes) for note in recordings[0].notes[1:]]
+    assert sent == [("all_gather", 4000), ("all_to_all", 4 * 4000)]
 
 
-def test_the_way_back_is_an_exchange_of_slices(pool4: Pool) -> None:
-    """An all-reduce of everything would be twice the bytes, of which each process needs one part."""
-    assert pool4.run(_messages) == [[("all_gather", 4000), ("all_to_all", 4 * 4000)]] * 4
-
-
-@pytest.mark.parametrize("layout", ["transposed", "strided"])
-def test_inputs_that_are_not_contiguous(pool2: Pool, layout: str) -> None:
-    tensors = inputs(2, (4, 6))
-    results = pool2.run(_gathered, (4, 6), None, layout)
-    for (stacked, gradient), expected in zip(results, reference(tensors), strict=True):
-        assert torch.equal(stacked, torch.stack(tensors))
-        torch.testing.assert_close(gradient, expected)
-
-
-def test_a_subgroup(pool4: Pool) -> None:
-    tensors = inputs(3, (4, 5))
-    results = pool4.run(_gathered, (4, 5), [0, 2, 3], "contiguous")
-    assert results[1][1] is None
-    members = [results[rank] for rank in (0, 2, 3)]
-    for (stacked, gradient), expected in zip(members, reference(tensors), strict=True):
-        assert torch.equal(stacked, torch.stack(tensors))
-        torch.testing.assert_close(gradient, expected)
-
-
-def test_gradcheck(pool2: Pool) -> None:
-    assert pool2.run(_gradcheck) == [True, True]
-
-
-def _gradcheck() -> bool:
-    """Each process on its own: finite differences know only the losses of one process."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    group = groups[dist.get_rank()]
-    tensor = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    return torch.autograd.gradcheck(lambda x: all_gather_grad(x, group), (tensor,))
-
-
-def test_different_tensors_are_refused_on_all(pool2: Pool) -> None:
-    for message in pool2.run(_unequal):
-        assert "process 0: (4, 3) torch.float32; process 1: (4, 2) torch.float32" in message
-        assert "pad or cast first" in message
-
-
-def _unequal() -> str:
-    with pytest.raises(thinwire.CommunicationError) as caught:
+@each_of(2)
+def test_different_tensors_are_refused_on_all() -> None:
+    told = r"process 0: \(4, 3\) torch.float32; process 1: \(4, 2\) torch.float32.*pad or cast first"
+    with pytest.raises(thinwire.CommunicationError, match=told):
         all_gather_grad(torch.zeros(4, 2 if dist.get_rank() else 3))
-    return str(caught.value)
 
 
 def test_without_a_process_group() -> None:
@@ -129,13 +97,10 @@ def test_without_a_process_group() -> None:
         all_gather_grad(torch.zeros(3))
 
 
-def test_the_same_as_lightnings_name(pool2: Pool) -> None:
-    for stacked in pool2.run(_apply):
-        assert stacked.tolist() == [[0.0], [1.0]]
-
-
-def _apply() -> Any:
-    return AllGatherGrad.apply(torch.tensor([float(dist.get_rank())]))  # type: ignore[no-untyped-call]
+@each_of(2)
+def test_the_same_as_lightnings_name() -> None:
+    stacked: Any = AllGatherGrad.apply(torch.tensor([float(dist.get_rank())]))  # type: ignore[no-untyped-call]
+    assert stacked.tolist() == [[0.0], [1.0]]
 
 
 def test_what_is_no_tensor_is_refused() -> None:

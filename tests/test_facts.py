@@ -16,11 +16,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from pool import Pool
+from pool import Pools, each_of
 from thinwire import PowerSGD, hooks
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.plan import ParameterSpec
 from thinwire.simulation import Simulation
+from training import gathered
 
 
 def averaged(gradients: list[list[list[Tensor]]], algorithm: PowerSGD) -> list[Tensor]:
@@ -55,80 +56,71 @@ class HalfUsed(nn.Module):
         return out
 
 
-def test_facts_1_several_buckets_on_gloo(pool2: Pool, pool4: Pool) -> None:
-    """Torch's hook issues collectives from callbacks, in no order."""
-    for pool in (pool2, pool4):
-        results = pool.run(_several_buckets)
-        assert all(num_buckets >= 4 for num_buckets, _, _ in results)
-        assert all(ratio > 3 for _, ratio, _ in results)
-        for _, _, gradient in results:
-            assert torch.equal(gradient, results[0][2])
+def loss_of(ddp_model: nn.Module, step: int = 0) -> Tensor:
+    torch.manual_seed(10 * step + dist.get_rank())
+    width = next(iter(ddp_model.parameters())).shape[1]
+    loss: Tensor = ddp_model(torch.randn(8, width)).square().mean()
+    return loss
 
 
-def _several_buckets() -> tuple[int, float, Tensor]:
-    ddp_model = DistributedDataParallel(model_of(64, 64, 64, 64, 64, 64), bucket_cap_mb=0.01)
-    state = hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=0)
-    ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
-    for step in range(10):
-        before = state.stats().messages
-        torch.manual_seed(10 * step + dist.get_rank())
-        ddp_model(torch.randn(8, 64)).square().mean().backward()
-    num_buckets = state.stats().messages - before - 1  # one message each, and one of all together
+def backward(ddp_model: nn.Module, step: int = 0) -> None:
+    torch.autograd.backward(loss_of(ddp_model, step))
+
+
+def hooked(
+    module: nn.Module, state: object, hook: hooks.Hook = hooks.powerSGD_hook, **options: Any
+) -> DistributedDataParallel:
+    ddp_model = DistributedDataParallel(module, **options)
+    ddp_model.register_comm_hook(state, hook)
+    return ddp_model
+
+
+def new_state(matrix_rank: int = 1, start: int = 0) -> hooks.PowerSGDState:
+    return hooks.PowerSGDState(None, matrix_rank, start_powerSGD_iter=start)
+
+
+def assert_agreed(ddp_model: nn.Module) -> None:
     gradient = next(iter(ddp_model.parameters())).grad
     assert gradient is not None
-    return num_buckets, state.stats().compression_ratio, gradient
+    everyone = gathered(gradient)
+    assert (everyone == everyone[0]).all()
 
 
-def test_facts_2_batched_hook(pool2: Pool) -> None:
-    for ratio, gradient in (results := pool2.run(_batched)):
-        assert ratio > 5
-        assert torch.equal(gradient, results[0][1])
+@pytest.mark.parametrize("processes", [2, 4])
+def test_facts_1_several_buckets_on_gloo(pools: Pools, processes: int) -> None:
+    """Torch's hook issues collectives from callbacks, in no order."""
+    pools.of(processes).run(_several_buckets)
 
 
-def _batched() -> tuple[float, Tensor]:
-    ddp_model = DistributedDataParallel(model_of(64, 64, 64), bucket_cap_mb=0.01)
-    state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
-    ddp_model.register_comm_hook(state, hooks.batched_powerSGD_hook)
-    for step in range(5):
-        torch.manual_seed(10 * step + dist.get_rank())
-        ddp_model(torch.randn(8, 64)).square().mean().backward()
-    gradient_of_first = next(iter(ddp_model.parameters())).grad
-    assert gradient_of_first is not None
-    return state.stats().compression_ratio, gradient_of_first
+def _several_buckets() -> None:
+    state = new_state(2)
+    ddp_model = hooked(model_of(64, 64, 64, 64, 64, 64), state, bucket_cap_mb=0.01)
+    for step in range(10):
+        before = state.stats().messages
+        backward(ddp_model, step)
+    assert state.stats().messages - before - 1 >= 4  # a message for each bucket, and one of all together
+    assert state.stats().compression_ratio > 3
+    assert_agreed(ddp_model)
 
 
-def test_facts_3_one_overflow_under_a_grad_scaler(pool2: Pool) -> None:
+@each_of(2)
+def test_facts_3_one_overflow_under_a_grad_scaler() -> None:
     """Torch's hook: NaN stays in the error memory, and no later step is ever taken."""
-    for taken, stats in pool2.run(_overflow):
-        assert taken == 39
-        assert stats.nonfinite_steps == 1
-        assert stats.compression_ratio > 2
-
-
-def _overflow() -> tuple[int, thinwire.Stats]:
-    state = hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
-    return _steps_taken(state, hooks.powerSGD_hook), state.stats()
-
-
-def _steps_taken(state: Any, hook: Any) -> int:
-    """Of 40 steps, one process overflowing in the eleventh, those that changed the model."""
-    assert dist.get_world_size() == 2
-    ddp_model = DistributedDataParallel(model_of(32, 48, 16))
-    ddp_model.register_comm_hook(state, hook)
+    state = new_state(2, start=2)
+    ddp_model = hooked(model_of(32, 48, 16), state)
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    taken = 0
+    scaler, taken = GradScaler("cpu", init_scale=2.0**10), 0
     for step in range(40):
-        torch.manual_seed(10 * step + dist.get_rank())
         optimizer.zero_grad()
-        loss = ddp_model(torch.randn(8, 32)).square().mean()
         overflow = torch.inf if step == 10 and dist.get_rank() == 1 else 1.0
-        scaler.scale(loss * overflow).backward()
+        torch.autograd.backward(scaler.scale(loss_of(ddp_model, step) * overflow))
         before = next(iter(ddp_model.parameters())).detach().clone()
         scaler.step(optimizer)
         scaler.update()
         taken += not torch.equal(before, next(iter(ddp_model.parameters())))
-    return taken
+    assert taken == 39
+    assert state.stats().nonfinite_steps == 1
+    assert state.stats().compression_ratio > 2
 
 
 @pytest.mark.parametrize("matrix_rank", [1, 2])
@@ -157,24 +149,18 @@ def test_facts_8_a_scalar_parameter() -> None:
     assert results[0][-1] == 3.0
 
 
-def test_facts_10_memory_under_the_fp16_wrapper(pool2: Pool) -> None:
-    for dtypes, ratio, plain_ratio in pool2.run(_wrapped):
-        assert dtypes == {torch.float32}
-        assert ratio == pytest.approx(2 * plain_ratio)
-
-
-def _wrapped() -> tuple[set[torch.dtype], float, float]:
-    ratios, dtypes = [], set()
-    for ours in (hooks.fp16_compress_wrapper(hooks.powerSGD_hook), hooks.powerSGD_hook):
-        ddp_model = DistributedDataParallel(model_of(64, 48, 32))
-        state = hooks.PowerSGDState(None, start_powerSGD_iter=0)
-        ddp_model.register_comm_hook(state, ours)
+@each_of(2)
+def test_facts_10_memory_under_the_fp16_wrapper() -> None:
+    ratios = []
+    for hook in (hooks.fp16_compress_wrapper(hooks.powerSGD_hook), hooks.powerSGD_hook):
+        state = new_state()
+        ddp_model = hooked(model_of(64, 48, 32), state, hook)
         for _ in range(3):
-            ddp_model(torch.randn(8, 64)).square().mean().backward()
+            backward(ddp_model)
         saved = state.state_dict()
-        dtypes |= {tensor.dtype for key in ("error", "factor") for _, tensor in saved[key]}
+        assert all(tensor.dtype == torch.float32 for key in ("error", "factor") for _, tensor in saved[key])
         ratios.append(state.stats().compression_ratio)
-    return dtypes, ratios[0], ratios[1]
+    assert ratios[0] == pytest.approx(2 * ratios[1])
 
 
 def test_facts_11_the_error_memory_stays_bounded() -> None:
@@ -196,55 +182,35 @@ def _noise(step: int, worker: int) -> list[Tensor]:
     return [shared @ torch.ones(2, 32) + own]
 
 
-def test_facts_12_bf16_on_gloo_and_unused_parameters(pool2: Pool) -> None:
-    for close, ratio, gradient in (results := pool2.run(_bf16_and_unused)):
-        assert close
-        assert ratio > 2
-        assert torch.equal(gradient, results[0][2])
+@each_of(2)
+def test_facts_12_bf16_on_gloo_and_unused_parameters() -> None:
+    plain = DistributedDataParallel(model_of(32, 48, 16))
+    ours = hooked(model_of(32, 48, 16), None, hooks.bf16_compress_hook)
+    backward(plain)
+    backward(ours)
+    for exact, rounded in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert exact.grad is not None
+        assert rounded.grad is not None
+        assert 0 < (exact.grad - rounded.grad).norm() < 0.02 * exact.grad.norm()
 
-
-def _bf16_and_unused() -> tuple[bool, float, Tensor]:
-    plain, ours = (DistributedDataParallel(model_of(32, 48, 16)) for _ in range(2))
-    ours.register_comm_hook(None, hooks.bf16_compress_hook)
-    torch.manual_seed(dist.get_rank())
-    batch = torch.randn(8, 32)
-    for ddp_model in (plain, ours):
-        ddp_model(batch).square().mean().backward()
-    pairs = [(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True)]
-    close = all(
-        (a - b).norm() < 0.02 * a.norm() and not torch.equal(a, b)
-        for a, b in pairs
-        if a is not None and b is not None
-    )
-
-    unused = DistributedDataParallel(HalfUsed(), find_unused_parameters=True, bucket_cap_mb=0.005)
-    state = hooks.PowerSGDState(None, start_powerSGD_iter=0, matrix_approximation_rank=2)
-    unused.register_comm_hook(state, hooks.powerSGD_hook)
+    state = new_state(2)
+    unused = hooked(HalfUsed(), state, find_unused_parameters=True, bucket_cap_mb=0.005)
     for _ in range(5):
-        unused(batch).square().mean().backward()
-    gradient = unused.module.used[0].weight.grad
-    return close, state.stats().compression_ratio, gradient
+        backward(unused)
+    assert state.stats().compression_ratio > 2
+    assert_agreed(unused.module.used)
 
 
-def test_facts_13_compression_starts_when_it_is_told_to(pool2: Pool) -> None:
+@each_of(2)
+def test_facts_13_compression_starts_when_it_is_told_to() -> None:
     """The well-known test scripts run torch's default of 1 000 warm-up steps and never compress."""
-    for ratio_of_default_hook, ratio_from_the_start, ratio_of_attach in pool2.run(_ten_steps):
-        assert ratio_of_default_hook == 1.0
-        assert ratio_from_the_start > 3
-        assert ratio_of_attach > 3
-
-
-def _ten_steps() -> tuple[float, float, float]:
-    ratios = []
-    for start in (1_000, 0):
-        ddp_model = DistributedDataParallel(model_of(64, 64, 64))
-        state = hooks.PowerSGDState(None, start_powerSGD_iter=start)
-        ddp_model.register_comm_hook(state, hooks.powerSGD_hook)
-        for _ in range(10):
-            ddp_model(torch.randn(8, 64)).square().mean().backward()
-        ratios.append(state.stats().compression_ratio)
-    attached = DistributedDataParallel(model_of(64, 64, 64))
-    sync = thinwire.attach(attached, PowerSGD())
-    for _ in range(10):
-        attached(torch.randn(8, 64)).square().mean().backward()
-    return ratios[0], ratios[1], sync.stats().compression_ratio
+    states = [hooks.PowerSGDState(None), new_state()]
+    models = [hooked(model_of(64, 64, 64), state) for state in states]
+    models.append(DistributedDataParallel(model_of(64, 64, 64)))
+    sync = thinwire.attach(models[2], PowerSGD())
+    for ddp_model in models:
+        for step in range(10):
+            backward(ddp_model, step)
+    assert states[0].stats().compression_ratio == 1.0
+    assert states[1].stats().compression_ratio > 3
+    assert sync.stats().compression_ratio > 3

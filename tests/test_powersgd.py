@@ -353,27 +353,19 @@ def test_an_aggregator_of_ones_own_keeps_the_references_contract() -> None:
     assert agreed(model)
 
 
-@pytest.mark.parametrize("num_batches", [(0, 12), (9, 2)], ids=str)
-@pytest.mark.parametrize("divide_by_initial", [True, False], ids=["by initial size", "by contributors"])
-@each_of(2)
-def test_uneven_inputs(num_batches: tuple[int, int], divide_by_initial: bool) -> None:
-    _check_uneven(num_batches, divide_by_initial, None)
-
-
 @pytest.mark.parametrize(
-    "algorithm",
+    ("num_batches", "divide_by_initial", "algorithm"),
     [
-        thinwire.Quantize(bits=2, error_feedback=True),
-        thinwire.TopK(density=0.1, error_decay=1.0, merge="members"),
+        *((batches, by_initial, None) for batches in ((0, 12), (9, 2)) for by_initial in (True, False)),
+        ((3, 5), True, thinwire.Quantize(bits=2, error_feedback=True)),
+        ((3, 5), True, thinwire.TopK(density=0.1, error_decay=1.0, merge="members")),
     ],
-    ids=["Quantize", "TopK"],
+    ids=lambda value: str(value)[:15],
 )
 @each_of(2)
-def test_any_algorithm_averages_at_the_optimizer_step(algorithm: Algorithm) -> None:
-    _check_uneven((3, 5), True, algorithm)
-
-
-def _check_uneven(num_batches: tuple[int, int], divide_by_initial: bool, algorithm: Algorithm | None) -> None:
+def test_uneven_inputs(
+    num_batches: tuple[int, int], divide_by_initial: bool, algorithm: Algorithm | None
+) -> None:
     """What was applied and what is left are the true sum over the whole uneven run.
 
     With a learning rate of one and gradients that do not depend on the weights.
@@ -560,12 +552,6 @@ def shapes_of_resnet_50() -> list[tuple[int, ...]]:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def test_the_shapes_of_resnet_50() -> None:
-    shapes = shapes_of_resnet_50()
-    assert len(shapes) == 161
-    assert sum(torch.Size(shape).numel() for shape in shapes) == 25_557_032
-
-
 @pytest.mark.parametrize("matrix_rank", [1, 4, 16, 32, 64])
 @pytest.mark.parametrize(("rate", "iterations"), [(2, 1), (10, 2), (40, 4), (0, 1)])
 def test_as_many_matrices_of_resnet_50_are_compressed_as_by_the_reference(
@@ -573,6 +559,8 @@ def test_as_many_matrices_of_resnet_50_are_compressed_as_by_the_reference(
 ) -> None:
     """By its own formula, which counts convolutions by their four sizes."""
     shapes = shapes_of_resnet_50()
+    assert len(shapes) == 161
+    assert sum(torch.Size(shape).numel() for shape in shapes) == 25_557_032
     parameters = [torch.empty(shape, device="meta") for shape in shapes]
     powersgd = PowerSGD(parameters, Config(matrix_rank, rate, iterations))
     counted = [0.5 * iterations * min(matrix_rank, *shape) * sum(shape) for shape in shapes]

@@ -115,11 +115,11 @@ def __dir__() -> list[str]:
     return sorted({*__all__, *_MODULES, *(name for name in globals() if name[:2] == "__")})
 
 
-# Not seen by type checkers, to which any name would then be an attribute of this module.
+# Hidden from type checkers, to which any name would be an attribute of this module.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import a public name or module where it is first used."""
+        """Import a public name or module when it is first used."""
         if name in _HOME_OF:
             # Kept, so that it is looked up once.
             globals()[name] = getattr(import_module(f"thinwire.{_HOME_OF[name]}"), name)

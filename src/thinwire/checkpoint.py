@@ -42,8 +42,8 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     The file is there whole or not at all, whatever happens meanwhile, and however many save to one path: the
     last one stays. It is written beside its place, as `<name>.<16 hexadecimal digits>.part`, and then put
-    there, with the mode that the umask gives. Who is killed while saving leaves that part; nobody reads it,
-    and it may be deleted when nobody is saving.
+    there, with the mode that the umask gives. A process that is killed while it saves leaves that
+    part. It is never read, and may be deleted when nothing is being saved.
 
     Cost: the file is flushed to the disk; safetensors' format needs the state's size in memory meanwhile.
 
@@ -65,7 +65,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     # Beside its place: only within one file system is it put there whole or not at all.
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     try:
-        file = part.open("xb")  # x: of its own, and not through a link that somebody has put there
+        file = part.open("xb")  # x: a new file, never through a link that is there
         try:
             with file:
                 if safetensors is None:

@@ -82,10 +82,10 @@ class _Synchronised(Aggregator):
         saved does not hold what is in your tensors: to save and resume, use `optimizer_step`.
 
         Args:
-            gradients: One for each parameter, None where it has none on this process; written.
+            gradients: One for each parameter, None if it has none on this process; written.
 
         Returns:
-            New tensors; None where no process has a gradient. If a mean is not finite, they are NaN (zeros,
+            New tensors; None if no process has a gradient. If a mean is not finite, they are NaN (zeros,
             with `on_nonfinite="zero"`), and the input is as it was.
 
         Raises:
@@ -98,7 +98,7 @@ class _Synchronised(Aggregator):
         means, committed = front.average(gradients)
         if not committed:
             front.engine.warn_of_nonfinite()
-        # Of a step that was not committed nothing was sent, so all of the input is still to be.
+        # A step that was not committed has sent nothing, so the input stays.
         for index, gradient in enumerate(gradients if committed else ()):
             if gradient is not None:
                 self._leave_error(front, index, gradient)
@@ -127,7 +127,7 @@ class AllReduce(_Synchronised):
         process_group: As of `AlgorithmAggregator`, as are the others.
         grad_scaler: `optimizer_step` steps through it.
         host_check: As of `thinwire.attach`.
-        on_nonfinite: With "nan" nobody looks at the means.
+        on_nonfinite: With "nan" the means are not checked.
         machines: As of `AlgorithmAggregator`.
 
     Raises:
@@ -182,8 +182,8 @@ class AlgorithmAggregator(StepFront, _Synchronised):
             finite: give a `GradScaler`, which does, or "zero" for the means.
             `on_nonfinite`: What `aggregate` returns if a mean is not finite: NaN, or zeros ("zero"); or it
             raises `NonfiniteError` ("raise"), as `optimizer_step` does. Otherwise `optimizer_step` skips the
-            step, on all processes; with "nan" only if the algorithm keeps a residual, since else nobody looks
-            at the means (a `GradScaler` does).
+            step, on all processes; with "nan" only if the algorithm keeps a residual: otherwise only a
+            `GradScaler` looks at the means.
             `machines`: Which processes share a machine, as of `thinwire.attach`, but by default each process
             sends by itself, as with the reference. With True, what leaves a machine leaves it once.
 
@@ -360,7 +360,7 @@ def _check_scaled(optimizer: torch.optim.Optimizer, grad_scaler: GradScaler | No
     # The scaler has no public word for it.
     if grad_scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED:
         raise StepError(
-            "grad_scaler.unscale_(optimizer) was called before optimizer_step, where the gradients are not "
+            "grad_scaler.unscale_(optimizer) was called before optimizer_step, when the gradients are not "
             "averaged yet; leave it out"
         )
 
@@ -376,7 +376,7 @@ class EpfmlPowerSGD(algorithms.PowerSGD):
         shape, dtype = spec.matrix_shape, self.message_dtype(spec.dtype)
         if shape is None:
             return self.uncompressed_route(spec, dtype)
-        # By the parameter's own shape, not the matrix's, as the reference's `avg_compressed_size`.
+        # The reference's `avg_compressed_size` counts by the parameter's shape, not the matrix's.
         elements = self.factor_pairs * min(self.matrix_rank, *spec.shape) * sum(spec.shape)
         uncompressed_bytes = spec.numel * self.uncompressed_dtype(spec.dtype).itemsize
         if elements * dtype.itemsize * self.min_compression_ratio >= uncompressed_bytes:

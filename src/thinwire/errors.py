@@ -57,7 +57,7 @@ class GradientError(ThinwireError, TypeError):
 
 
 class StateError(ThinwireError, ValueError):
-    """A state dict belongs to another model or another version. Nothing was loaded."""
+    """A state dict belongs to a different model or version. Nothing was loaded."""
 
 
 class CheckpointError(ThinwireError, OSError):

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from launcher import run_python
-from pool import Pool
+from pool import each_of
 from thinwire import ddp_comm_hooks, hooks
+from training import gathered
 
 MODULES = [
     "default_hooks",
@@ -45,16 +46,6 @@ def test_the_modules_have_torchs_public_names_and_parameters(name: str) -> None:
         assert getattr(ours, key) is getattr(hooks, key)
         expected = list(inspect.signature(getattr(theirs, key)).parameters)
         assert list(inspect.signature(getattr(ours, key)).parameters)[: len(expected)] == expected
-
-
-def test_as_the_documents_write_it() -> None:
-    from thinwire.ddp_comm_hooks import default_hooks as default  # noqa: PLC0415
-    from thinwire.ddp_comm_hooks import post_localSGD_hook as post_local  # noqa: PLC0415
-    from thinwire.ddp_comm_hooks import powerSGD_hook as powerSGD  # noqa: PLC0415
-
-    assert default.fp16_compress_wrapper(default.allreduce_hook) is hooks.fp16_compress_hook
-    assert powerSGD.PowerSGDState(process_group=None, matrix_approximation_rank=1).iter == 0
-    assert post_local.post_localSGD_hook is hooks.post_localSGD_hook
 
 
 def test_the_package_brings_its_modules_along(tmp_path: Path) -> None:
@@ -87,47 +78,39 @@ def test_what_makes_no_sense_says_so(name: str) -> None:
         module.no_such_name  # noqa: B018
 
 
-def test_every_type_registers_its_hook(pool2: Pool) -> None:
+RANKS = {"POWER_SGD": 1, "POWER_SGD_RANK2": 2, "BATCHED_POWER_SGD": 1, "BATCHED_POWER_SGD_RANK2": 2}
+
+
+@each_of(2)
+def test_every_type_registers_its_hook() -> None:
     """Those that average leave one gradient on both processes, in buckets of their own."""
-    for agree, ranks, builtin, twice in pool2.run(_registered):
-        assert {name for name, same in agree.items() if not same} == {"NOOP"}
-        assert len(agree) == 10
-        assert ranks == {
-            "POWER_SGD": 1,
-            "POWER_SGD_RANK2": 2,
-            "BATCHED_POWER_SGD": 1,
-            "BATCHED_POWER_SGD_RANK2": 2,
-        }
-        assert builtin == [hooks.allreduce_hook, hooks.fp16_compress_hook]
-        assert twice == "AttachError"
-
-
-def _registered() -> tuple[dict[str, bool], dict[str, int], list[Any], str]:
-    agree, ranks = {}, {}
+    assert len(ddp_comm_hooks.DDPCommHookType) == 10
     for kind in ddp_comm_hooks.DDPCommHookType:
         model = new_model()
-        if "POWER" in kind.name:
+        if kind.name in RANKS:
             kind.value(model=model, state=None, start_powerSGD_iter=0)
-            state = cast(hooks.PowerSGDState, model._comm_hooks[0][1])
-            ranks[kind.name] = state.matrix_approximation_rank
         else:
             ddp_comm_hooks.register_ddp_comm_hook(kind, model)
         model(torch.ones(2, 64) * (dist.get_rank() + 1)).square().sum().backward()
-        assert "POWER" not in kind.name or state.stats().compression_ratio > 4
         mine = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        agree[kind.name] = torch.equal(everyone[0], everyone[1])
-    builtin = []
-    for built_in in (BuiltinCommHookType.ALLREDUCE, BuiltinCommHookType.FP16_COMPRESS):
+        assert torch.equal(*gathered(mine)) == (kind.name != "NOOP")
+        if kind.name in RANKS:
+            state = cast(hooks.PowerSGDState, model._comm_hooks[0][1])
+            assert state.matrix_approximation_rank == RANKS[kind.name]
+            assert state.stats().compression_ratio > 4
+
+
+@each_of(2)
+def test_torchs_built_in_types_register_ours() -> None:
+    for built_in, ours in (
+        (BuiltinCommHookType.ALLREDUCE, hooks.allreduce_hook),
+        (BuiltinCommHookType.FP16_COMPRESS, hooks.fp16_compress_hook),
+    ):
         model = new_model()
         ddp_comm_hooks.register_ddp_comm_hook(built_in, model)
-        builtin.append(model._comm_hooks[0][0])
-    try:
+        assert model._comm_hooks[0][0] is ours
+    with pytest.raises(thinwire.AttachError):
         ddp_comm_hooks.register_ddp_comm_hook(ddp_comm_hooks.DDPCommHookType.NOOP, model)
-    except thinwire.AttachError as error:
-        return agree, ranks, builtin, type(error).__name__
-    return agree, ranks, builtin, ""
 
 
 def new_model() -> DistributedDataParallel:

@@ -130,6 +130,7 @@ def test_hooks_without_state(name: str, least_gap: float, most_gap: float) -> No
 )
 @each_of(2)
 def test_hooks_with_state(name: str) -> None:
+    """FACTS 2: torch's batched hook fails at the first step that it compresses."""
     state = new_state()
     assert_agreed(gradients_of(hooked(state, hook_named(name)), range(4)))
     assert state.stats().steps == 4
@@ -173,18 +174,14 @@ def _gradient_through(hook: hooks.Hook, gradient: Tensor) -> Tensor:
     return cast(Tensor, model.module.weight.grad).flatten()
 
 
-def test_the_settings_as_an_algorithm() -> None:
-    state = hooks.PowerSGDState(None, 3, 1, random_seed=7)
-    expected = BatchedPowerSGD(matrix_rank=3, warmup_steps=1, seed=7, wire_dtype="fp16")
-    assert state.algorithm(BatchedPowerSGD, "fp16") == expected
-
-
 @each_of(2)
 def test_the_settings_reach_the_algorithm() -> None:
     state = hooks.PowerSGDState(None, 3, 1, 1.5, False, False, 0, 7)
     gradients_of(hooked(state), range(1))
     ours: dict[str, Any] = {"matrix_rank": 3, "warmup_steps": 1, "min_compression_ratio": 1.5, "seed": 7}
     assert state.sync.algorithm == PowerSGD(**ours, error_feedback=False, warm_start=False)
+    batched = BatchedPowerSGD(**ours, error_feedback=False, warm_start=False, wire_dtype="fp16")
+    assert state.algorithm(BatchedPowerSGD, "fp16") == batched
 
 
 @pytest.mark.parametrize("name", ["powerSGD_hook", "allreduce_hook", "fp16_compress_hook"])

@@ -12,18 +12,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as stock
 from torch.nn.parallel import DistributedDataParallel
 
-from pool import Pool
-from thinwire import LocalSGD, ThinwireError, Warmup, hooks
+from pool import each_of
+from thinwire import AttachError, ConfigError, LocalSGD, ThinwireError, Warmup, hooks
 from thinwire.channel import ProcessGroupTransport
 from training import (
     agreed,
     batch_of,
-    error_of,
     flat,
     gathered,
     halves,
@@ -48,78 +47,73 @@ def test_the_state_and_the_hook_have_torchs_parameters_and_defaults() -> None:
     assert list(inspect.signature(hooks.post_localSGD_hook).parameters) == ["state", "bucket"]
 
 
+def with_state(state: hooks.PostLocalSGDState, hook: hooks.Hook = hooks.post_localSGD_hook) -> Any:
+    model = new_ddp_model()
+    model.register_comm_hook(state, hook)
+    return model
+
+
 @pytest.mark.parametrize("local_gradients", [True, False])
-def test_gradients_are_torchs_own(pool4: Pool, local_gradients: bool) -> None:
+@each_of(4)
+def test_gradients_are_torchs_own(local_gradients: bool) -> None:
     """Global, then of the pair or alone; several buckets; the same counter."""
-    for world_size, equal, iters, seen in pool4.run(_as_torchs, local_gradients):
-        assert world_size == 4
-        assert equal
-        assert iters == [(1, 1), (2, 2), (3, 3), (3, 3), (3, 3)]
-        assert seen == [(True, True)] * 3 + [(local_gradients, False)] * 2
-
-
-def _as_torchs(local_gradients: bool) -> tuple[int, bool, list[tuple[int, int]], list[tuple[bool, bool]]]:
     subgroup = pairs()
-    theirs, ours = new_ddp_model(), new_ddp_model()
     their_state = stock.PostLocalSGDState(None, subgroup, 3, local_gradients)  # type: ignore[no-untyped-call]
     our_state = hooks.PostLocalSGDState(None, subgroup, 3, local_gradients)
+    theirs, ours = new_ddp_model(), with_state(our_state)
     theirs.register_comm_hook(their_state, stock.post_localSGD_hook)
-    ours.register_comm_hook(our_state, hooks.post_localSGD_hook)
     optimizers = [new_optimizer(theirs), new_optimizer(ours)]
-    equal, iters, seen = True, [], []
     for step in range(5):
         train(theirs, optimizers[0], range(step, step + 1))
         train(ours, optimizers[1], range(step, step + 1))
-        equal &= torch.equal(flat(theirs), flat(ours))
-        iters.append((their_state.iter, our_state.iter))
-        seen.append(halves(ours))
-    return dist.get_world_size(), equal, iters, seen
+        assert torch.equal(flat(theirs), flat(ours))
+        assert their_state.iter == our_state.iter == min(step + 1, 3)
+        assert halves(ours) == ((True, True) if step < 3 else (local_gradients, False))
 
 
-def test_a_process_group_of_some(pool4: Pool) -> None:
-    for size, seen in pool4.run(_of_some):
-        assert size == 2
-        assert seen == (True, False)
-
-
-def _of_some() -> tuple[int, tuple[bool, bool]]:
+@each_of(4)
+def test_a_process_group_of_some() -> None:
     group = pairs()
     model = DistributedDataParallel(new_model(), process_group=group)
     state = hooks.PostLocalSGDState(group, None, 10, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, hooks.post_localSGD_hook)
     train(model, new_optimizer(model), range(3))
-    return group.size(), halves(model)
+    assert halves(model) == (True, False)
 
 
-def test_a_copied_model_averages_again(pool2: Pool) -> None:
-    assert pool2.run(_copied) == [(3, 0, False, True)] * 2
-
-
-def _copied() -> tuple[int, int, bool, bool]:
-    model = DistributedDataParallel(new_model())
+@each_of(2)
+def test_a_copied_model_averages_again() -> None:
     state = hooks.PostLocalSGDState(None, None, 3, post_local_gradient_allreduce=False)
-    model.register_comm_hook(state, hooks.post_localSGD_hook)
+    model = with_state(state)
     train(model, new_optimizer(model), range(3))
     copied, copied_state = copy.deepcopy((model, state))
     for each in (model, copied):
         train(each, new_optimizer(each), range(3, 4))
-    return state.iter, copied_state.iter, agreed(model), agreed(copied)
+    assert (state.iter, copied_state.iter) == (3, 0)
+    assert not agreed(model)
+    assert agreed(copied)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"start_localSGD_iter": -1}, "ConfigError: start_localSGD_iter must be a whole number"),
-        ({"start_localSGD_iter": 1.5}, "ConfigError: start_localSGD_iter must be a whole number"),
-        ({"post_local_gradient_allreduce": 2}, "ConfigError: post_local_gradient_allreduce must be True"),
-        ({"subgroup": 3}, "AttachError: subgroup must be a torch.distributed process group or None, got 3"),
-        ({"process_group": "all"}, "AttachError: process_group must be a torch.distributed process group"),
-        ({"subgroup": "foreign"}, "AttachError: this process is not a member"),
+        ({"start_localSGD_iter": -1}, "start_localSGD_iter must be a whole number"),
+        ({"start_localSGD_iter": 1.5}, "start_localSGD_iter must be a whole number"),
+        ({"post_local_gradient_allreduce": 2}, "post_local_gradient_allreduce must be True"),
+        ({"subgroup": 3}, "subgroup must be a torch.distributed process group or None, got 3"),
+        ({"process_group": "all"}, "process_group must be a torch.distributed process group"),
+        ({"subgroup": "foreign"}, "this process is not a member"),
     ],
     ids=str,
 )
-def test_mistakes_raise_at_once(pool2: Pool, settings: dict[str, Any], message: str) -> None:
-    assert all(each.startswith(message) for each in pool2.run(_mistake, settings))
+@each_of(2)
+def test_mistakes_raise_at_once(settings: dict[str, Any], message: str) -> None:
+    if settings.get("subgroup") == "foreign":
+        groups = [dist.new_group([process_rank]) for process_rank in range(2)]
+        settings = settings | {"subgroup": groups[1 - dist.get_rank()]}
+    given = {"process_group": None, "subgroup": dist.group.WORLD, "start_localSGD_iter": 3, **settings}
+    with pytest.raises((ConfigError, AttachError), match=f"^{message}"):
+        hooks.PostLocalSGDState(**given)
 
 
 @pytest.mark.parametrize(
@@ -144,43 +138,27 @@ def test_what_is_set_later_is_checked_as_well(name: str, value: Any) -> None:
     assert type(state.iter) is int
 
 
-def _mistake(settings: dict[str, Any]) -> str:
-    if settings.get("subgroup") == "foreign":
-        groups = [dist.new_group([process_rank]) for process_rank in range(2)]
-        settings = settings | {"subgroup": groups[1 - dist.get_rank()]}
-    arguments = {"process_group": None, "subgroup": dist.group.WORLD, "start_localSGD_iter": 3, **settings}
-    return error_of(lambda: hooks.PostLocalSGDState(**arguments))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with an accelerator the machine's processes are known")
-def test_without_a_subgroup_local_steps_need_the_launchers_word(pool4: Pool) -> None:
+@each_of(4)
+def test_without_a_subgroup_local_steps_need_the_launchers_word() -> None:
     """The warm-up does not; the first step warns."""
-    for iters, refused, warnings_seen, seen in pool4.run(_no_subgroup):
-        assert iters == [3, 3]
-        assert refused.startswith("ConfigError: local SGD starts")
-        assert "pass subgroup=" in refused
-        assert len(warnings_seen) == 1
-        assert warnings_seen[0].startswith("step 3 will fail: ")
-        assert seen == (True, False)
-
-
-def _no_subgroup() -> tuple[list[int], str, list[str], tuple[bool, bool]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("thinwire.hooks.post_local_sgd")
     logger.addHandler(handler)
-    models, states = [new_ddp_model() for _ in range(2)], []
-    for model, told in zip(models, ({}, {"LOCAL_WORLD_SIZE": "2"}), strict=True):
-        states.append(hooks.PostLocalSGDState(None, None, 3))
-        model.register_comm_hook(states[-1], hooks.post_localSGD_hook)
-        with patch.dict(os.environ, told):
-            train(model, new_optimizer(model), range(3))
-    refused = error_of(lambda: train(models[0], new_optimizer(models[0]), range(3, 4)))
+    states = [hooks.PostLocalSGDState(None, None, 3) for _ in range(2)]
+    models = [with_state(state) for state in states]
+    train(models[0], new_optimizer(models[0]), range(3))
+    with pytest.raises(ConfigError, match=r"^local SGD starts.*pass subgroup="):
+        train(models[0], new_optimizer(models[0]), range(3, 4))
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"}):
-        train(models[1], new_optimizer(models[1]), range(3, 5))
+        train(models[1], new_optimizer(models[1]), range(5))
     logger.removeHandler(handler)
-    return [state.iter for state in states], refused, lines, halves(models[1])
+    assert [state.iter for state in states] == [3, 3]
+    (warning,) = lines
+    assert warning.startswith("step 3 will fail: ")
+    assert halves(models[1]) == (True, False)
 
 
 def test_a_state_can_be_made_before_any_group_exists() -> None:
@@ -189,20 +167,13 @@ def test_a_state_can_be_made_before_any_group_exists() -> None:
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
-def test_its_messages_in_16_bits(pool4: Pool, wire: str) -> None:
-    for gaps, seen, types in pool4.run(_in_16_bits, wire):
-        assert seen == (True, False)
-        assert types == {torch.float16 if wire == "fp16" else torch.bfloat16}
-        assert all(0 < gap < 0.02 for gap in gaps)
-
-
-def _in_16_bits(wire: str) -> tuple[list[float], tuple[bool, bool], set[torch.dtype]]:
-    subgroup = pairs()
+@each_of(4)
+def test_its_messages_in_16_bits(wire: str) -> None:
+    subgroup, types = pairs(), set()
     wrapper = hooks.fp16_compress_wrapper if wire == "fp16" else hooks.bf16_compress_wrapper
-    whole, small = new_ddp_model(), new_ddp_model()
-    whole.register_comm_hook(hooks.PostLocalSGDState(None, subgroup, 2), hooks.post_localSGD_hook)
-    small.register_comm_hook(hooks.PostLocalSGDState(None, subgroup, 2), wrapper(hooks.post_localSGD_hook))
-    optimizers, gaps, types = [new_optimizer(whole), new_optimizer(small)], [], set()
+    whole = with_state(hooks.PostLocalSGDState(None, subgroup, 2))
+    small = with_state(hooks.PostLocalSGDState(None, subgroup, 2), wrapper(hooks.post_localSGD_hook))
+    optimizers = [new_optimizer(whole), new_optimizer(small)]
     mean = ProcessGroupTransport.mean
 
     def looked_at(transport: ProcessGroupTransport, message: Tensor, purpose: str) -> Any:
@@ -213,105 +184,66 @@ def _in_16_bits(wire: str) -> tuple[list[float], tuple[bool, bool], set[torch.dt
         train(whole, optimizers[0], range(step, step + 1))
         with patch.object(ProcessGroupTransport, "mean", looked_at):
             train(small, optimizers[1], range(step, step + 1))
-        gaps.append(((flat(whole) - flat(small)).norm() / flat(whole).norm()).item())
-    return gaps, halves(small), types
+        assert 0 < (flat(whole) - flat(small)).norm() < 0.02 * flat(whole).norm()
+    assert types == {torch.float16 if wire == "fp16" else torch.bfloat16}
+    assert halves(small) == (True, False)
 
 
 # FACTS 15
 
 
-def test_facts_15_one_counter(pool2: Pool) -> None:
+@each_of(2)
+def test_facts_15_one_counter() -> None:
     """torch has two, of gradients and of models, which must agree by hand."""
-    for apart in pool2.run(_one_counter):
-        assert apart == [False, False, True, False, True, False, True, False]
+    model = new_ddp_model()
+    optimizer = new_optimizer(model)
+    with LocalSGD(model, optimizer, every_steps=2, warmup=Warmup(2)):
+        for step in range(8):
+            train(model, optimizer, range(step, step + 1))
+            assert agreed(model) == (step < 2 or step % 2 == 1)
     names = inspect.signature(LocalSGD).parameters
     of_warmup = [name for name in names if "warm" in name or "start" in name]
     assert of_warmup == ["warmup"]  # a number, and how gradients travel
 
 
-def _one_counter() -> list[bool]:
-    model = new_ddp_model()
-    optimizer = new_optimizer(model)
-    apart = []
-    with LocalSGD(model, optimizer, every_steps=2, warmup=Warmup(2)):
-        for step in range(8):
-            train(model, optimizer, range(step, step + 1))
-            apart.append(not agreed(model))
-    return apart
-
-
-def test_facts_15_a_skipped_step_is_counted(pool2: Pool) -> None:
+@each_of(2)
+def test_facts_15_a_skipped_step_is_counted() -> None:
     """By torch it is not: one process is a step behind for good."""
-    assert pool2.run(_skipped_step) == [[False, True] * 2 + [False]] * 2
-
-
-def _skipped_step() -> list[bool]:
     model = new_model()
     optimizer, scaler = new_optimizer(model), GradScaler("cpu", init_scale=2.0**8)
-    equal = []
     with LocalSGD(model, optimizer, every_steps=2, grad_scaler=scaler):
         for step in range(5):
-            _overflowing_step(model, optimizer, scaler, step)
-            equal.append(agreed(model))
-    return equal
+            optimizer.zero_grad()
+            factor = torch.inf if step == 2 and dist.get_rank() == 0 else 1.0
+            torch.autograd.backward(scaler.scale(model(batch_of(step)).square().mean()) * factor)
+            scaler.step(optimizer)
+            scaler.update()
+            assert agreed(model) == (step % 2 == 1)
 
 
-def _overflowing_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, step: int
-) -> None:
-    optimizer.zero_grad()
-    factor = torch.inf if step == 2 and dist.get_rank() == 0 else 1.0
-    torch.autograd.backward(scaler.scale(model(batch_of(step)).square().mean()) * factor)
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def test_facts_15_averaging_after_zero_grad(pool2: Pool) -> None:
-    """torch leaves parameters without a gradient out, and with none left it fails."""
-    assert pool2.run(_after_zero_grad) == [True] * 2
-
-
-def _after_zero_grad() -> bool:
+@pytest.mark.parametrize("of_all", [True, False], ids=["any", "the first"])
+@each_of(2)
+def test_facts_15_parameters_without_a_gradient_are_averaged(of_all: bool) -> None:
+    """torch leaves them out, though earlier steps have moved them; with none left it fails."""
     model = new_model()
     optimizer = new_optimizer(model)
     with LocalSGD(model, optimizer, every_steps=100) as local:
         train(model, optimizer, range(2))
-        optimizer.zero_grad(set_to_none=True)
+        for parameter in list(model.parameters())[: None if of_all else 1]:
+            parameter.grad = None
         assert not agreed(model)
         local.average()
-        return agreed(model)
+        assert agreed(model)
 
 
-def test_facts_15_a_parameter_without_a_gradient_is_averaged(pool2: Pool) -> None:
-    """torch leaves it out, though earlier steps have moved it on each process."""
-    assert pool2.run(_without_gradient) == [True] * 2
-
-
-def _without_gradient() -> bool:
-    model = new_model()
-    optimizer = new_optimizer(model)
-    with LocalSGD(model, optimizer, every_steps=100) as local:
-        train(model, optimizer, range(2))
-        next(model.parameters()).grad = None
-        assert not agreed(model)
-        local.average()
-        return agreed(model)
-
-
-def test_facts_15_storage_stays_where_it_is(pool2: Pool) -> None:
+@each_of(2)
+def test_facts_15_storage_stays_where_it_is() -> None:
     """With torch, every parameter becomes a view of one new tensor, and others keep the old."""
-    for moved, view_follows in pool2.run(_storage):
-        assert not any(moved)
-        assert view_follows
-
-
-def _storage() -> tuple[list[bool], bool]:
     model = new_model()
     optimizer = new_optimizer(model)
     before = [p.data_ptr() for p in model.parameters()]
     held = next(model.parameters()).detach()
     with LocalSGD(model, optimizer, every_steps=2):
         train(model, optimizer, range(2))
-        moved = [old != p.data_ptr() for old, p in zip(before, model.parameters(), strict=True)]
-        everyone: Tensor = gathered(held)
-        return moved, torch.equal(everyone[0], everyone[1])
+        assert before == [p.data_ptr() for p in model.parameters()]
+        assert torch.equal(*gathered(held))

@@ -22,10 +22,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.precision.amp import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as stock_power
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -165,11 +163,7 @@ def _resume_on_four(folder: Path) -> None:
     strategy = ThinwireStrategy(POWER)
     fit(strategy, folder, resume=str(folder / "checkpoint.ckpt"), callbacks=[ThinwireCallback()])
     assert strategy.sync.stats().steps > 6
-    assert error_of(strategy.sync) > 0
-
-
-def error_of(sync: thinwire.GradientSync) -> float:
-    return sum(float(each.norm()) for each in dict(sync.state_dict()["error"]).values())
+    assert sum(each.norm() for _, each in strategy.sync.state_dict()["error"]) > 0
 
 
 @each_of(2)
@@ -201,21 +195,6 @@ class Overflowing(Regression):
     def training_step(self, batch: Tensor) -> Tensor:
         loss = super().training_step(batch)
         return loss * torch.inf if self.global_rank == 1 and self.trainer.global_step == 2 else loss
-
-
-@each_of(2)
-def test_16_bit_mixed_precision_tells_the_loss_scale(tmp_path: Path) -> None:
-    """An overflow on one process: one step skipped on all, the scale halves, and training goes on."""
-    strategy, scaler = ThinwireStrategy(PowerSGD(matrix_rank=2)), GradScaler("cpu", init_scale=2.0**10)
-    with lightning_environment():
-        precision = MixedPrecision("16-mixed", "cpu", scaler)
-    _, model = fit(strategy, tmp_path, epochs=1, plugins=[precision], model=Overflowing)
-    stats = strategy.sync.stats()
-    assert (stats.steps, stats.nonfinite_steps) == (6, 1)
-    assert scaler.get_scale() == 2.0**9
-    assert 0 < error_of(strategy.sync) < 100  # in scaled units it would be hundreds of times as much
-    assert agreed(model)
-    assert flat(model).isfinite().all()
 
 
 @each_of(2)

@@ -28,38 +28,28 @@ from accelerated import several_processes
 from fronts.test_sharded import agreed, flat, language, mesh_of, sharded, train
 from integrations.test_lightning import Regression, fit, lightning_environment
 from integrations.test_transformers import new_trainer
-from pool import Pool
+from pool import each_of
 from thinwire import AllReduce, PowerSGD
 from thinwire.integrations.accelerate import ParallelismConfig
 from thinwire.integrations.transformers import attach as attach_trainer
-from training import error_of
 
 POWER = PowerSGD(matrix_rank=2, min_compression_ratio=0.5)
 
 
-def test_what_accelerate_prepares_with_our_config_is_attached(pool4: Pool) -> None:
+@each_of(4)
+def test_what_accelerate_prepares_with_our_config_is_attached() -> None:
     """Accelerate shards on accelerators only: here its own code is called as it calls it."""
-    for differences, ratios, are_agreed in pool4.run(_accelerate):
-        assert len(differences) == 2
-        assert max(differences) <= 1e-9
-        assert min(ratios) > 1
-        assert are_agreed
-
-
-def _accelerate() -> tuple[list[float], list[float], bool]:
     native = sharded(language(), mesh_of())
     train(native, range(2))
-    differences, ratios, are_agreed = [], [], True
     for config in (ParallelismConfig, StockConfig):  # the stock one makes native HSDP
         model, mesh = prepared(config(dp_replicate_size=2, dp_shard_size=2))
         sync = thinwire.attach(model, AllReduce(), replicas=mesh["dp_replicate"])
         train(model, range(2))
-        differences.append((flat(model) - flat(native)).abs().max().item())
+        assert (flat(model) - flat(native)).abs().max() <= 1e-9
         sync.use(POWER)
         train(model, range(2, 4))
-        ratios.append(sync.stats().compression_ratio)
-        are_agreed = are_agreed and agreed(model)
-    return differences, ratios, are_agreed
+        assert sync.stats().compression_ratio > 1
+        assert agreed(model)
 
 
 def prepared(config: Any) -> tuple[Any, Any]:
@@ -116,37 +106,35 @@ def sharding_trainer(folder: Path, config: Any, **settings: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_the_trainer_shards_and_resumes(pool4: Pool, tmp_path: Path) -> None:
+@each_of(4)
+def test_the_trainer_shards_and_resumes(tmp_path: Path) -> None:
     """Its parts that shard, save and load are its own; that it does so on CPUs is not."""
-    for found in pool4.run(_trainer, tmp_path):
-        assert found["ratio"] > 2
-        assert found["agreed"]
-        assert found["straight"] == found["resumed"] == found["native"]
-        assert found["steps"] == 4
-        assert found["own mesh"] == [True]
-        is_agreed, ratio = found["local"]  # shards of models, averaged every so many steps
-        assert is_agreed
-        assert ratio > 2
-        assert "leaves no replicas to Thinwire" in found["stock"]
-
-
-def _trainer(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, settings in {
-        "straight": {},
-        "resumed": {"resume_from_checkpoint": f"{folder}/checkpoint-2"},
-    }.items():
+    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    stock = StockConfig(dp_replicate_size=2, dp_shard_size=2)
+    ends = []
+    for used, folder, resume in (
+        (config, tmp_path, None),
+        (config, tmp_path, f"{tmp_path}/checkpoint-2"),
+        (stock, tmp_path / "native", None),
+    ):
         with sharding_on_cpus():
-            config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-            trainer = sharding_trainer(folder, config, max_steps=4, save_steps=2)
+            trainer = sharding_trainer(folder, used, max_steps=4, save_steps=2)
             callback = attach_trainer(trainer, POWER)
-            trainer.train(**settings)
-            found[name] = flat(trainer.model).double().sum().item()
-            found["agreed"], found["ratio"] = agreed(trainer.model), callback.sync.stats().compression_ratio
-            found["steps"] = callback.sync.stats().steps
+            trainer.train(resume_from_checkpoint=resume)
+            ends.append(flat(trainer.model).double().sum().item())
+            assert agreed(trainer.model)
+            assert callback.sync.stats().compression_ratio > 2
+            assert callback.sync.stats().steps == 4
         dist.barrier()
+    assert ends[0] == ends[1] == ends[2]
+
+
+@pytest.mark.filterwarnings("ignore")
+@each_of(4)
+def test_the_trainer_averages_shards_of_models(tmp_path: Path) -> None:
     with sharding_on_cpus():
-        trainer = sharding_trainer(folder, config, max_steps=2, save_strategy="no")
+        config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        trainer = sharding_trainer(tmp_path, config, max_steps=2, save_strategy="no")
         own = config.build_device_mesh("cpu")["dp_replicate"]
         made = list[bool]()
 
@@ -156,18 +144,13 @@ def _trainer(folder: Path) -> dict[str, Any]:
 
         callback = attach_trainer(trainer, partial(averaging, mesh=own))
         trainer.train()
-        found["own mesh"] = made
-        found["local"] = (agreed(trainer.model), callback.sync.stats().compression_ratio)
+        assert made == [True]
+        assert agreed(trainer.model)
+        assert callback.sync.stats().compression_ratio > 2
     with sharding_on_cpus():
-        stock = sharding_trainer(folder, StockConfig(dp_replicate_size=2, dp_shard_size=2))
-        found["stock"] = error_of(lambda: attach_trainer(stock, partial(thinwire.DiLoCo, every_steps=2)))
-    with sharding_on_cpus():
-        stock = StockConfig(dp_replicate_size=2, dp_shard_size=2)
-        trainer = sharding_trainer(folder / "native", stock, max_steps=4, save_steps=2)
-        attach_trainer(trainer, POWER)
-        trainer.train()
-        found["native"] = flat(trainer.model).double().sum().item()
-    return found
+        stock = sharding_trainer(tmp_path, StockConfig(dp_replicate_size=2, dp_shard_size=2))
+        with pytest.raises(thinwire.AttachError, match="leaves no replicas to Thinwire"):
+            attach_trainer(stock, partial(thinwire.DiLoCo, every_steps=2))
 
 
 class Sharded(Regression):
@@ -195,27 +178,21 @@ class Sharded(Regression):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_lightnings_model_parallel_strategy(pool4: Pool, tmp_path: Path) -> None:
-    for steps, ratio, is_agreed, difference in pool4.run(_lightning, tmp_path):
-        assert steps == 6
-        assert ratio > 1
-        assert is_agreed
-        assert difference <= 1e-5
-
-
-def _lightning(folder: Path) -> tuple[int, float, bool, float]:
-    def strategy() -> ModelParallelStrategy:
-        return ModelParallelStrategy(
+@each_of(4)
+def test_lightnings_model_parallel_strategy(tmp_path: Path) -> None:
+    def fitted(name: str, epochs: int, resume: str | None = None) -> Any:
+        strategy = ModelParallelStrategy(
             data_parallel_size=4, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
+        return fit(strategy, tmp_path / name, epochs=epochs, resume=resume, model=Sharded)
 
-    options: dict[str, Any] = {"model": Sharded}
-    _, module = fit(strategy(), folder / "straight", epochs=2, **options)
-    first, _ = fit(strategy(), folder / "one", epochs=1, **options)
-    path = str(folder / "half.ckpt")
+    _, module = fitted("straight", 2)
+    first, _ = fitted("one", 1)
+    path = str(tmp_path / "half.ckpt")
     with lightning_environment():
         first.save_checkpoint(path)
-    _, resumed = fit(strategy(), folder / "two", epochs=2, resume=path, **options)
-    difference = (flat(module.layers) - flat(resumed.layers)).abs().max().item()
-    sync: Any = module.sync
-    return sync.steps, sync.stats().compression_ratio, agreed(module.layers), difference
+    _, resumed = fitted("two", 2, path)
+    assert (flat(module.layers) - flat(resumed.layers)).abs().max() <= 1e-5
+    assert module.sync.steps == 6
+    assert module.sync.stats().compression_ratio > 1
+    assert agreed(module.layers)

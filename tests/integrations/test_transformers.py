@@ -24,10 +24,10 @@ from transformers import (
 )
 
 import thinwire
-from accelerated import error_of, several_processes
+from accelerated import assert_chosen_alike, several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
-from pool import Pool
+from pool import each_of
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
 from thinwire.sync import engine_of
 from training import agreed, flat
@@ -97,69 +97,59 @@ def new_trainer(folder: str, **settings: Any) -> Trainer:
     return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Tokens(), callbacks=[Reporter()])
 
 
-def parameters_of(trainer: Trainer) -> list[Tensor]:
-    return [p.detach().clone() for p in cast(torch.nn.Module, trainer.model).parameters()]
+def trained(
+    folder: str | Path, algorithm: Any = ALGORITHM, resume: str | None = None, **settings: Any
+) -> tuple[Trainer, ThinwireCallback]:
+    trainer = new_trainer(str(folder), **settings)
+    callback = attach(trainer, algorithm)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, callback
 
 
-def test_checkpoint_and_resume(pool2: Pool, tmp_path: Path) -> None:
-    for straight, resumed, forgetful, step in pool2.run(_resume, str(tmp_path)):
-        assert step == 6
-        assert all(map(torch.equal, straight, resumed))
-        assert not all(map(torch.equal, straight, forgetful))
+def model_of(trainer: Trainer) -> torch.nn.Module:
+    return cast(torch.nn.Module, trainer.model)
 
 
-def _resume(folder: str) -> tuple[list[Tensor], list[Tensor], list[Tensor], int]:
+@each_of(2)
+def test_checkpoint_and_resume(tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "checkpoint-3")
     with several_processes():
-        trainer = new_trainer(folder)
-        attach(trainer, ALGORITHM)
-        trainer.train()
-        straight = parameters_of(trainer)
+        trainer, _ = trained(tmp_path)
+        straight = flat(model_of(trainer))
     dist.barrier()
-    checkpoint = f"{folder}/checkpoint-3"
     with several_processes():
-        trainer = new_trainer(folder)
-        callback = attach(trainer, ALGORITHM)
-        trainer.train(resume_from_checkpoint=checkpoint)
-        resumed, step = parameters_of(trainer), callback.sync.stats().steps
+        trainer, callback = trained(tmp_path, resume=checkpoint)
+        assert torch.equal(flat(model_of(trainer)), straight)
+        assert callback.sync.stats().steps == 6
     with several_processes():
-        elsewhere = new_trainer(f"{folder}/elsewhere")
-        callback = attach(
-            elsewhere, thinwire.PowerSGD(matrix_rank=1, error_feedback=False), checkpoint=checkpoint
-        )
-        elsewhere.train(resume_from_checkpoint=checkpoint)
-        forgetful = parameters_of(elsewhere)
-    return straight, resumed, forgetful, step
+        forgetful = new_trainer(str(tmp_path / "elsewhere"))
+        without = thinwire.PowerSGD(matrix_rank=1, error_feedback=False)
+        attach(forgetful, without, checkpoint=checkpoint)
+        forgetful.train(resume_from_checkpoint=checkpoint)
+        assert not torch.equal(flat(model_of(forgetful)), straight)
 
 
-def test_logs_reach_the_other_callbacks(pool2: Pool, tmp_path: Path) -> None:
-    for reported, history, message_bytes in pool2.run(_logged, str(tmp_path)):
-        losses = [log for log in reported if "loss" in log]
-        assert len(losses) == 3
-        assert all(log["thinwire_compression_ratio"] > 2 for log in losses)
-        assert losses[-1]["thinwire_total_message_bytes"] == message_bytes
-        assert losses[-1]["thinwire_total_nonfinite_steps"] == 0
-        assert [log for log in history if "loss" in log][-1]["thinwire_total_message_bytes"] == message_bytes
-
-
-def _logged(folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+@each_of(2)
+def test_logs_reach_the_other_callbacks(tmp_path: Path) -> None:
     with several_processes():
-        trainer = new_trainer(folder, save_strategy="no")
-        callback = attach(trainer, ALGORITHM)
-        trainer.train()
+        trainer, callback = trained(tmp_path, save_strategy="no")
+        message_bytes = callback.sync.stats().message_bytes
         (reporter,) = (c for c in trainer.callback_handler.callbacks if isinstance(c, Reporter))
-        return reporter.logs, trainer.state.log_history, callback.sync.stats().message_bytes
+        for logs in (reporter.logs, trainer.state.log_history):
+            losses = [log for log in logs if "loss" in log]
+            assert len(losses) == 3
+            assert all(log["thinwire_compression_ratio"] > 2 for log in losses)
+            assert losses[-1]["thinwire_total_message_bytes"] == message_bytes
+            assert losses[-1]["thinwire_total_nonfinite_steps"] == 0
 
 
-def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(pool2: Pool, tmp_path: Path) -> None:
+@each_of(2)
+def test_without_a_scaler_gradients_that_are_not_finite_can_be_zeros(tmp_path: Path) -> None:
     """Of a step after training, so that one process can be given what is infinite."""
-    for nonfinite_steps, gradients_are_zeros in pool2.run(_nonfinite, str(tmp_path)):
-        assert nonfinite_steps == 1
-        assert gradients_are_zeros
-
-
-def _nonfinite(folder: str) -> tuple[int, bool]:
     with several_processes():
-        trainer = new_trainer(folder, max_steps=1, save_strategy="no", ddp_find_unused_parameters=False)
+        trainer = new_trainer(
+            str(tmp_path), max_steps=1, save_strategy="no", ddp_find_unused_parameters=False
+        )
         callback = attach(trainer, ALGORITHM, on_nonfinite="zero", host_check=False)
         trainer.train()
         model = trainer.model_wrapped
@@ -169,20 +159,9 @@ def _nonfinite(folder: str) -> tuple[int, bool]:
         torch.autograd.backward(loss * (torch.inf if dist.get_rank() == 1 else 1.0))
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         assert gradients
+        assert not any(each.any() for each in gradients)
         assert not engine_of(callback.sync).settings.host_check
-        return callback.sync.stats().nonfinite_steps, not any(bool(each.any()) for each in gradients)
-
-
-def test_models_are_averaged_now_and_then(pool2: Pool, tmp_path: Path) -> None:
-    """By DiLoCo every four steps, and before the checkpoint in mid-round, which has one model for all."""
-    results = pool2.run(_averaged_models, str(tmp_path))
-    assert len(results) == 2
-    for same, steps, ratio, saved_is_averaged, second in results:
-        assert same == [False, False, True, True, False, True]  # by step: 3 is saved, 4 is due, 6 ends
-        assert steps == 6
-        assert ratio > 5
-        assert saved_is_averaged
-        assert second == ([True, False, True], 6)
+        assert callback.sync.stats().nonfinite_steps == 1
 
 
 class Looking(TrainerCallback):
@@ -197,20 +176,23 @@ class Looking(TrainerCallback):
         self.weights.append(flat(model))
 
 
-def _averaged_models(folder: str) -> tuple[Any, ...]:
+@each_of(2)
+def test_models_are_averaged_now_and_then(tmp_path: Path) -> None:
+    """By DiLoCo every four steps, and before the checkpoint in mid-round, which has one model for all."""
     averaging = partial(thinwire.DiLoCo, every_steps=4)
     with several_processes():
-        trainer, look = new_trainer(folder), Looking()
+        trainer, look = new_trainer(str(tmp_path)), Looking()
         trainer.add_callback(look)
         callback = attach(trainer, averaging)
         trainer.train()
-        local = callback.local
-        assert local is not None
-        assert callback.sync is local.sync
-        stats = local.stats()
+        assert look.agreed == [False, False, True, True, False, True]  # 3 is saved, 4 is due, 6 ends
+        assert callback.local is not None
+        assert callback.sync is callback.local.sync
+        assert callback.local.steps == 6
+        assert callback.local.stats().compression_ratio > 5
     dist.barrier()
     with several_processes():
-        trainer, again = new_trainer(folder), Looking()
+        trainer, again = new_trainer(str(tmp_path)), Looking()
         trainer.add_callback(again)
         callback = attach(trainer, averaging)
         load_from_checkpoint = trainer._load_from_checkpoint
@@ -218,166 +200,116 @@ def _averaged_models(folder: str) -> tuple[Any, ...]:
 
         def noting(*args: Any, **kwargs: Any) -> None:
             load_from_checkpoint(*args, **kwargs)
-            loaded.append(flat(cast(torch.nn.Module, trainer.model)))
+            loaded.append(flat(model_of(trainer)))
 
         trainer._load_from_checkpoint = noting  # type: ignore[method-assign]
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert torch.equal(look.weights[2], loaded[0])
+        assert again.agreed == [True, False, True]
         assert callback.local is not None
-        second = again.agreed, callback.local.steps
-    return (
-        look.agreed,
-        stats.steps,
-        stats.compression_ratio,
-        torch.equal(look.weights[2], loaded[0]),
-        second,
-    )
+        assert callback.local.steps == 6
 
 
-def test_the_lines_of_advice_run_as_they_are(pool2: Pool, tmp_path: Path) -> None:
-    for world_size, ratios in pool2.run(_pasted, lines_for("Trainer"), str(tmp_path)):
-        assert world_size == 2
-        assert len(ratios) == 2
-        assert min(ratios) > 5
-
-
-def _pasted(lines: list[str], folder: str) -> tuple[int, list[float]]:
-    ratios = []
+@each_of(2)
+def test_the_lines_of_advice_run_as_they_are(tmp_path: Path) -> None:
+    lines = lines_for("Trainer")
+    assert len(lines) == 2
     for text in lines:
         with several_processes():
-            trainer = new_trainer(folder, max_steps=4, save_strategy="no")
+            trainer = new_trainer(str(tmp_path), max_steps=4, save_strategy="no")
             names: dict[str, Any] = {"trainer": trainer, "loop": trainer.train}
             run(text, names)
-            ratios.append(names["thinwire_callback"].sync.stats().compression_ratio)
-    return dist.get_world_size(), ratios
+            assert names["thinwire_callback"].sync.stats().compression_ratio > 5
 
 
-def test_training_again_goes_on_with_the_same_memory(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(_again, str(tmp_path)) == [(True, 12)] * 2
-
-
-def _again(folder: str) -> tuple[bool, int]:
+@each_of(2)
+def test_training_again_goes_on_with_the_same_memory(tmp_path: Path) -> None:
     with several_processes():
-        trainer = new_trainer(folder, save_strategy="no")
-        callback = attach(trainer, ALGORITHM)
-        trainer.train()
+        trainer, callback = trained(tmp_path, save_strategy="no")
         first = callback.sync
         trainer.train()
-        return callback.sync is first, callback.sync.stats().steps
+        assert callback.sync is first
+        assert first.stats().steps == 12
 
 
-def test_the_run_chooses_its_algorithm(pool2: Pool, tmp_path: Path) -> None:
-    first, second = pool2.run(_chosen, str(tmp_path))
-    assert first["world"] == 2
-    assert first["used"] == second["used"]
-    assert (first["told"], second["told"]) == (1, 0)
-    exact_bytes, cast_bytes = first["bytes"][:2]
-    assert cast_bytes == exact_bytes / 2
-    # Of the checkpoint at step 30; from there the run chooses anew.
-    assert first["resumed"] == (40, True)
-    assert first["refused"][0] == "ConfigError"
-    assert "functools.partial(thinwire.auto" in first["refused"][1]
-
-
-def _chosen(folder: str) -> dict[str, Any]:
+@each_of(2)
+def test_the_run_chooses_its_algorithm(tmp_path: Path) -> None:
     told: list[str] = []
     # All are tried, for messages are waited for; what is chosen then, the machine has to say.
     averaging = partial(thinwire.auto, probe_steps=2, budget_loss=0, least_gain=0, log=told.append)
     with several_processes():
-        trainer = new_trainer(folder, max_steps=40, save_steps=30)
-        callback = attach(trainer, averaging)
-        trainer.train()
+        _, callback = trained(tmp_path, averaging, max_steps=40, save_steps=30)
         assert callback.auto is not None
-        chosen, trials = callback.auto.chosen, callback.auto.trials
-        assert chosen is not None
         assert callback.auto.sync is callback.sync
-    dist.barrier()
+        assert len(told) == (1 if dist.get_rank() == 0 else 0)
+        assert_chosen_alike(callback.auto)
     with several_processes():
-        trainer = new_trainer(folder, max_steps=40)
-        resumed = attach(trainer, averaging)
-        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-30")
-        assert resumed.auto is not None
-    return {
-        "world": dist.get_world_size(),
-        "used": (chosen.name, str(callback.sync.algorithm), [each.step_seconds for each in trials]),
-        "told": len(told),
-        "bytes": [each.message_bytes for each in trials],
-        "resumed": (resumed.sync.stats().steps, resumed.auto.is_choosing),
-        "refused": error_of(lambda: attach(new_trainer(folder), averaging, on_nonfinite="zero")),
-    }
+        # From the checkpoint the run chooses again.
+        _, callback = trained(tmp_path, averaging, str(tmp_path / "checkpoint-30"), max_steps=40)
+        assert callback.auto is not None
+        assert callback.auto.is_choosing
+        assert callback.sync.stats().steps == 40
+    with pytest.raises(thinwire.ConfigError, match=r"functools\.partial\(thinwire\.auto"):
+        attach(new_trainer(str(tmp_path)), averaging, on_nonfinite="zero")
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(pool2: Pool, tmp_path: Path) -> None:
-    for without, elsewhere, mistaken in pool2.run(_unfit, str(tmp_path)):
-        assert without[0] == elsewhere[0] == mistaken[0] == "StateError"
-        assert f"has no {STATE_NAME}" in without[1]
-        assert "checkpoint=" in elsewhere[1]
-        assert "checkpoint=" in mistaken[1]
-
-
-def _unfit(folder: str) -> tuple[tuple[str, str], ...]:
-    """Without our file; from a folder not the trainer's; and where that has a checkpoint of another run."""
-    errors = []
-    for trained, attached, resumed in (("a", "a", "a"), ("b", "c", "b"), ("b", "a", "b")):
+@pytest.mark.parametrize(
+    ("trained", "attached", "message"),
+    [("a", "a", f"has no {STATE_NAME}"), ("b", "c", "checkpoint="), ("b", "a", "checkpoint=")],
+    ids=["without our file", "from a folder not the trainer's", "that has a checkpoint of a different run"],
+)
+@each_of(2)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    tmp_path: Path, trained: str, attached: str, message: str
+) -> None:
+    for folder in dict.fromkeys(("a", trained)):
         with several_processes():
-            new_trainer(f"{folder}/{trained}", logging_steps=1 if trained == "a" else 2, max_steps=3).train()
+            steps = 1 if folder == "a" else 2
+            new_trainer(f"{tmp_path}/{folder}", logging_steps=steps, max_steps=3).train()
             dist.barrier()
-        with several_processes():
-            trainer = new_trainer(f"{folder}/{attached}")
-            attach(trainer, ALGORITHM)
-            path = f"{folder}/{resumed}/checkpoint-3"
-            errors.append(error_of(lambda t=trainer, p=path: t.train(resume_from_checkpoint=p)))
-            dist.barrier()
-    return tuple(errors)
+    with several_processes():
+        trainer = new_trainer(f"{tmp_path}/{attached}")
+        attach(trainer, ALGORITHM)
+        with pytest.raises(thinwire.StateError, match=message):
+            trainer.train(resume_from_checkpoint=f"{tmp_path}/{trained}/checkpoint-3")
+        dist.barrier()
 
 
-def test_the_error_is_in_units_of_the_unscaled_loss(pool2: Pool, tmp_path: Path) -> None:
+@each_of(2)
+def test_the_error_is_in_units_of_the_unscaled_loss(tmp_path: Path) -> None:
     """On CPUs a Trainer has no scaler; here it has been given one."""
-    for plain, scaled in pool2.run(_scaled, str(tmp_path)):
-        assert plain.keys() == scaled.keys() != set()
-        for name, error in plain.items():
-            assert error.norm() > 0
-            assert torch.equal(error, scaled[name])
-
-
-def _scaled(folder: str) -> list[dict[str, Tensor]]:
     errors = []
     for scaler in (None, GradScaler("cpu", init_scale=2.0**10)):
         with several_processes():
-            trainer = new_trainer(folder, save_strategy="no", max_grad_norm=0)
+            trainer = new_trainer(str(tmp_path), save_strategy="no", max_grad_norm=0)
             callback = attach(trainer, ALGORITHM)
             trainer.accelerator.scaler = scaler
             trainer.train()
             errors.append(dict(callback.sync.state_dict()["error"]))
-    return errors
+    assert errors[0]
+    assert all(error.norm() > 0 for error in errors[0].values())
+    torch.testing.assert_close(*errors, rtol=0, atol=0)
 
 
-def test_a_hyper_parameter_search_is_refused(pool2: Pool, tmp_path: Path) -> None:
-    for name, message in pool2.run(_search, str(tmp_path)):
-        assert name == "AttachError"
-        assert "hyperparameter_search" in message
-
-
-def _search(folder: str) -> tuple[str, str]:
+@each_of(2)
+def test_a_hyper_parameter_search_is_refused(tmp_path: Path) -> None:
     with several_processes():
-        trainer = new_trainer(folder)
+        trainer = new_trainer(str(tmp_path))
         callback = attach(trainer, ALGORITHM)
         state = TrainerState(is_hyper_param_search=True)
-        return error_of(lambda: callback.on_train_begin(trainer.args, state, trainer.control))
+        with pytest.raises(thinwire.AttachError, match="hyperparameter_search"):
+            callback.on_train_begin(trainer.args, state, trainer.control)
 
 
-def test_only_weights_are_saved_when_asked(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(_only_weights, str(tmp_path)) == [True] * 2
+@each_of(2)
+def test_only_weights_are_saved_when_asked(tmp_path: Path) -> None:
+    with several_processes():
+        _, callback = trained(tmp_path, save_only_model=True)
+        assert callback.sync.stats().compression_ratio > 2
+    dist.barrier()
     files = os.listdir(tmp_path / "checkpoint-6")
     assert "model.safetensors" in files
     assert STATE_NAME not in files
-
-
-def _only_weights(folder: str) -> bool:
-    with several_processes():
-        trainer = new_trainer(folder, save_only_model=True)
-        callback = attach(trainer, ALGORITHM)
-        trainer.train()
-        return callback.sync.stats().compression_ratio > 2
 
 
 def test_one_process_has_nothing_to_attach(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ class _Registration:
 class DDPCommHookType(Enum):
     """torch's names for hooks; each value registers its hook: `….value(model=model, state=process_group)`.
 
-    A PowerSGD hook gets a `PowerSGDState` of its own, with the defaults: it compresses after 1 000 steps,
-    unless the value is called with `start_powerSGD_iter` as well.
+    A PowerSGD hook gets its own `PowerSGDState`, with the defaults: it compresses after 1 000 steps, unless
+    the value is called with `start_powerSGD_iter` as well.
     """
 
     # Objects that can be called: an Enum takes a function for a method, and not for a member.

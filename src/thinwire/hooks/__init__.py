@@ -20,11 +20,12 @@ from thinwire.algorithms import BatchedPowerSGD, PowerSGD
 from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import ConfigError
 from thinwire.hooks.post_local_sgd import PostLocalSGDState, averaged, post_localSGD_hook
-from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, checked_state_of, powerSGD_hook
+from thinwire.hooks.powersgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from thinwire.hooks.stateless import (
     MachinesState,
     allreduce_hook,
     bf16_compress_hook,
+    checked_state,
     fp16_compress_hook,
     noop_hook,
     quantization_perchannel_hook,
@@ -59,7 +60,7 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
     back as they are.
 
     Raises:
-        ConfigError: Not one of this module's hooks: the messages of another can't be reached.
+        ConfigError: It is a foreign hook, whose messages can't be reached.
     """
     return _wrapped(hook, "fp16")
 
@@ -76,7 +77,7 @@ def _each_in_16_bits(wire_dtype: WireDtype, cast: Hook) -> list[tuple[Hook, Hook
         # torch's wrapper casts the gradients that the hook is given. Here factors are cast, and the residual
         # keeps what that rounds off.
         def low_rank_in_16_bits(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
-            return checked_state_of(state).run(kind, wire_dtype, bucket)
+            return checked_state(PowerSGDState, state).run(kind, wire_dtype, bucket)
 
         return low_rank_in_16_bits
 
@@ -100,13 +101,13 @@ SMALL += [quantization_pertensor_hook, quantization_perchannel_hook, noop_hook]
 
 
 def _wrapped(hook: Hook, wire_dtype: WireDtype) -> Hook:
-    # By identity: a hook of the user's own may compare as it likes.
+    # Compare identities: a user's hook may define its own equality.
     for whole, small in IN_16_BITS[wire_dtype]:
         if hook is whole:
             return small
     if any(hook is each for each in SMALL):
         return hook
     raise ConfigError(
-        f"expected one of thinwire.hooks, got {hook!r}; the messages of another hook can't be reached from "
+        f"expected one of thinwire.hooks, got {hook!r}; the messages of a foreign hook can't be reached from "
         "outside: use torch's own wrapper for it"
     )

@@ -19,7 +19,7 @@ from thinwire.errors import ConfigError
 from thinwire.fronts.contributors import divide_by_contributors
 from thinwire.fronts.ddp import BucketFront
 from thinwire.fronts.ddp_model import completed_future, dense_buffer
-from thinwire.hooks.stateless import cast_in, sent_mean
+from thinwire.hooks.stateless import cast_in, checked_state, sent_mean
 from thinwire.sync import Engine, Settings
 from thinwire.sync.settings import OnNonfinite, checked_on_nonfinite
 from thinwire.version import __version__
@@ -48,9 +48,8 @@ CHECKS: dict[str, Callable[[str, object], object]] = {
 class PostLocalSGDState:
     """Settings and step counter of `post_localSGD_hook` on one model.
 
-    The hook averages gradients only. Averaging the parameters after the local phase has begun is left to
-    another object, as in torch, whose `warmup_steps` must be the same number. `thinwire.LocalSGD` does both
-    with one counter.
+    The hook averages gradients only. In the local phase a second object must average the parameters, as in
+    torch, with the same number as its `warmup_steps`. `thinwire.LocalSGD` does both with one counter.
 
     Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv 1808.07217).
 
@@ -62,7 +61,7 @@ class PostLocalSGDState:
         start_localSGD_iter: Steps at the start that average over `process_group`.
         post_local_gradient_allreduce: Whether later steps average within `subgroup`, or not at all.
         on_nonfinite: Not torch's: what becomes of gradients that are averaged and are not finite; see
-            `thinwire.attach`. "raise" only where nothing is averaged within subgroups.
+            `thinwire.attach`. "raise" only if nothing is averaged within subgroups.
 
     Attributes:
         iter: Steps so far, up to `start_localSGD_iter`; may be set when training is resumed.
@@ -138,7 +137,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[t
     `subgroup`.
 
     Raises:
-        ConfigError: The state is of another kind; or no subgroup was given, and the processes can't be
+        ConfigError: The state is of a different kind; or no subgroup was given, and the processes can't be
             divided by machine.
         GradientError: The gradients are sparse.
         AgreementError: The processes have other settings (found at the first step).
@@ -152,12 +151,7 @@ def averaged(
     state: PostLocalSGDState, bucket: GradBucket, wire_dtype: WireDtype | None
 ) -> Future[torch.Tensor]:
     """As `post_localSGD_hook`, with its messages in 16 bits if asked."""
-    if not isinstance(state, PostLocalSGDState):
-        raise ConfigError(
-            "post_localSGD_hook needs a thinwire.hooks.PostLocalSGDState, got "
-            f"{type(state).__module__}.{type(state).__name__}"
-        )
-    flat = dense_buffer(bucket)
+    state, flat = checked_state(PostLocalSGDState, state), dense_buffer(bucket)
     if not state.is_agreed:
         _agree(state, wire_dtype, flat.device)
     is_local = state.iter >= state.start_localSGD_iter
@@ -195,7 +189,7 @@ def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch
         "iter": str(state.iter),
         "wire_dtype": str(wire_dtype),
     }
-    # At the first step: once some average locally and others do not, they wait for each other for ever.
+    # Compare at the first step: if only some average locally, they wait for each other until the timeout.
     agree(ProcessGroupTransport(state.process_group, device), description, "the first step")
     state.is_agreed = True
     if state.post_local_gradient_allreduce and state.subgroup is None and _processes_per_machine() is None:
@@ -204,7 +198,7 @@ def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch
 
 def _processes_per_machine() -> int | None:
     """Return how many there are, by its accelerators or by the launcher; None if neither is known."""
-    # As torch does: one process for each accelerator.
+    # torch assumes one process for each accelerator, too.
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     given = os.environ.get("LOCAL_WORLD_SIZE", "")

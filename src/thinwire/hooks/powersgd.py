@@ -5,6 +5,7 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -24,10 +25,12 @@ from thinwire.checks import number, true_or_false, whole_count
 from thinwire.errors import ConfigError, StateError
 from thinwire.fronts.ddp import BucketFront, front_of_hook
 from thinwire.fronts.ddp_model import dense_buffer
+from thinwire.hooks.stateless import checked_state
 from thinwire.plan import Plan
 from thinwire.sync import Engine, GradientSync, Settings, attached
 from thinwire.sync.settings import OnNonfinite
-from thinwire.sync.state import checked_state, packed_state
+from thinwire.sync.state import checked_state as checked_saved_state
+from thinwire.sync.state import packed_state
 from thinwire.sync.stats import Stats
 
 if TYPE_CHECKING:
@@ -82,8 +85,8 @@ class PowerSGDState:
         warm_start: Start each power iteration from the last step's factor.
         orthogonalization_epsilon: Accepted and not used: Thinwire's orthonormalisation is safe without.
         random_seed: Of the random factors, the same on all processes.
-        compression_stats_logging_frequency: Every so many steps, at least one, the statistics are logged, at
-            level INFO.
+        compression_stats_logging_frequency: Steps from one log of the statistics, at level INFO, to the
+            next.
         batch_tensors_with_same_shape: Accepted and not used: what gains from batching always is batched.
         options: Not torch's: `grad_scaler`, `host_check`, `on_nonfinite` and `machines`, all by name, as of
             `thinwire.attach`. Without `grad_scaler` the error is in units of the scaled loss, as in torch's
@@ -114,8 +117,6 @@ class PowerSGDState:
         batch_tensors_with_same_shape: bool = False,
         **options: "Unpack[StepOptions]",
     ) -> None:
-        if unknown := options.keys() - StepOptions.__annotations__.keys():
-            raise TypeError(f"PowerSGDState() got an unexpected keyword argument {min(unknown)!r}")
         # Before what follows: setters look at it. A hook can know its model from the first step on only.
         self._front: BucketFront | None = None
         self._used_with = ""
@@ -128,7 +129,7 @@ class PowerSGDState:
             "warm_start": warm_start,
             "random_seed": random_seed,
         }
-        # By the algorithm's names; torch's are properties.
+        # Kept by the algorithm's names; torch's names are properties.
         self._settings = translated(given)
         self._typed = {ELSEWHERE.get(name, name): name for name in given}
         self._unused: dict[str, Any] = {
@@ -140,9 +141,10 @@ class PowerSGDState:
             ),
         }
         self.compression_stats_logging_frequency = compression_stats_logging_frequency
-        # As given: a state is pickled before its first use.
-        self._options = options
-        self._step_settings()  # only to be checked
+        # Kept as given, because a state may be pickled before its first use.
+        self._steps: dict[str, Any] = dict(options)
+        self._machines = self._steps.pop("machines", False)
+        Settings.of(**self._steps)  # only to be checked
         self._loaded: dict[str, Any] | None = None
         self._strict = True
         self._numel_before, self._numel_after = 0, 0
@@ -167,14 +169,9 @@ class PowerSGDState:
             raise ConfigError(f"{name} of a PowerSGDState can't be set: {why}")
         object.__setattr__(self, name, value)
 
-    def _step_settings(self) -> Settings:
-        steps: dict[str, Any] = {"grad_scaler": None, "host_check": True, "on_nonfinite": "nan"}
-        steps |= {name: each for name, each in self._options.items() if name in steps}
-        return Settings.of(**steps, typed=self._typed)
-
     def _get(self, name: str) -> Any:
         """Return a setting of the algorithm in use, or as given last if that one has no such setting."""
-        # `sync.use` may have put another algorithm in place of that of the settings.
+        # `sync.use` may have switched to an algorithm that the settings do not describe.
         in_use = None if self._front is None else self._front.sync.algorithm
         return getattr(in_use, name, self._settings[name])
 
@@ -193,7 +190,7 @@ class PowerSGDState:
             # Only a change: after `use` the next step compares all processes.
             if algorithm != in_use:
                 self._front.sync.use(algorithm)
-        # Last: where the change was refused, the settings are as before.
+        # Last, so that a change that is refused leaves the settings as they were.
         self._settings |= change
 
     @property
@@ -213,7 +210,7 @@ class PowerSGDState:
 
     @property
     def compression_stats_logging_frequency(self) -> int:
-        """Every so many steps the statistics are logged; may be set."""
+        """Steps from one log of the statistics to the next; may be set."""
         return self._log_every_steps
 
     @compression_stats_logging_frequency.setter
@@ -226,19 +223,12 @@ class PowerSGDState:
         steps = 0 if self._front is None else self._front.sync.steps
         return (steps // self._log_every_steps + 1) * self._log_every_steps
 
-    @property
-    def orthogonalization_epsilon(self) -> float:
-        """As given; not used."""
-        return float(self._unused["orthogonalization_epsilon"])
-
-    @property
-    def batch_tensors_with_same_shape(self) -> bool:
-        """As given; not used."""
-        return bool(self._unused["batch_tensors_with_same_shape"])
+    orthogonalization_epsilon = property(lambda state: state._unused["orthogonalization_epsilon"])
+    batch_tensors_with_same_shape = property(lambda state: state._unused["batch_tensors_with_same_shape"])
 
     @property
     def rng(self) -> Any:
-        """A new NumPy generator of `random_seed`, where torch keeps its own; Thinwire draws from none."""
+        """A new NumPy generator of `random_seed`; torch draws from its own, Thinwire from none."""
         import numpy as np  # noqa: PLC0415 (torch's state needs it, Thinwire does not)
 
         return np.random.RandomState(self._get("seed"))
@@ -286,9 +276,9 @@ class PowerSGDState:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "PowerSGDState":
         """Return a state with the same settings and no steps: a copied model has no hook."""
-        copied = PowerSGDState(self.process_group, **self._unused, **self._options)
+        copied = PowerSGDState(self.process_group, **self._unused, **self._steps, machines=self._machines)
         copied._log_every_steps = self._log_every_steps
-        # As they are now, and not as given: `sync.use` may have changed them.
+        # Copy what is in use now: `sync.use` may have changed the settings.
         copied._settings = {name: self._get(name) for name in self._settings}
         copied._loaded, copied._strict = copy.deepcopy(self._loaded, memo), self._strict
         return copied
@@ -335,7 +325,7 @@ class PowerSGDState:
             self._front.sync.load_state_dict(state, strict=strict)
         else:
             # What can be checked without a model; the rest when the first step shows it.
-            checked_state(state, specs=None)
+            checked_saved_state(state, specs=None)
             self._loaded, self._strict = copy.deepcopy(dict(state)), strict
 
     def abandon(self) -> None:
@@ -360,10 +350,8 @@ class PowerSGDState:
         """As `BucketFront.run`, for a hook, which must always be the same."""
         used_with = kind.__name__ if wire_dtype is None else f"{kind.__name__} in {wire_dtype}"
         if self._front is None:
-            algorithm = self.algorithm(kind, wire_dtype)
-            self._front = self._new_front(algorithm, dense_buffer(bucket).device)
-            self._front.engine.observers.append(self._after_step)
-            # Only now: where the front was refused, the state is still there for another try.
+            self._front = self._new_front(self.algorithm(kind, wire_dtype), dense_buffer(bucket).device)
+            # Only now: if the front was refused, the state is still there for a second try.
             self._loaded, self._used_with = None, used_with
         # Under two hooks, buckets of one step could be averaged in two ways.
         if self._used_with != used_with:
@@ -375,26 +363,24 @@ class PowerSGDState:
 
     def _new_front(self, algorithm: PowerSGD | BatchedPowerSGD, device: torch.device) -> BucketFront:
         transport = ProcessGroupTransport(self.process_group, device)
-        machines = self._options.get("machines", False)
-        front = front_of_hook(self, algorithm, transport, self._step_settings(), machines)
+        settings = Settings.of(**self._steps, typed=self._typed)
+        front = front_of_hook(self, algorithm, transport, settings, self._machines)
         if self._loaded is not None:
             front.sync.load_state_dict(self._loaded, strict=self._strict)
+        front.engine.observers.append(partial(self._after_step, front.engine))
         return front
 
-    def _after_step(self, committed: bool) -> None:
+    def _after_step(self, engine: Engine, committed: bool) -> None:
         """Count and log."""
-        if self._front is None:
-            raise AssertionError("a step was made without a front")
-        engine = self._front.engine
-        # As of before this step: `iter` counts it already if it was committed.
+        # The number of steps before this one: `iter` counts it already if it was committed.
         if self.iter - committed >= self._get("warmup_steps"):
-            # Counted again only where something has changed: it goes through all parameters.
+            # Count again only if something has changed: it goes through all parameters.
             counted_for = (engine.algorithm, engine.plan)
             if self._counted[0] != counted_for:
                 self._counted = (counted_for, *_elements(engine))
             self._numel_before += self._counted[1]
             self._numel_after += self._counted[2]
-        # Statistics cost norms and a host synchronisation, so none where nobody reads them.
+        # Statistics cost norms and a host synchronisation, so only for those who read them.
         if logger.isEnabledFor(logging.INFO) and engine.steps % self._log_every_steps == 0:
             stats = engine.stats()
             logger.info("step %d: compression ratio %.1f, %r", stats.steps, stats.compression_ratio, stats)
@@ -423,22 +409,12 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tens
         bucket: Of DDP.
 
     Raises:
-        ConfigError: The state is of another kind, or was used with another hook or model.
+        ConfigError: The state is of a different kind, or was used with a different hook or model.
         ThinwireError: As of `BucketFront.run`.
     """
-    return checked_state_of(state).run(PowerSGD, None, bucket)
+    return checked_state(PowerSGDState, state).run(PowerSGD, None, bucket)
 
 
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[torch.Tensor]:
     """As `powerSGD_hook`, on each bucket as one square matrix; see `thinwire.algorithms.BatchedPowerSGD`."""
-    return checked_state_of(state).run(BatchedPowerSGD, None, bucket)
-
-
-def checked_state_of(state: object) -> PowerSGDState:
-    """Return the state that a hook was registered with, if it is one for PowerSGD."""
-    if not isinstance(state, PowerSGDState):
-        raise ConfigError(
-            "PowerSGD's hooks need a thinwire.hooks.PowerSGDState, got "
-            f"{type(state).__module__}.{type(state).__name__}"
-        )
-    return state
+    return checked_state(PowerSGDState, state).run(BatchedPowerSGD, None, bucket)

@@ -2,6 +2,7 @@
 # DDP compares a hook's annotations with the types themselves: no `from __future__ import annotations` here.
 
 import weakref
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ MAX_CODE = 255  # of 8 bits
 
 
 class MachinesState:
-    """What `allreduce_hook` and the 16-bit hooks take in place of a group where machines have several GPUs.
+    """What `allreduce_hook` and the 16-bit hooks take in place of a group if machines have several GPUs.
 
     What leaves a machine then leaves it once: `ddp_model.register_comm_hook(MachinesState(),
     bf16_compress_hook)` does what `thinwire.attach(ddp_model, Cast("bf16"))` does.
@@ -135,6 +136,17 @@ def noop_hook(_: object, bucket: GradBucket) -> Future[torch.Tensor]:
     return completed_future(bucket.buffer())
 
 
+State = TypeVar("State")
+
+
+def checked_state(kind: type[State], state: object) -> State:
+    """Return the state that a hook was registered with, if it is of the kind that it needs."""
+    if not isinstance(state, kind):
+        got = f"{type(state).__module__}.{type(state).__name__}"
+        raise ConfigError(f"this hook needs a thinwire.hooks.{kind.__name__}, got {got}")
+    return state
+
+
 def cast_in(wire_dtype: WireDtype | None) -> AllReduce | Cast:
     """Return what averages in a 16-bit type, or in the gradients' own."""
     return AllReduce() if wire_dtype is None else Cast(wire_dtype)
@@ -202,7 +214,7 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(flat.float(), (0, -flat.numel() % scaled_elements))
     rows = padded.view(-1, scaled_elements)
     low, high = rows.amin(1, keepdim=True).clamp(max=0), rows.amax(1, keepdim=True).clamp(min=0)
-    # Divided first: high - low can leave the range of fp32 where neither does.
+    # Divide first: high - low can leave the range of fp32 even if neither does.
     scale = high / MAX_CODE - low / MAX_CODE
     # All zeros: any scale will do, but not one to divide by 0 with.
     scale = torch.where(scale == 0, torch.ones_like(scale), scale)
@@ -215,7 +227,7 @@ def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:
 def _gradients(codes: torch.Tensor, numel: int, scaled_elements: int) -> torch.Tensor:
     """Return what `_codes` was given, rounded: fp32, shape (numel,)."""
     count = -(-numel // scaled_elements)
-    # A copy: the codes of the process before may end where no fp32 can begin.
+    # Copy: the codes of the process before may end at an address that fp32 can't have.
     scale, zero = codes[: 8 * count].clone().view(torch.float32).view(2, count, 1)
     rows = codes[8 * count :].view(count, scaled_elements)
     gradients: torch.Tensor = (rows.float() - zero) * scale

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
-        """Import a shell where it is named without an import."""
+        """Import a shell when it is first named."""
         if name in ("accelerate", "lightning", "transformers"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
 """Hugging Face Accelerate: the handler it takes, with Thinwire behind it.
 
-Change where two names come from, and leave the rest of the script as it is:
+Change two imports, and leave the rest of the script as it is:
 
     from thinwire.integrations.accelerate import DDPCommunicationHookType, DistributedDataParallelKwargs
 
@@ -16,7 +16,6 @@ docs/migrating.md says what behaves differently.
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -31,7 +30,6 @@ from thinwire.algorithms.exact import WireDtype
 from thinwire.errors import AttachError, ConfigError, MissingExtraError, StateError
 from thinwire.fronts.attach import attach
 from thinwire.hooks import PowerSGDState
-from thinwire.hooks.powersgd import StepOptions
 from thinwire.sync import GradientSync, attached, engine_of
 
 try:
@@ -75,7 +73,7 @@ class ParallelismConfig(StockParallelismConfig):  # type: ignore[misc] # acceler
         sync = thinwire.attach(model, thinwire.PowerSGD(matrix_rank=4), replicas=mesh)
         accelerator.register_for_checkpointing(sync)
 
-    Without `attach` nobody averages between replicas. Takes what Accelerate's own takes.
+    Without `attach` replicas are not averaged. Takes what Accelerate's own takes.
 
     Examples:
         >>> ParallelismConfig(dp_replicate_size=4, dp_shard_size=8).fsdp_dim_names
@@ -138,7 +136,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
 
     def to_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return what Accelerate's own handler gives for the same settings."""
-        # Of Accelerate's own fields: its handler copies all attributes, and ours hold models.
+        # Only Accelerate's own fields: its handler copies all attributes, and ours hold models.
         settings = {each.name: getattr(self, each.name) for each in fields(StockKwargs)}
         return StockKwargs(**settings).to_dict(*args, **kwargs)  # type: ignore[no-any-return]
 
@@ -158,7 +156,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
             self.syncs[0] if len(self._syncs) == 1 else None,
             f"expected one attached model, got {len(self._syncs)}; a model is attached by "
             "accelerator.prepare(model) in a run of several processes with a comm_hook other than NO, "
-            "and where there are more than one, handler.syncs has them all",
+            "and if there are several, handler.syncs has them all",
         )
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
@@ -174,7 +172,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         accelerator = self._calling_accelerator()
         # Its models would be saved with the first one's checkpoints.
         if self._accelerator not in (None, accelerator):
-            raise ConfigError("this handler is used by another Accelerator already; make one for each")
+            raise ConfigError("this handler is used by a different Accelerator already; make one for each")
         # Models that were dropped are gone from here on, on every process alike.
         gc.collect()
         self._syncs[model.module] = attach(
@@ -193,7 +191,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
         frame = sys._getframe()
         while (caller := frame.f_back) is not None:
             frame = caller
-            # Of several on the stack the one that has this handler.
+            # There may be several on the stack: find the one that has this handler.
             candidate = frame.f_locals.get("self")
             if isinstance(candidate, Accelerator) and candidate.ddp_handler is self:
                 return candidate
@@ -224,7 +222,7 @@ class DistributedDataParallelKwargs(StockKwargs):  # type: ignore[misc] # accele
                 f"expected a handler's state of {len(self._syncs)} models, got {got}; prepare the same "
                 "models and register your own objects in the same order as when it was saved"
             )
-        # All are checked before one is loaded: no model goes on while another is refused.
+        # Check all before one is loaded, so that all are loaded or none.
         for sync, saved in zip(self.syncs, models, strict=True):
             engine_of(sync).check_state_dict(saved, strict=self.strict)
         for sync, saved in zip(self.syncs, models, strict=True):
@@ -236,9 +234,15 @@ def _algorithm_of(hook: Any, wrapper: Any, options: Mapping[str, Any]) -> Algori
     _check_member("comm_hook", hook, (DDPCommunicationHookType.NO, *CASTS, *LOW_RANK))
     _check_member("comm_wrapper", wrapper, (DDPCommunicationHookType.NO, *CASTS))
     if hook in LOW_RANK:
-        _check_names(options)
-        # The state translates torch's names, with torch's defaults, and checks all values.
-        return PowerSGDState(None, **options).algorithm(LOW_RANK[hook], CASTS.get(wrapper))
+        # The state has torch's names and defaults, and checks values. The Accelerator has group and scaler.
+        try:
+            state = PowerSGDState(process_group=None, grad_scaler=None, **options)
+        except TypeError as error:
+            raise ConfigError(
+                "comm_state_option must map settings of a PowerSGDState, such as matrix_approximation_rank, "
+                f"to values, got {options!r}: {error}"
+            ) from error
+        return state.algorithm(LOW_RANK[hook], CASTS.get(wrapper))
     if options or (wrapper in CASTS and hook not in CASTS):
         raise ConfigError(
             f"comm_state_option {options} and comm_wrapper {wrapper.name}, which would have no effect with "
@@ -253,13 +257,3 @@ def _check_member(name: str, got: object, valid: tuple[Any, ...]) -> None:
     if not isinstance(got, DDPCommunicationHookType) or got not in valid:
         names = ", ".join(member.name for member in valid)
         raise ConfigError(f"{name} must be one of DDPCommunicationHookType's {names}, got {got!r}")
-
-
-def _check_names(options: object) -> None:
-    if not isinstance(options, Mapping):
-        raise ConfigError(f"comm_state_option must map settings to values, got {options!r}")
-    # The Accelerator has a group and a scaler. The others are read off, so that none is forgotten here.
-    names = [*inspect.signature(PowerSGDState).parameters, *StepOptions.__annotations__]
-    valid = [name for name in names if name not in ("process_group", "grad_scaler", "options")]
-    if unknown := [name for name in options if name not in valid]:
-        raise ConfigError(f"comm_state_option has unknown settings {unknown}; those there are: {valid}")

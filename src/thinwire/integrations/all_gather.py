@@ -21,7 +21,7 @@ class AllGatherGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """As `torch.autograd.Function.forward`: return shape (processes, *shape). Collective."""
-        # Kept for the way back, where there is no argument to take it from.
+        # Kept for the backward pass, which is not given the group.
         ctx.transport = ProcessGroupTransport(group, tensor.device)
         return gather_stacked(tensor, ctx.transport)
 

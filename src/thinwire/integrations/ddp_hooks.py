@@ -48,7 +48,7 @@ def register_ddp_comm_hook(
             a `PostLocalSGDState` for `post_localSGD_hook` (which leaves averaging the models to you), a
             process group, None, or (but for 8 bits) a `MachinesState` for hooks without memory.
         ddp_comm_hook: One of `thinwire.hooks`, or any other.
-        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or another.
+        ddp_comm_wrapper: `fp16_compress_wrapper` or `bf16_compress_wrapper` of `thinwire.hooks`, or other.
 
     Raises:
         AttachError: Not a DDP model, or it has a hook already.
@@ -73,7 +73,10 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
         return None
     if not callable(hook):
         raise ConfigError(f"ddp_comm_hook must be a hook such as thinwire.hooks.powerSGD_hook, got {hook!r}")
-    _check_state(state, hook)
+    for needed, kinds, needing in STATES:
+        if hook in needing and not isinstance(state, kinds):
+            got = f"{type(state).__module__}.{type(state).__name__}"
+            raise ConfigError(f"this hook needs {needed}, got {got}")
     if wrapper is None:
         return hook
     # A wrapper is only known to be one by what it returns.
@@ -84,13 +87,6 @@ def checked_hook(state: object, hook: object, wrapper: object) -> Callable[..., 
             f"{wrapper!r}"
         )
     return wrapped  # type: ignore[no-any-return]
-
-
-def _check_state(state: object, hook: object) -> None:
-    for needed, kinds, needing in STATES:
-        if hook in needing and not isinstance(state, kinds):
-            got = f"{type(state).__module__}.{type(state).__name__}"
-            raise ConfigError(f"this hook needs {needed}, got {got}")
 
 
 def check_period(state: object, period: object) -> None:

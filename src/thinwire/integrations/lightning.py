@@ -2,7 +2,7 @@
 
     from thinwire.integrations.lightning import ThinwireCallback, ThinwireStrategy
 
-    trainer = Trainer(  # of `lightning`, or where only `pytorch_lightning` is installed, of that
+    trainer = Trainer(  # of `lightning`, or of `pytorch_lightning` if only that is installed
         strategy=ThinwireStrategy(thinwire.PowerSGD(matrix_rank=4)), callbacks=[ThinwireCallback()], ...
     )
 
@@ -67,8 +67,8 @@ Remembering: TypeAlias = "GradientSync | PowerSGDState | LocalSGD"
 class ThinwireStrategy(DDPStrategy):
     """DDP with Thinwire's averaging, on CPUs and GPUs alike; `strategy="thinwire"` is this with PowerSGD().
 
-    On GPUs Lightning builds DDP on a stream of its own and trains on another, so that averaging overlaps with
-    the backward pass. Torch warns of that ("AccumulateGrad node's stream does not match"): it is harmless.
+    On GPUs Lightning builds DDP on one stream and trains on a second one, so that averaging overlaps with the
+    backward pass. Torch warns of that ("AccumulateGrad node's stream does not match"): it is harmless.
 
     Takes what `DDPStrategy` takes, by position and by name, and an algorithm. In place of an algorithm a hook
     may be given as there (see `register_ddp_comm_hook`): `ddp_comm_hook`, `ddp_comm_state` and
@@ -80,7 +80,7 @@ class ThinwireStrategy(DDPStrategy):
         positional: The algorithm first, if it is given so; then `DDPStrategy`'s.
         algorithm: How gradients become their mean; `thinwire.PowerSGD()` if neither it nor a hook is given.
             Or what makes a `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`:
-            processes then train on their own, and their models are averaged every so many steps, before each
+            processes then train on their own, and their models are averaged every few steps, before each
             validation and checkpoint, and at the end. It is called as
             `make(model, optimizer, grad_scaler=…)`; the module has one optimizer. Or `thinwire.auto`, with
             settings as `functools.partial(thinwire.auto, budget_loss=0.005)`: the run chooses the algorithm.
@@ -175,7 +175,7 @@ class ThinwireStrategy(DDPStrategy):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        # As Lightning does where it finds torch's own state.
+        # Lightning does this itself if it finds torch's own state.
         if isinstance(self._ddp_comm_state, PostLocalSGDState):
             self._enable_model_averaging()
             assert self._model_averager is not None
@@ -190,7 +190,7 @@ class ThinwireStrategy(DDPStrategy):
                 "one that steps last"
             )
         if makes_auto(self.algorithm):
-            # Here, and not where others are attached: loss gaps depend on the optimizer.
+            # Not in `_register_ddp_hooks`: loss gaps depend on the optimizer.
             self.auto = self.algorithm(self.model, self.optimizers[0], grad_scaler=self._scaler)
             self._go_on_with(self.auto.sync)
         else:
@@ -257,7 +257,7 @@ class ThinwireStrategy(DDPStrategy):
                 self.model, self._ddp_comm_state, self._ddp_comm_hook, self._ddp_comm_wrapper
             )
             return
-        # None meanwhile: where the model can't be attached, the old handle is not the one to look at.
+        # None meanwhile: if the model can't be attached, the old handle must not be taken for the new one.
         self._before, self._sync = self._sync, None
         # There are no optimizers yet: the rest is done when they are set up.
         if not isinstance(self.algorithm, Algorithm):
@@ -270,14 +270,9 @@ class ThinwireStrategy(DDPStrategy):
         # Let go of here: it has the last fit's memory, which would be kept beside this one's.
         before, self._before = self._before, None
         if before is not None and self._module is self.model.module:
-            # The module is wrapped anew, and some of its parameters may have been frozen since.
+            # Some parameters may have been frozen since the last fit.
             sync.load_state_dict(before.state_dict(), strict=False)
         self._sync, self._module = sync, self.model.module
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Let Lightning's registry of names have this as "thinwire"."""
-        strategy_registry.register("thinwire", cls, description="DDP with PowerSGD, by Thinwire")
 
 
 class ThinwireCallback(Callback):
@@ -287,7 +282,7 @@ class ThinwireCallback(Callback):
     and `thinwire/total_waiting_seconds`, of process 0, since the start of training; for figures of each
     record, see `thinwire.watch.MetricsWriter`. A resumed run is the run that
     went on, on any number of processes; one of other trainable parameters needs the module's
-    `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore. Where models
+    `strict_loading = False`. A checkpoint that was made without Thinwire has nothing to restore. If models
     are averaged, a checkpoint has the averaged model, and the optimizer of process 0, as Lightning saves it:
     momentum of the others is lost.
 
@@ -330,7 +325,7 @@ class ThinwireCallback(Callback):
         self._loaded = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *unused: Any) -> None:
-        """As `Callback.on_train_batch_end`: log, every so many optimizer steps."""
+        """As `Callback.on_train_batch_end`: log every `log_every_n_steps`."""
         # With accumulated gradients several batches have the same step.
         step = trainer.global_step
         if step == self._logged_step or step % self._log_every_n_steps:
@@ -344,7 +339,7 @@ class ThinwireCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """As `Callback.on_save_checkpoint`: put what is remembered into it. Collective."""
-        # Behind the module's own state, for which models are averaged: both are of one moment.
+        # Lightning has averaged models for the module's state just before: both are of one moment.
         checkpoint[CHECKPOINT_KEY] = _remembering(trainer).state_dict()
 
     def on_load_checkpoint(
@@ -363,4 +358,4 @@ def _remembering(trainer: Trainer) -> Remembering:
 
 # Importing this module is what makes the name known; the registry refuses a second time.
 if "thinwire" not in StrategyRegistry:
-    ThinwireStrategy.register_strategies(StrategyRegistry)
+    StrategyRegistry.register("thinwire", ThinwireStrategy, description="DDP with PowerSGD, by Thinwire")

@@ -78,11 +78,11 @@ def makes_auto(given: object) -> TypeGuard[Callable[..., Auto]]:
 
 def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradScaler | None) -> LocalSGD:
     """Return the `LocalSGD` of a model that a framework has wrapped; not entered yet."""
-    # Not at every forward pass: buffers are averaged with the model. Frameworks leave DDP's default, and
-    # their names for it would be a deprecated one of torch's.
-    broadcast_before = isinstance(model, DistributedDataParallel) and model.broadcast_buffers
-    if isinstance(model, DistributedDataParallel):
-        model.broadcast_buffers = False
+    # A LocalSGD averages buffers with the model: DDP, whose default frameworks leave, must not send them at
+    # every forward pass. (Their own option for it is deprecated by torch.)
+    sending = model if isinstance(model, DistributedDataParallel) and model.broadcast_buffers else None
+    if sending is not None:
+        sending.broadcast_buffers = False
     # Accelerate's and Lightning's wrappers don't take hooks; both have the user's own inside.
     while not hasattr(optimizer, "_optimizer_step_post_hooks") and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
@@ -94,7 +94,7 @@ def new_local(make: Makes, model: object, optimizer: object, grad_scaler: GradSc
                 f"functools.partial(thinwire.DiLoCo, every_steps=30), but it made {local!r}"
             )
     except BaseException:
-        if isinstance(model, DistributedDataParallel):
-            model.broadcast_buffers = broadcast_before
+        if sending is not None:
+            sending.broadcast_buffers = True
         raise
     return local

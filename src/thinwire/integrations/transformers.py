@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -76,7 +75,7 @@ def attach(
             `thinwire.integrations.accelerate`; see docs/sharded.md). Not with DeepSpeed.
         algorithm: How gradients are averaged, such as `thinwire.PowerSGD(matrix_rank=4)`. Or what makes a
             `thinwire.LocalSGD`, such as `functools.partial(thinwire.DiLoCo, every_steps=30)`: processes then
-            train on their own, and their models are averaged every so many steps, before each evaluation and
+            train on their own, and their models are averaged every few steps, before each evaluation and
             checkpoint, and at the end. It is called as `make(model, optimizer, grad_scaler=…)`; with FSDP2
             with the replicas' `mesh=…` too, unless a partial has one or a `process_group`. DDP is built
             without `find_unused_parameters` unless `args` say otherwise. Or `thinwire.auto`, with
@@ -95,7 +94,7 @@ def attach(
     Raises:
         ConfigError: `trainer` or `algorithm` is not one, or `on_nonfinite` no choice; or `strict` is given
             with what makes a `LocalSGD`, or `host_check`, `on_nonfinite` or `machines` with that or `auto`,
-            where they have no effect.
+            which ignore them.
         AttachError: The trainer is attached already, or FSDP leaves no replicas to Thinwire. (A model that
             can't be attached shows in `train`.)
     """
@@ -126,29 +125,22 @@ def attach(
         if trainer.args.ddp_find_unused_parameters is None and trainer.accelerator.ddp_handler is not None:
             # The Trainer's default makes DDP ask all processes at every step, which LocalSGD refuses.
             trainer.accelerator.ddp_handler.find_unused_parameters = False
-    # Not add_callback: what this one adds to the logs must be there when the others report them. But behind
-    # the one that decides what is saved and evaluated, for the model is averaged before.
+    # Before the callbacks that report the logs, to which this one adds; but after the one that decides what
+    # is saved and evaluated, for which models are averaged.
     callbacks.insert(int(isinstance(callbacks[0], DefaultFlowCallback)) if callbacks else 0, callback)
     return callback
 
 
 class ThinwireCallback(TrainerCallback):
-    """Attaches the model that the Trainer has wrapped, and follows its checkpoints and logs.
+    """What `attach` makes: it attaches the wrapped model, and follows the Trainer's checkpoints and logs.
 
-    Where `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. Where
-    models are averaged, `local` is the `LocalSGD` around the training. A checkpoint has the averaged
-    model, and the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
+    If `thinwire.auto` chooses, `auto` is what does, once training has begun; printing it tells why. If models
+    are averaged, `local` is the `LocalSGD` around the training. A checkpoint then has the averaged model, and
+    the optimizer of process 0, as the Trainer saves it: momentum of the others is lost.
 
     A log of the training loss also has `thinwire_compression_ratio`, `thinwire_total_message_bytes`,
     `thinwire_total_nonfinite_steps` and `thinwire_total_waiting_seconds`, of this process, since the start of
     training. A checkpoint has one file more, `thinwire.pt`, the same for any number of processes.
-
-    Args:
-        trainer: Whose model to attach.
-        algorithm: What averages; see `attach`.
-        checkpoint: See `attach`.
-        strict: See `attach`.
-        steps: What `thinwire.attach` takes besides: `host_check` and `on_nonfinite`.
     """
 
     def __init__(
@@ -185,44 +177,37 @@ class ThinwireCallback(TrainerCallback):
 
         Collective if models are averaged: all processes take the first one's.
         """
-        # The Trainer wraps no model then, and there is nobody to average with.
+        # Then the Trainer wraps no model, and there are no other processes.
         if args.world_size == 1:
             return
         if state.is_hyper_param_search:
             raise AttachError(
-                "hyperparameter_search is not supported: its checkpoints have folders of their own"
+                "hyperparameter_search is not supported: its checkpoints have their own folders"
             )
-        accelerator, model = self._trainer.accelerator, self._trainer.model_wrapped
-        scaler, options = accelerator.scaler, self._replicas()
+        trainer, scaler = self._trainer, self._trainer.accelerator.scaler
+        model, optimizer, options = trainer.model_wrapped, trainer.optimizer, self._replicas()
+        # The step is the checkpoint's here: the Trainer has resumed.
+        saved = self._saved_state(args, state) if state.global_step > 0 else None
         if self.averages_models:
-            self._enter(args, state, scaler, options)
+            # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
+            if self.local is not None:
+                self.local.__exit__(AttachError, None, None)
+            local = new_local(partial(cast(Makes, self._algorithm), **options), model, optimizer, scaler)
+            if saved is not None:
+                local.load_state_dict(saved)
+            self.local, self._sync = local.__enter__(), local.sync
             return
         # A second train() goes on with the same one.
         if model is not self._model:
             if isinstance(self._algorithm, Algorithm):
-                self._sync = attach_model(
-                    model, self._algorithm, grad_scaler=scaler, **self._steps, **options
-                )
+                options |= self._steps
+                self._sync = attach_model(model, self._algorithm, grad_scaler=scaler, **options)
             elif makes_auto(self._algorithm):
-                self.auto = self._algorithm(model, self._trainer.optimizer, grad_scaler=scaler, **options)
+                self.auto = self._algorithm(model, optimizer, grad_scaler=scaler, **options)
                 self._sync = self.auto.sync
             self._model = model
-        # The step is the checkpoint's here: the Trainer has resumed.
-        if state.global_step > 0:
-            self.sync.load_state_dict(self._saved_state(args, state), strict=self._strict)
-
-    def _enter(
-        self, args: TrainingArguments, state: TrainerState, scaler: Any, options: Mapping[str, Any]
-    ) -> None:
-        # A train() that has raised has left its own open. Nothing is sent: others may be elsewhere.
-        if self.local is not None:
-            self.local.__exit__(AttachError, None, None)
-        trainer = self._trainer
-        make = partial(cast(Makes, self._algorithm), **options)
-        local = new_local(make, trainer.model_wrapped, trainer.optimizer, scaler)
-        if state.global_step > 0:
-            local.load_state_dict(self._saved_state(args, state))
-        self.local, self._sync = local.__enter__(), local.sync
+        if saved is not None:
+            self.sync.load_state_dict(saved, strict=self._strict)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **unused: Any) -> None:
         """As `TrainerCallback.on_step_end`: average before evaluation, saving and the end. Collective."""
@@ -241,7 +226,7 @@ class ThinwireCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **unused: Any) -> None:
         """As `TrainerCallback.on_save`: put what is remembered into the checkpoint. Collective."""
-        # From weights alone nobody resumes.
+        # Weights alone are not resumed from.
         if self._sync is None or args.save_only_model:
             return
         # On all processes, though one writes: the state is collective.
@@ -279,7 +264,7 @@ class ThinwireCallback(TrainerCallback):
 
     def _saved_state(self, args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         folder = _folder(args, state) if self._checkpoint is None else Path(self._checkpoint)
-        # By the log of its losses: folders have the same names in every run.
+        # Compare the logs of losses: folders have the same names in every run.
         file, loaded = folder / "trainer_state.json", json.dumps(state.log_history)
         if not file.exists() or json.dumps(TrainerState.load_from_json(str(file)).log_history) != loaded:
             raise StateError(
@@ -289,7 +274,7 @@ class ThinwireCallback(TrainerCallback):
         if not (folder / STATE_NAME).exists():
             raise StateError(
                 f"{folder} has no {STATE_NAME}: it was saved without Thinwire, or not to its end; resume "
-                "from another, or start anew from its weights: Model.from_pretrained(folder)"
+                "from a different one, or start again from its weights: Model.from_pretrained(folder)"
             )
         return load(folder / STATE_NAME)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -90,10 +90,18 @@ class Settings:
         object.__setattr__(self, "host_check", true_or_false("host_check", self.host_check))
 
     @classmethod
-    def of(cls, *, grad_scaler: object, host_check: bool, on_nonfinite: OnNonfinite, **rest: Any) -> Settings:
+    def of(
+        cls,
+        *,
+        grad_scaler: object = None,
+        host_check: bool = True,
+        on_nonfinite: OnNonfinite = "nan",
+        typed: Mapping[str, str] | None = None,
+    ) -> Settings:
         """Return what a user has chosen, by the three arguments that all fronts take; see `attach`."""
         checked_on_nonfinite(on_nonfinite, grad_scaler)
-        return cls(loss_scale_of(grad_scaler), host_check=host_check, on_nonfinite=on_nonfinite, **rest)
+        scale = loss_scale_of(grad_scaler)
+        return cls(scale, host_check=host_check, on_nonfinite=on_nonfinite, typed=typed or {})
 
     def described(self) -> Mapping[str, str]:
         """Return what must be the same on all processes, by subject."""
