@@ -20,13 +20,13 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from hooks.test_hooks import error_of
 from pool import Pool
 from thinwire import GradientSync, PowerSGD, hooks
 from thinwire.channel.agreement import check_same
 from thinwire.channel.process_group import named_failure
 from thinwire.fronts import ddp, ddp_model
 from thinwire.sync import engine_of
+from training import error_of
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
