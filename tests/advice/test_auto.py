@@ -188,8 +188,7 @@ def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(
 ) -> None:
     """What was chosen hardly waits for the slow link, so the fast one is found by steps with 16 bits.
 
-    From the same measurements it makes the same choices. A run that resumes sends what the one before has
-    left.
+    A run that resumes sends what the one before has left.
     """
     rate, told = SLOW, list[str]()
     choosers = choosers_of(simulated, lambda: rate, told.append)
@@ -215,14 +214,6 @@ def test_members_choose_alike_again_when_the_link_changes_and_nothing_is_lost(
     assert [(each["step"], each["algorithm"]) for each in plans[1:]] == [
         (step + 1, str(used[step])) for step in changes
     ]
-    again, told_again = Simulation(AllReduce(), buckets(), num_workers=2), list[str]()
-    choosers_of(again, lambda: rate, told_again.append)
-    for step, algorithm in enumerate(used[:30]):  # two choices
-        rate = FAST if 14 <= step < 32 else SLOW
-        step_with(again, step)
-        assert again.syncs[1].algorithm == algorithm
-    assert len(told_again) == 3
-    assert told_again == told[:3]
     # Each told once, by the first member.
     assert len(told) == 5
     assert told[0].startswith(f"thinwire.auto: from step {ALL_TRIALS} on, PowerSGD(matrix_rank=4): a step")

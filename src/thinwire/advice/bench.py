@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.loss import Training, published_gap
@@ -33,8 +31,7 @@ from thinwire.advice.variants import (
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Transport, gather_numbers, own_subgroup
 from thinwire.errors import ConfigError, GradientError
-from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
-from thinwire.fronts.ddp_model import register
+from thinwire.fronts.ddp import BucketFront, front_of, switched
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.sync import Engine, engine_of
 
@@ -66,15 +63,8 @@ class Replicated:
         self.module, self._transport = module, transport
         self._ddp = DistributedDataParallel(module, process_group=group)
         self.model: nn.Module = self._ddp
-        # DDP takes one hook for good: whose turn it is changes behind it.
         self._front: BucketFront | None = None
-        register(self._ddp, self, thinwire_hook)
-
-    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """As `BucketFront.run`, of the front whose turn it is."""
-        if self._front is None:
-            raise AssertionError("DDP calls no hook outside of a turn")
-        return self._front.run(bucket)
+        switched(self._ddp, lambda: self._front, "advise")
 
     @contextmanager
     def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
@@ -121,11 +111,15 @@ class Bench:
         self.alone = Timed()
         # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
         self.averagings: dict[tuple[type[LocalSGD], Algorithm | None], Timed] = {}
-        self.local = [
-            (each, self.averagings.setdefault((each.front, each.options.get("algorithm")), Timed()))
-            for each in LOCAL_VARIANTS
-            if self._is_allowed(each)
-        ]
+        self.local: list[tuple[LocalVariant, Timed]] = []
+        for local in LOCAL_VARIANTS:
+            try:
+                # With all its settings: a model may have fewer layers than fragments.
+                self._front_of(local.front, every_steps=local.every_steps, **local.options)
+            except (ConfigError, GradientError):
+                continue
+            alike = local.front, local.options.get("algorithm")
+            self.local.append((local, self.averagings.setdefault(alike, Timed())))
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes."""
@@ -208,11 +202,9 @@ class Bench:
 
     def _local_turn(self, timed: Timed, kind: type[LocalSGD], algorithm: Algorithm | None) -> None:
         """Average the whole model after every step of an optimizer that changes nothing."""
-        optimizer = self._idle_optimizer()
-        settings: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
-        with kind(
-            self.subject.module, optimizer, every_steps=1, replicas=self.stopwatch.transport, **settings
-        ) as front:
+        settings = {} if algorithm is None else {"algorithm": algorithm}
+        front, optimizer = self._front_of(kind, every_steps=1, **settings)
+        with front:
             for number in range(UNTIMED_STEPS + TIMED_STEPS):
                 # The optimizer finds no gradients, so all that is timed is the averaging after its step.
                 self.stopwatch.start()
@@ -222,21 +214,11 @@ class Bench:
                     timed.timelines.append(timeline)
             timed.memory_bytes, timed.residual_bytes = _kept_bytes(front), engine_of(front).residual_bytes()
 
-    def _is_allowed(self, local: LocalVariant) -> bool:
-        """Return whether the model can be averaged so: it may have fewer layers than fragments."""
-        settings = {"every_steps": local.every_steps, **local.options}
-        try:
-            local.front(
-                self.subject.module, self._idle_optimizer(), replicas=self.stopwatch.transport, **settings
-            )
-        except (ConfigError, GradientError):
-            return False
-        return True
-
-    def _idle_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [each for each in self.subject.module.parameters() if each.requires_grad], lr=0.0
-        )
+    def _front_of(self, kind: type[LocalSGD], **settings: Any) -> tuple[LocalSGD, torch.optim.Optimizer]:
+        """Return a front that averages the model over the stopwatch, and the optimizer that it follows."""
+        module = self.subject.module
+        optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.0)
+        return kind(module, optimizer, replicas=self.stopwatch.transport, **settings), optimizer
 
 
 def _kept_bytes(front: LocalSGD) -> int:

@@ -53,9 +53,8 @@ def advise(
     tells how long each would have been under way, and of as many steps as there are processes the slowest
     sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
     together, with FSDP2's own messages between them and none to other replicas; all of them share the link
-    of the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those
-    that were measured with small models, by optimizer and number of members (`loss_gaps.json` beside this
-    module): yours may be others.
+    of the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps were
+    measured with small models, by optimizer and number of members: yours may be others.
 
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
@@ -64,7 +63,7 @@ def advise(
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
         probe: Of the network; None to probe the default process group now, which is collective. Of a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
-        replicas: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
+        replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
             case, of which four are not timed: of a large model, and of a sharded one, they take longer.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
@@ -75,9 +74,9 @@ def advise(
             was not measured with, and with None, the largest gap of those that were counts.
         progress: Gets what is being measured, in words.
 
-    To be called on every process of the default process group, or in a group of one (of a sharded model: of
-    one replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do
-    so in every process alike.
+    Call it on every process of the default process group, or in a group of one (of a sharded model: of one
+    replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do so
+    in every process alike.
 
     Cost: a copy of the model (or of this process's shards) and its gradients, and what the algorithm whose
     turn it is keeps between steps, while it runs.
@@ -85,8 +84,8 @@ def advise(
     Raises:
         ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
             devices, the probe does not know the link's rate, or an argument is out of range.
-        AttachError: There is no process group; or the model is all frozen; or a sharded model is none that
-            `attach` takes.
+        AttachError: There is no process group; or the model is all frozen; or `attach` does not take the
+            sharded model.
         GradientError: Gradients are sparse.
     """
     name = None if optimizer is None else optimizer_name(optimizer)
