@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,15 @@ import thinwire
 from catalog import buckets, random_gradients, spec
 from pool import Pool
 from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
-from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Commit, Diagnosis, Mean
+from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Collective, InProcessTransport, Work
 from thinwire.channel.metered import Wrapped
-from thinwire.plan import Route
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
+from thinwire.sync.stats import Stats
 from thinwire.watch import JSONLWriter, MetricsWriter, read_run, records
-from thinwire.watch.watch import GrowthAlarm
+from thinwire.watch.watch import GrowthAlarm, _residual_in_steps
 
 STEPS = 6
 
@@ -429,56 +430,35 @@ def test_a_file_of_a_different_format_is_refused_and_not_continued(version: int,
 # Growth
 
 
-class HoardPlan(BucketPlan):
-    """Keeps everything, sends nothing."""
-
-    def exchange(self, bucket: Any, memory: Any) -> Any:
-        own = list(bucket.gradients)
-        yield Mean(torch.ones(1))
-        yield Commit(lambda: torch.tensor(True))
-        for each, gradient in zip(self.specs, own, strict=True):
-            memory[ERROR][each.name] = memory[ERROR].get(each.name, 0.0) + gradient.abs()
-
-    def diagnose(self, memory: Any) -> Any:
-        norms = torch.stack([memory[ERROR][spec.name].double().norm() for spec in self.specs])
-        relative = torch.where(norms > 0, norms / torch.hypot(norms, torch.tensor(1.0)), 0.0)
-        return Diagnosis([spec.name for spec in self.specs], relative, norms)
-
-
-class Hoard(Algorithm):
-    """An algorithm whose residual goes on growing."""
-
-    slots = (ERROR,)
-
-    def prepare(self, specs: Any, *, num_members: int = 1) -> Any:
-        return HoardPlan(tuple(specs), tuple(Route((spec.name,), spec.gradient_bytes, 4) for spec in specs))
-
-
-def of_one_matrix(algorithm: Algorithm) -> Simulation:
-    """One worker and one matrix: a thousand steps take a second."""
-    return Simulation(algorithm, [(spec("weight", 64, 32),)], num_workers=1)
-
-
-def test_error_that_grows_without_bound_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    simulated = of_one_matrix(Hoard())
-    caplog.set_level(logging.WARNING, "thinwire")
+def train_one_matrix(*matrix_ranks: int) -> None:
+    """With one worker a thousand steps take a second."""
+    simulated = Simulation(PowerSGD(matrix_rank=1), [(spec("weight", 64, 32),)], num_workers=1)
     with Watch(simulated.syncs[0], Kept(), norms_every_steps=16):
-        train(simulated, range(1100))
+        for matrix_rank in matrix_ranks:
+            simulated.syncs[0].use(PowerSGD(matrix_rank=matrix_rank))
+            train(simulated, range(600))
+    assert simulated.syncs[0].stats().compression_ratio > 5
+
+
+def test_error_that_grows_without_bound_is_told_and_error_that_is_paid_is_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "thinwire")
+    train_one_matrix(1, 2)
+    assert not caplog.records
+    sizes = count()
+    monkeypatch.setattr("thinwire.watch.watch._residual_in_steps", lambda stats: float(next(sizes)))
+    train_one_matrix(1, 1)
     (record,) = caplog.records
     assert record.getMessage().startswith("step 1024:")
     assert "the error memory goes on growing" in record.getMessage()
 
 
-def test_error_that_is_paid_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    simulated = of_one_matrix(PowerSGD(matrix_rank=1))
-    caplog.set_level(logging.WARNING, "thinwire")
-    with Watch(simulated.syncs[0], Kept(), norms_every_steps=8):
-        train(simulated, range(600))
-        for sync in simulated.syncs:
-            sync.use(PowerSGD(matrix_rank=2))
-        train(simulated, range(600))
-    assert simulated.syncs[0].stats().compression_ratio > 5
-    assert not caplog.records
+def test_the_residual_is_compared_with_what_a_step_sends() -> None:
+    """What is sent is orthogonal to what is left: 3 of 5 is left of the first, all of the second."""
+    stats = Stats(relative_error={"a": 0.6, "b": 1.0, "c": 0.0}, error_norm={"a": 3.0, "b": 4.0, "c": 0.0})
+    assert _residual_in_steps(stats) == pytest.approx(5 / 4)
+    assert _residual_in_steps(Stats(relative_error={"b": 1.0}, error_norm={"b": 4.0})) == 0
 
 
 SERIES: dict[str, Callable[[int], float]] = {
