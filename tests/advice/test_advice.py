@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import subprocess
 import sys
@@ -29,16 +28,15 @@ from advice.ways import advice_of, network, way
 from launcher import run_python
 from pool import Pool
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice, processors
+from thinwire.advice import Advice, measure
 from thinwire.advice.bench import Bench, slowest_of
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
-from thinwire.advice.measure import _link_of
-from thinwire.advice.processors import ProcessorUse, others_share
+from thinwire.advice.measure import _link_of, others_share, processor_seconds
 from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, OVERFLOWING, priced
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers
+from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers, run_members
 from thinwire.cli.advise import _called, _function, show
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.probe.result import PairTiming
@@ -525,20 +523,20 @@ def test_a_machine_that_was_busy_meanwhile_is_told(tmp_path: Path, monkeypatch: 
         "While it measured, half of the steps without averaging took 10.0 to 13.0 ms",
     ]
     # Of two machines the busier one; what the group's own processes take there is no disturbance.
-    of_two = [(4.0, 5.0, 10.0), (0.5, 5.0, 10.0), (4.5, 5.0, 10.0)]
-    assert others_share([b"a", b"b", b"a"], of_two) == pytest.approx(0.45)
-    assert others_share([b"a"], [(1.0, math.nan, math.nan)]) is None
+    spent, members = [(4.0, 5.0, 10.0), (0.5, 5.0, 10.0), (4.5, 5.0, 10.0)], InProcessTransport.group(3)
+    shares = run_members(3, lambda rank: others_share("aba"[rank], spent[rank], members[rank]))
+    assert shares == [pytest.approx(0.45)] * 3
     # As Linux tells it, in hundredths of a second: two more busy ones of two processors, and one of a host's.
     stat = tmp_path / "stat"
-    monkeypatch.setattr(processors, "PROC_STAT", stat)
+    monkeypatch.setattr(measure, "PROC_STAT", stat)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
     stat.write_text("cpu  100 0 50 800 50 0 0 0 7 7\ncpu0 1 1 1 1\n")
-    use = ProcessorUse()
+    assert processor_seconds() == (1.0, 1.5, 10.0)
     stat.write_text("cpu  250 0 100 1000 100 0 0 100 7 7\ncpu0 1 1 1 1\n")
-    (alone,) = InProcessTransport.group(1)
-    assert use.others_share(alone) == pytest.approx(300 / 550)
+    assert processor_seconds() == (1.0, 4.5, 15.5)
     stat.unlink()
-    assert ProcessorUse().others_share(alone) is None
+    (alone,) = InProcessTransport.group(1)
+    assert others_share("a", processor_seconds(), alone) is None
     advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=tuple(disturbance(0.45, 1, 1)))
     assert "other programs took 45% of the machine's processors" in told_of(advice)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
-from thinwire.advice.processors import ProcessorUse
 from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, is_within, tied
 from thinwire.advice.timeline import Network, Stopwatch
 from thinwire.advice.variants import OVERFLOWING
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import Collective, ProcessGroupTransport, wire_bytes
+from thinwire.channel import (
+    Collective,
+    ProcessGroupTransport,
+    Transport,
+    gather_bytes,
+    gather_numbers,
+    wire_bytes,
+)
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
@@ -32,6 +42,8 @@ from thinwire.probe.result import ring_share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+PROC_STAT = Path("/proc/stat")
 
 
 def advise(
@@ -99,9 +111,10 @@ def advise(
         stopwatch = Stopwatch(link.members, device)
         kind = _sharded().Sharded if is_fsdp2(module) else Replicated
         subject = kind(module, stopwatch.transport, entered)
-        bench, use = Bench(subject, one_step, stopwatch, training), ProcessorUse()
+        bench, before = Bench(subject, one_step, stopwatch, training), processor_seconds()
         bench.run(budget_seconds, transport, progress)
-        others = use.others_share(transport)
+        spent = [now - then for now, then in zip(processor_seconds(), before, strict=True)]
+        others = others_share(gethostname(), spent, transport)
     gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
     inside_seconds = link.inside_seconds(gradient_bytes)
 
@@ -262,3 +275,35 @@ def _break_even(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if gain_seconds(middle) > 0 else (low, middle)
     return low
+
+
+def processor_seconds() -> tuple[float, float, float]:
+    """Return the time of this process, and of all processors: busy, and all of it; NaN if nobody tells."""
+    own = time.process_time()
+    try:
+        first_line, _, _ = PROC_STAT.read_text(encoding="ascii").partition("\n")
+    except OSError:  # Linux alone has it
+        return own, math.nan, math.nan
+    # Time that a host of virtual machines gave to others is theirs; that of guests is in `user` already.
+    user, nice, system, idle, waiting, *others = map(int, first_line.split()[1:9])
+    busy, ticks = user + nice + system + sum(others), os.sysconf("SC_CLK_TCK")
+    return own, busy / ticks, (busy + idle + waiting) / ticks
+
+
+def others_share(host: str, spent: Sequence[float], transport: Transport) -> float | None:
+    """Return the share of the processors that others than the group's processes took. Collective.
+
+    Of the machine where it was largest, the same on all; None if the system does not tell.
+    """
+    purpose = "advise: what else the machines did"
+    hosts, everyone = (
+        gather_bytes(host.encode(), transport, purpose),
+        gather_numbers(spent, transport, purpose),
+    )
+    shares = []
+    for machine in set(hosts):
+        of_machine = [numbers for name, numbers in zip(hosts, everyone, strict=True) if name == machine]
+        _, busy, every = of_machine[0]
+        if every > 0:  # NaN fails this, too
+            shares.append(max(0.0, busy - sum(own for own, *_ in of_machine)) / every)
+    return max(shares, default=None)
