@@ -26,11 +26,19 @@ from thinwire.channel.agreement import check_same
 from thinwire.channel.process_group import named_failure
 from thinwire.fronts import ddp, ddp_model
 from thinwire.sync import engine_of
-from training import error_of
 
 DDP_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 POWER = PowerSGD(matrix_rank=2)
 SMALL_BUCKETS_MB = 0.001
+
+
+def error_of(action: Callable[[], Any]) -> tuple[str, str]:
+    """The error an action raises, PyTorch's too: its type and message."""
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 class TwoTypes(nn.Module):
