@@ -159,7 +159,7 @@ def notes_on(
 ) -> Iterator[str]:
     """Yield what is uncertain besides the optimizer."""
     if training.is_recurrent:
-        yield "The model has an RNN: what no LSTM was measured with has the gap of transformers, perhaps less."
+        yield "The model has an RNN: what no LSTM was tried with has the gap of transformers, perhaps less."
     members, predicted_processes = training.members, training.members * shards * processes
     if processes > 1:
         yield (
