@@ -145,17 +145,12 @@ def test_a_budget_that_nothing_meets_and_an_unknown_optimizer_are_told() -> None
 
 
 class Link:
-    """The clock of a member: 10 ms of arithmetic a step, 20 on the second member, so others wait.
+    """The clock of a member: 10 ms of arithmetic a step, 20 on the second member, so the first one waits.
 
-    Args:
-        engine: Whose steps and messages take time.
-        rate: Bytes per second.
-        extra: What a step takes besides, in seconds.
+    The rate is in bytes per second; a step takes some extra seconds.
     """
 
-    def __init__(
-        self, engine: Engine, rate: Callable[[], float], extra: Callable[[], float] = lambda: 0.0
-    ) -> None:
+    def __init__(self, engine: Engine, rate: Callable[[], float], extra: Callable[[], float]) -> None:
         self.engine, self.rate, self.extra = engine, rate, extra
         self.seconds = self.waited = 0.0
         self.steps = self.sent = 0
@@ -260,11 +255,12 @@ def choosers_of(
     return run_members(2, chooser_of)
 
 
-def step_with(simulated: Simulation, step: int, *, is_bad: bool = False) -> None:
-    gradients = random_gradients(simulated.buckets, num_workers=2, seed=step)
-    if is_bad:
-        gradients[0][0][0] = torch.nan
-    simulated.step(gradients)
+def train_on(simulated: Simulation, steps: range, bad_steps: tuple[int, ...] = ()) -> None:
+    for step in steps:
+        gradients = random_gradients(simulated.buckets, num_workers=2, seed=step)
+        if step in bad_steps:
+            gradients[0][0][0] = torch.nan
+        simulated.step(gradients)
 
 
 @pytest.mark.parametrize(("lossy_ms", "num_told"), [(0, 1), (5.5, 1), (1000, 3)])
@@ -276,7 +272,7 @@ def test_arithmetic_that_takes_longer_is_no_other_link_until_nothing_is_won(
     for step in range(2 * ALL_TRIALS + 14):
         is_lossy = str(simulated.syncs[0].algorithm) == "PowerSGD(matrix_rank=4)"
         extra_seconds = lossy_ms / 1e3 if step >= ALL_TRIALS and is_lossy else 0.0
-        step_with(simulated, step)
+        train_on(simulated, range(step, step + 1))
     assert len(told) == num_told, told
     if num_told > 1:
         assert "a step with PowerSGD(matrix_rank=4) takes 1.0" in told[1]
@@ -285,8 +281,7 @@ def test_arithmetic_that_takes_longer_is_no_other_link_until_nothing_is_won(
 
 def test_the_network_is_what_the_slowest_waits_for(simulated: Simulation) -> None:
     chooser, _ = choosers_of(simulated)
-    for step in range(4):
-        step_with(simulated, step)
+    train_on(simulated, range(4))
     (exact,) = chooser.trials
     assert chooser.is_choosing
     assert exact.waited_seconds == pytest.approx(exact.message_bytes / SLOW)
@@ -300,8 +295,7 @@ def test_if_nobody_sees_the_waiting_all_are_tried(
     clock = Link.__call__
     monkeypatch.setattr(Link, "__call__", lambda link: (clock(link)[0], math.nan))
     chooser, other = choosers_of(simulated, lambda: FAST)
-    for step in range(ALL_TRIALS + 1):
-        step_with(simulated, step)
+    train_on(simulated, range(ALL_TRIALS + 1))
     assert [each.name for each in chooser.trials] == [each.name for each in other.trials] == TRIED
     assert "waiting" not in str(chooser)
 
@@ -309,16 +303,14 @@ def test_if_nobody_sees_the_waiting_all_are_tried(
 def test_a_step_that_is_dropped_is_no_measurement() -> None:
     simulated = Simulation(PowerSGD(matrix_rank=4), buckets(), num_workers=2, on_nonfinite="zero")
     chooser, _ = choosers_of(simulated)
-    for step in range(8):
-        step_with(simulated, step, is_bad=step in (3, 5))
+    train_on(simulated, range(8), bad_steps=(3, 5))
     assert simulated.syncs[0].stats().nonfinite_steps == 2
     assert [each.name for each in chooser.trials] == ["AllReduce()"]
 
 
 def test_after_a_single_choice_it_stays_with_what_it_has(simulated: Simulation) -> None:
     choosers = choosers_of(simulated, every_steps=None)
-    for step in range(ALL_TRIALS + 6):
-        step_with(simulated, step)
+    train_on(simulated, range(ALL_TRIALS + 6))
     assert [str(each.algorithm) for each in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
     assert not choosers[0].is_choosing
 
@@ -328,8 +320,7 @@ def test_a_log_that_raises_ends_nothing(simulated: Simulation, caplog: pytest.Lo
         raise OSError("no space left")
 
     choosers = choosers_of(simulated, log=log)
-    for step in range(ALL_TRIALS + 1):
-        step_with(simulated, step)
+    train_on(simulated, range(ALL_TRIALS + 1))
     assert [str(each.algorithm) for each in simulated.syncs] == ["PowerSGD(matrix_rank=4)"] * 2
     assert choosers[0].chosen == choosers[1].chosen
     (warning,) = caplog.messages
@@ -350,28 +341,26 @@ def test_different_arguments_on_a_different_member_are_refused(simulated: Simula
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("name", "value", "message"),
     [
-        ({"budget_loss": -0.1}, "budget_loss must be a number of at least 0, got -0.1"),
-        ({"budget_loss": "1 %"}, "budget_loss must be a number of at least 0"),
-        ({"budget_loss": 50}, "got 50; if that is meant as percent, write 0.01 for one percent"),
+        ("budget_loss", -0.1, "budget_loss must be a number of at least 0, got -0.1"),
+        ("budget_loss", 50, "got 50; if that is meant as percent, write 0.01 for one percent"),
         (
-            {"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])},
-            "the optimizer holds none of the model's trainable parameters",
+            "optimizer",
+            torch.optim.SGD([nn.Parameter(torch.ones(1))]),
+            "the optimizer holds none of the model's",
         ),
-        ({"least_gain": 1}, "least_gain must be a share below 1"),
-        ({"probe_steps": 1}, "probe_steps must be a whole number of at least 2, got 1"),
-        ({"every_steps": 0}, "every_steps must be a whole number of at least 2, got 0"),
-        ({"enabled": "no"}, "enabled must be True or False"),
-        ({"log": "print"}, "log must be a function that takes a text"),
-        ({"optimizer": 0.1}, "optimizer must be a torch optimizer, or the name of one"),
+        ("optimizer", 0.1, "optimizer must be a torch optimizer, or the name of one"),
+        ("least_gain", 1, "least_gain must be a share below 1"),
+        ("probe_steps", 1, "probe_steps must be a whole number of at least 2, got 1"),
+        ("every_steps", 0, "every_steps must be a whole number of at least 2, got 0"),
+        ("enabled", "no", "enabled must be True or False"),
+        ("log", "print", "log must be a function that takes a text"),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_attached(
-    arguments: dict[str, Any], message: str
-) -> None:
+def test_bad_arguments_are_refused_before_anything_is_attached(name: str, value: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        thinwire.auto(nn.Linear(2, 2), **{"optimizer": "SGD", **arguments})
+        thinwire.auto(nn.Linear(2, 2), **{"optimizer": "SGD", name: value})
 
 
 def layers() -> nn.Sequential:
