@@ -451,7 +451,7 @@ def test_an_averaging_is_timed_by_the_front_itself_and_changes_nothing(dtype: to
     for alike, timed in bench.averagings.items():
         bench._local_turn(timed, *alike)
         assert len(timed.timelines) == 3
-    found = {local.name: timed for local, timed in bench.local}
+    found = {name: timed for name, local, timed in bench.ways if local is not None}
     assert len(found) == len(LOCAL_VARIANTS) - 1
     assert not any("fragments" in name for name in found)
     plain, few = found["LocalSGD(every_steps=10)"], found["DiLoCo(every_steps=30)"]
