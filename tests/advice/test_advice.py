@@ -469,20 +469,16 @@ def test_a_script_that_ends_when_it_is_imported_is_told(
         _called(lambda: sys.exit(4), "mine:build")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(MODULE)
-    network(1e6, 0.001).save(tmp_path / "probe.json")
-    return tmp_path
-
-
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run_python("thinwire", "advise", *options, cwd=folder)
+    (folder / "mine.py").write_text(MODULE)
+    network(1e6, 0.001).save(folder / "probe.json")
+    fixed = ["--probe=probe.json", "--budget-seconds=0.5"]
+    return run_python("thinwire", "advise", *fixed, *options, cwd=folder)
 
 
-def test_the_command(folder: Path) -> None:
-    options = ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=0.5"]
-    done = run(folder, *options, "--json", "--optimizer=Lion", "--budget-loss=3%")
+def test_the_command(tmp_path: Path) -> None:
+    options = ["--model=mine:build", "--step=mine:step", "--json", "--optimizer=Lion", "--budget-loss=3%"]
+    done = run(tmp_path, *options)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["best"]["is_lossy"] is True
@@ -507,9 +503,8 @@ def test_the_command(folder: Path) -> None:
         ("mine:build", "mine:number", "1%", "mine:number failed: TypeError"),
     ],
 )
-def test_mistakes_are_one_line(folder: Path, model: str, step: str, share: str, message: str) -> None:
-    options = [f"--model={model}", f"--step={step}", f"--budget-loss={share}", "--budget-seconds=1"]
-    done = run(folder, "--probe=probe.json", *options)
+def test_mistakes_are_one_line(tmp_path: Path, model: str, step: str, share: str, message: str) -> None:
+    done = run(tmp_path, f"--model={model}", f"--step={step}", f"--budget-loss={share}")
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
