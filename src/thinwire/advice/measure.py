@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
-from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, is_within, tied
+from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, tied
 from thinwire.advice.timeline import Network, Stopwatch
 from thinwire.advice.variants import OVERFLOWING
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
@@ -133,7 +133,7 @@ def advise(
     ranked = sorted(predictions(link.seconds), key=lambda each: each.step_seconds)
     # Only the 16-bit type that no gradient is too large for: both send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
-    within = [each for each in advisable if is_within(each, budget_loss)]
+    within = [each for each in advisable if each.is_within(budget_loss)]
     best = choose(advisable, least_gain, budget_loss)
     alone = [each.seconds for each in bench.alone.timelines]
     # Without averaging, too, the slowest of as many processes sets the pace. The spread is that of each.
@@ -260,7 +260,7 @@ def _break_even(
             return link.probe.latency_seconds + seconds
 
         found = predictions(network)
-        compressed = [each for each in found if each.is_lossy and not each.averages_less_often]
+        compressed = [each for each in found if each.compresses]
         fastest = [each for each in compressed if each.name in accepted] or compressed
         baseline = next(each.step_seconds for each in found if each.name == baseline_name)
         return (1 - least_gain) * baseline - min(each.step_seconds for each in fastest)
