@@ -39,6 +39,16 @@ from thinwire.watch.watch import GrowthAlarm, _residual_in_steps
 STEPS = 6
 
 
+@pytest.fixture
+def simulated() -> Simulation:
+    return simulation()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.jsonl"
+
+
 class Kept:
     """A writer that keeps."""
 
@@ -76,8 +86,8 @@ def watched(path: Path, **options: Any) -> Simulation:
     return simulated
 
 
-def test_the_records_add_up_to_the_stats() -> None:
-    simulated, kept = simulation(), Kept()
+def test_the_records_add_up_to_the_stats(simulated: Simulation) -> None:
+    kept = Kept()
     with Watch(simulated.syncs[0], kept, norms_every_steps=2):
         train(simulated, range(STEPS), bad_steps=(2,))
     assert kept.closed
@@ -102,8 +112,8 @@ def test_the_records_add_up_to_the_stats() -> None:
     assert {route["label"] for route in plan["routes"]} == labels
 
 
-def test_a_record_of_several_steps_and_another_plan() -> None:
-    simulated, kept = simulation(), Kept()
+def test_a_record_of_several_steps_and_another_plan(simulated: Simulation) -> None:
+    kept = Kept()
     with Watch(simulated.syncs[0], kept, every_steps=3):
         train(simulated, range(STEPS))
         for sync in simulated.syncs:
@@ -149,8 +159,7 @@ def test_watching_changes_nothing() -> None:
             assert all(torch.equal(a, b) for a, b in zip(gradients[0], others[0], strict=True))
 
 
-def test_a_file_is_read_again(tmp_path: Path) -> None:
-    simulated, path = simulation(), tmp_path / "run.jsonl"
+def test_a_file_is_read_again(simulated: Simulation, path: Path) -> None:
     with Watch(simulated.syncs[0], path, name="mine", norms_every_steps=2) as watch:
         for step in range(STEPS):
             train(simulated, range(step, step + 1))
@@ -166,12 +175,11 @@ def test_a_file_is_read_again(tmp_path: Path) -> None:
     assert run.points("heldout_loss") == []
     assert len(run.norms) == 3
     assert len(run.plans) == 1
-    assert (tmp_path / "run.jsonl").read_text().count("NaN") == 0
+    assert path.read_text().count("NaN") == 0
 
 
-def test_a_plan_is_told_again_when_something_travels_otherwise(tmp_path: Path) -> None:
+def test_a_plan_is_told_again_when_something_travels_otherwise(path: Path) -> None:
     """And not when DDP's rebuilt buckets round to a few bytes more, and come in another order."""
-    path = tmp_path / "run.jsonl"
     watched(path)
     (first,) = read_run(path).plans
     rebuilt = [{**route, "message_bytes": route["message_bytes"] + 2} for route in reversed(first["routes"])]
@@ -183,9 +191,8 @@ def test_a_plan_is_told_again_when_something_travels_otherwise(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("is_new", [True, False])
-def test_a_run_that_goes_back_is_one(is_new: bool, tmp_path: Path) -> None:
+def test_a_run_that_goes_back_is_one(simulated: Simulation, is_new: bool, path: Path) -> None:
     """From 5 steps to a state of the third: in a new process, its last line cut off, or in the same loop."""
-    simulated, path = simulation(), tmp_path / "run.jsonl"
     with ExitStack() as entered:
         watch = entered.enter_context(Watch(simulated.syncs[0], path))
         train(simulated, range(3))
@@ -231,8 +238,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_read_up_to_the_damage(damage: str, tmp_path: Path) -> None:
-    simulated, path = simulation(), tmp_path / "run.jsonl"
+def test_a_damaged_file_is_read_up_to_the_damage(simulated: Simulation, damage: str, path: Path) -> None:
     with Watch(simulated.syncs[0], path) as watch:
         for step in range(STEPS):
             train(simulated, range(step, step + 1))
@@ -267,8 +273,7 @@ NO_RUN = "line 1 ends the reading: .*; give one that a Watch has written"
         ),
     ],
 )
-def test_what_is_no_record_is_refused(content: bytes | None, told: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def test_what_is_no_record_is_refused(content: bytes | None, told: str, path: Path) -> None:
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=told):
@@ -276,9 +281,8 @@ def test_what_is_no_record_is_refused(content: bytes | None, told: str, tmp_path
 
 
 def test_a_long_line_and_a_long_file_are_not_read_to_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "run.jsonl"
     watched(path)
     text = path.read_text()
     monkeypatch.setattr(records, "MAX_BYTES", len(text) - 1)
@@ -292,11 +296,11 @@ def test_a_long_line_and_a_long_file_are_not_read_to_the_end(
     assert read_run(path).damage == "line 3 ends the reading: it is longer than 20,000 bytes"
 
 
-def test_lines_are_there_at_once_and_what_no_report_takes_is_null(tmp_path: Path) -> None:
-    writer = JSONLWriter(tmp_path / "run.jsonl")
+def test_lines_are_there_at_once_and_what_no_report_takes_is_null(path: Path) -> None:
+    writer = JSONLWriter(path)
     numbers = [1e99, 1.7e308, 10**200, float("nan"), float("-inf")]
     writer.write("log", 3, {"seconds": 1.5, "nested": {"a": numbers}})
-    line = (tmp_path / "run.jsonl").read_text()
+    line = path.read_text()
     kept = {"a": [1e99, None, None, None, None]}
     assert json.loads(line) == {"kind": "log", "step": 3, "seconds": 1.5, "nested": kept}
     writer.close()
@@ -359,9 +363,8 @@ def test_a_full_disk_ends_the_watching_and_not_the_training(caplog: pytest.LogCa
     assert simulated.syncs[0].steps == 4
 
 
-def test_loggers_take_numbers_by_name() -> None:
+def test_loggers_take_numbers_by_name(simulated: Simulation) -> None:
     logged: list[tuple[dict[str, float], int]] = []
-    simulated = simulation()
     writer = MetricsWriter(lambda metrics, step: logged.append((metrics, step)))
     with Watch(simulated.syncs[0], writer, norms_every_steps=2) as watch:
         train(simulated, range(2))
@@ -375,11 +378,10 @@ def test_loggers_take_numbers_by_name() -> None:
     assert all(isinstance(value, float) for metrics, _ in logged for value in metrics.values())
 
 
-def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_what_is_written(simulated: Simulation, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="NO TENSORBOARD HERE")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: PLC0415
 
-    simulated = simulation()
     with Watch(simulated.syncs[0], thinwire.watch.TensorBoardWriter(tmp_path), norms_every_steps=1) as watch:
         train(simulated, range(3))
         watch.log(loss=0.5)
@@ -399,8 +401,7 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
         thinwire.watch.TensorBoardWriter(tmp_path)
 
 
-def test_two_processes_in_one_file_are_told(tmp_path: Path) -> None:
-    simulated, path = simulation(), tmp_path / "run.jsonl"
+def test_two_processes_in_one_file_are_told(simulated: Simulation, path: Path) -> None:
     with Watch(simulated.syncs[0], path), Watch(simulated.syncs[1], path):
         train(simulated, range(2))
     run = read_run(path)
@@ -408,16 +409,15 @@ def test_two_processes_in_one_file_are_told(tmp_path: Path) -> None:
     assert "line 2 ends the reading: it is of process 1, the first of process 0" in run.damage
 
 
-def test_skips_that_the_host_does_not_see_are_not_known(tmp_path: Path) -> None:
+def test_skips_that_the_host_does_not_see_are_not_known(path: Path) -> None:
     simulated = Simulation(PowerSGD(matrix_rank=2), buckets(), num_workers=2, host_check=False)
-    with Watch(simulated.syncs[0], tmp_path / "run.jsonl"):
+    with Watch(simulated.syncs[0], path):
         train(simulated, range(STEPS), bad_steps=(2,))
-    assert [each["nonfinite_steps"] for each in read_run(tmp_path / "run.jsonl").steps] == [None] * STEPS
+    assert [each["nonfinite_steps"] for each in read_run(path).steps] == [None] * STEPS
 
 
 @pytest.mark.parametrize("version", [3, 5])
-def test_a_file_of_a_different_format_is_refused_and_not_continued(version: int, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def test_a_file_of_a_different_format_is_refused_and_not_continued(version: int, path: Path) -> None:
     simulated = watched(path)
     path.write_text(text := path.read_text().replace('"format": 4', f'"format": {version}'))
     with pytest.raises(ConfigError, match=f"has format {version}, this Thinwire reads format 4; read"):
