@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import os
 import subprocess
 import sys
@@ -29,16 +28,15 @@ from advice.ways import advice_of, network, way
 from launcher import run_python
 from pool import Pool
 from thinwire import AttachError, ConfigError
-from thinwire.advice import Advice, processors
+from thinwire.advice import Advice, measure
 from thinwire.advice.bench import Bench, slowest_of
 from thinwire.advice.loss import EXACT_LOSS, ExpectedLoss, Training
-from thinwire.advice.measure import _link_of
-from thinwire.advice.processors import ProcessorUse, others_share
+from thinwire.advice.measure import _link_of, others_share, processor_seconds
 from thinwire.advice.result import Prediction
 from thinwire.advice.timeline import Echo, Sent, Stopwatch, Timeline
-from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, priced
+from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, OVERFLOWING, priced
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers
+from thinwire.channel import Collective, InProcessTransport, agree, gather_numbers, run_members
 from thinwire.cli.advise import _called, _function, show
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.probe.result import PairTiming
@@ -46,10 +44,6 @@ from thinwire.sync import Engine, engine_of
 
 # As its own names are loaded with their first use.
 PUBLIC = {name: getattr(thinwire, name) for name in thinwire.__all__}
-
-
-def test_a_probe_of_a_known_network_tells_its_rate() -> None:
-    assert network(1e8, 0.001).bytes_per_second == pytest.approx(1e8 / 8)
 
 
 @pytest.mark.parametrize(
@@ -60,15 +54,17 @@ def test_a_probe_of_a_known_network_tells_its_rate() -> None:
         ((Sent(0.8, 100, 0.9),), 1.1),  # 0.8 + 0.2 against 0.9
         ((Sent(0.2, 300, 0.9), Sent(0.3, 300, 0.9)), 1.5),  # one after the other: there at 1.4
         ((Sent(0.8, 100, 0.9), Sent(0.9, 100, 0.95)), 1.25),  # the second starts late, as the first was
+        ((Sent(0.8, 100, 0.9, "all_gather"),), 1.5),  # each kind has its price
     ],
 )
 def test_a_step_on_a_network(sent: tuple[Sent, ...], expected: float) -> None:
-    """A byte takes 2 ms."""
-    timeline = Timeline(sent, 1.0)
-    assert timeline.step_seconds(lambda _, num_bytes: 0.002 * num_bytes) == pytest.approx(expected)
+    """A byte takes 2 ms, of a gather 6."""
+    prices: dict[Collective, float] = {"all_reduce": 0.002, "all_gather": 0.006}
+    found = Timeline(sent, 1.0).step_seconds(lambda kind, num_bytes: prices[kind] * num_bytes)
+    assert found == pytest.approx(expected)
 
 
-def test_theslowest_of_so_many_processes() -> None:
+def test_the_slowest_of_so_many_processes() -> None:
     """Against all pairs of steps; and at once for the most processes that there may be."""
     seconds = [0.3, 0.1, 0.4, 0.2]
     slowest = sorted(map(max, product(seconds, repeat=2)))
@@ -143,12 +139,15 @@ def test_of_a_tie_the_smallest_loss_gap_is_advised_and_the_tie_is_told() -> None
     assert advice.best is four
     assert advice.compress
     told = told_of(advice)
-    headline = [
-        "Do this: use(rank 4)",
-        "A step takes 52% of one with 16 bits: 52.0 ms in place of 100.0.",
-        "It may lose 2.0 %: compare losses.",
-    ]
-    assert told.splitlines()[:3] == str(advice).splitlines()[:3] == headline
+    assert (
+        told.splitlines()[:3]
+        == str(advice).splitlines()[:3]
+        == [
+            "Do this: use(rank 4)",
+            "A step takes 52% of one with 16 bits: 52.0 ms in place of 100.0.",
+            "It may lose 2.0 %: compare losses.",
+        ]
+    )
     assert "rank 1; rank 4. Of those that win enough, rank 4 is expected to lose the least; of equal" in told
     assert "use(rank 4)" in told
     apart = advised(one, predicted("rank 4", 52, 54, 2))
@@ -166,10 +165,7 @@ def test_in_a_tie_too_the_gain_must_be_enough() -> None:
     noisy = advised(predicted("rank 1", 80, 99.5, 3, 10))
     assert noisy.best is noisy.baseline
     assert "Do not compress: no approximation wins more than 5% over 16 bits for sure." in told_of(noisy)
-    tie = (
-        "These take about the same time, as far as can be told: all of them. Of these, 16 bits loses nothing"
-    )
-    assert tie in told_of(noisy)
+    assert "as far as can be told: all of them. Of these, 16 bits loses nothing" in told_of(noisy)
     assert "By medians alone, compressed messages win more than 5% over 16 bits on links" in told_of(noisy)
 
 
@@ -199,14 +195,10 @@ def test_where_averaging_takes_nothing_there_is_nothing_to_win() -> None:
 
 def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximation() -> None:
     variants = priced()
-    assert {code for code, variant in variants.items() if variant.keeps_16_bits} == {
-        "AllReduce()",
-        'Cast("fp16")',
-        BASELINE,
-    }
-    assert [code for code in variants if code.startswith("Quantize")] == [
-        f"Quantize(bits={bits})" for bits in (8, 4, 2)
-    ]
+    careful = [code for code, variant in variants.items() if variant.keeps_16_bits]
+    assert sorted(careful) == ["AllReduce()", BASELINE, OVERFLOWING]
+    few_bits = [code for code in variants if code.startswith("Quantize")]
+    assert few_bits == [f"Quantize(bits={bits})" for bits in (8, 4, 2)]
     assert any(code.startswith("TopK") for code in variants)
     for code, variant in variants.items():
         assert eval(code, PUBLIC) == variant.algorithm
@@ -217,25 +209,10 @@ def test_what_is_priced_is_what_it_is_written_as_and_16_bits_are_no_approximatio
 
 def test_messages_are_priced_by_what_carries_them() -> None:
     """A ring sends 2 (N − 1) / N of it, a gather receives N − 1 of them, an exchange sends (N − 1) / N."""
-    found = network(8e6, 0.0, world_size=4)
-    num_bytes = 1 << 20
-    seconds = {
-        kind: found.collective_seconds(kind, num_bytes)
-        for kind in ("all_reduce", "all_gather", "all_to_all", "broadcast")
-    }
-    megabytes = num_bytes / 1e6
-    assert seconds == pytest.approx(
-        {
-            "all_reduce": 1.5 * megabytes,
-            "all_gather": 3 * megabytes,
-            "all_to_all": 0.75 * megabytes,
-            "broadcast": megabytes,
-        },
-        rel=1e-3,
-    )
-    sent = (Sent(0.0, 100, 0.0, "all_gather"), Sent(0.0, 100, 0.0, "all_reduce"))
-    prices = {"all_gather": 3.0, "all_reduce": 2.0}
-    assert Timeline(sent, 1.0).step_seconds(lambda kind, _: prices[kind]) == 6.0
+    found, num_bytes = network(8e6, 0.0, world_size=4), 1 << 20
+    kinds: tuple[Collective, ...] = ("all_reduce", "all_gather", "all_to_all", "broadcast")
+    seconds = [found.collective_seconds(kind, num_bytes) / (num_bytes / 1e6) for kind in kinds]
+    assert seconds == pytest.approx([1.5, 3, 0.75, 1], rel=1e-3)
 
 
 def test_machines_of_several_processes_send_what_one_each_would() -> None:
@@ -308,71 +285,59 @@ def test_on_an_accelerator_its_own_events_are_timed(monkeypatch: pytest.MonkeyPa
     stopwatch.transport.all_reduce(torch.ones(1), "never waited for")
     work.wait()
     timeline = stopwatch.timeline()
-    assert is_done == [device]
-    assert timeline.seconds == 0.004
-    assert [(each.at_seconds, each.waited_seconds) for each in timeline.sent] == [
-        (0.001, 0.003),
-        (0.002, 0.004),
-    ]
+    assert (is_done, timeline.seconds) == ([device], 0.004)
+    times = [(each.at_seconds, each.waited_seconds) for each in timeline.sent]
+    assert times == [(0.001, 0.003), (0.002, 0.004)]
 
 
 def test_in_the_table_less_is_better_everywhere() -> None:
-    """Half the time is 50, not 2.00, as in the words below it; where there is no room, names fold."""
-    long = predicted(f"PowerSGD({60 * '_'})", 49, 51, 3, 10)
-    above, below = told_of(advised(long), width=80).splitlines()[7:9]
-    assert (above, below.split()[:5]) == (long.name, ["50.0", "49.0", "–", "51.0", "50"])
+    """Half the time is 50, not 2.00, as in the words below it."""
     rows = [line for line in told_of(advised(predicted("rank 1", 49, 51, 3, 10))).splitlines() if "–" in line]
     assert rows[0].split()[:7] == ["rank", "1", "50.0", "49.0", "–", "51.0", "50"]
 
 
 def test_on_slow_links_approximations_are_advised_and_on_fast_ones_not(pool2: Pool) -> None:
-    first, second = pool2.run(_advised)
-    assert [each.step_seconds for each in first[0].predictions] == [
-        each.step_seconds for each in second[0].predictions
-    ]
-    for slow, fast, unchanged in (first, second):
+    everyone = pool2.run(_advised)
+    first, second = ([each.step_seconds for each in slow.predictions] for slow, *_ in everyone)
+    assert first == second
+    num_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
+    for slow, fast, unchanged in everyone:
+        assert unchanged
         assert slow.best.is_lossy
         assert slow.compress is not slow.best.averages_less_often
         assert slow.best in slow.tied
+        assert slow.is_within_budget(slow.best)
         assert slow.best.step_seconds < slow.baseline.step_seconds / 2
         assert slow.best.code in (
             f"thinwire.attach(ddp_model, thinwire.{slow.best.name})",
             "with thinwire.LocalSGD(model, optimizer, every_steps=10):",
         )
-        assert not fast.compress
+        assert slow.break_even_bits_per_second > 1e7  # the slow network's
+        assert "Loss gaps are the largest of AdamW and SGD" in slow.notes[0]
         assert not fast.best.is_lossy
         # Even where it is the fastest: large gradients leave its range, and bf16 sends the same.
-        assert fast.predictions[0].name == 'Cast("fp16")'
-        assert 'Cast("fp16")' not in [fast.best.name, *(each.name for each in fast.tied)]
+        assert fast.predictions[0].name == OVERFLOWING
+        assert OVERFLOWING not in [fast.best.name, *(each.name for each in fast.tied)]
         for advice in (slow, fast):
-            assert [each.step_seconds for each in advice.predictions] == sorted(
-                each.step_seconds for each in advice.predictions
-            )
-            assert len(advice.predictions) == len(priced()) + len(LOCAL_VARIANTS)
+            seconds = [each.step_seconds for each in advice.predictions]
+            assert seconds == sorted(seconds)
+            assert len(seconds) == len(priced()) + len(LOCAL_VARIANTS)
             assert all(each.sent_bytes == each.received_bytes > 0 for each in advice.predictions)
-        assert slow.break_even_bits_per_second > 1e7  # the slow network's
-        bytes_of = {each.name: each.message_bytes for each in slow.predictions}
-        parameter_bytes = 4 * (256 * 512 + 512 + 512 * 256 + 256)
-        assert bytes_of["AllReduce()"] == parameter_bytes
-        assert bytes_of['Cast("bf16")'] == parameter_bytes / 2
-        assert bytes_of["PowerSGD(matrix_rank=4)"] < parameter_bytes / 20
-        assert bytes_of["LocalSGD(every_steps=10)"] == pytest.approx(parameter_bytes / 10, rel=1e-3)
-        assert bytes_of["DiLoCo(every_steps=30)"] < parameter_bytes / 30 / 7
-        wire = {each.name: each.sent_bytes for each in slow.predictions}
-        assert wire["AllReduce()"] == parameter_bytes  # a ring of two sends each byte once
-        assert slow.is_within_budget(slow.best)
-        assert "Loss gaps are the largest of AdamW and SGD" in slow.notes[0]
-        memory = {each.name: each.memory_bytes for each in slow.predictions}
-        residual = {each.name: each.residual_bytes for each in slow.predictions}
+        found = {each.name: each for each in slow.predictions}
+        exact, low_rank = found["AllReduce()"], found["PowerSGD(matrix_rank=4)"]
+        local, diloco = found["LocalSGD(every_steps=10)"], found["DiLoCo(every_steps=30)"]
+        sparse = found["LocalSGD(every_steps=5, algorithm=TopK(density=0.015625))"]
+        # A ring of two sends each byte once.
+        assert exact.message_bytes == exact.sent_bytes == 2 * found[BASELINE].message_bytes == num_bytes
+        assert low_rank.message_bytes < num_bytes / 20
+        assert local.message_bytes == pytest.approx(num_bytes / 10, rel=1e-3)
+        assert diloco.message_bytes < num_bytes / 30 / 7
         # fp32 of what is compressed: the matrices.
-        assert residual["PowerSGD(matrix_rank=4)"] == 4 * 2 * 256 * 512
-        assert residual["LocalSGD(every_steps=5, algorithm=TopK(density=0.015625))"] > 0
-        assert residual["Quantize(bits=4)"] == residual["AllReduce()"] == 0
-        assert memory["AllReduce()"] == 0
-        assert memory["PowerSGD(matrix_rank=4)"] > 4 * 2 * 256 * 512
-        assert memory["LocalSGD(every_steps=10)"] == parameter_bytes  # the last averages
-        assert memory["DiLoCo(every_steps=30)"] == 2 * parameter_bytes  # and the outer momentum
-        assert unchanged
+        assert low_rank.memory_bytes > low_rank.residual_bytes == 4 * 2 * 256 * 512
+        assert sparse.residual_bytes > 0
+        assert exact.memory_bytes == exact.residual_bytes == found["Quantize(bits=4)"].residual_bytes == 0
+        assert local.memory_bytes == num_bytes  # the last averages
+        assert diloco.memory_bytes == 2 * num_bytes  # and the outer momentum
 
 
 def _advised() -> tuple[Advice, Advice, bool]:
@@ -389,10 +354,9 @@ def _advised() -> tuple[Advice, Advice, bool]:
 def _where_fp16_takes_nothing(
     bench: Bench, *given: Any, predictions: Callable[..., list[Prediction]] = Bench.predictions
 ) -> list[Prediction]:
+    nothing: dict[str, Any] = {"step_seconds": 0.0, "low_seconds": 0.0, "high_seconds": 0.0}
     found = predictions(bench, *given)
-    index = [each.name for each in found].index('Cast("fp16")')
-    found[index] = replace(found[index], step_seconds=0.0, low_seconds=0.0, high_seconds=0.0)
-    return found
+    return [replace(each, **(nothing if each.name == OVERFLOWING else {})) for each in found]
 
 
 def test_one_algorithm_alone_takes_memory_at_a_time(pool2: Pool) -> None:
@@ -411,7 +375,7 @@ def _alive() -> tuple[int, int, list[list[str]]]:
 
     def note() -> None:
         holding = {each for each in made if isinstance(each, Engine) and each.memory_bytes()}
-        # One that was entered holds the last averages, and its engine's memory.
+        # A front that was entered holds the last averages, and its engine's memory.
         entered = {each for each in made if isinstance(each, LocalSGD)}
         alive.append([str(each.algorithm) for each in holding - set(map(engine_of, entered))])
         alive[-1] += map(str, entered)
@@ -505,20 +469,16 @@ def test_a_script_that_ends_when_it_is_imported_is_told(
         _called(lambda: sys.exit(4), "mine:build")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "mine.py").write_text(MODULE)
-    network(1e6, 0.001).save(tmp_path / "probe.json")
-    return tmp_path
-
-
 def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run_python("thinwire", "advise", *options, cwd=folder)
+    (folder / "mine.py").write_text(MODULE)
+    network(1e6, 0.001).save(folder / "probe.json")
+    fixed = ["--probe=probe.json", "--budget-seconds=0.5"]
+    return run_python("thinwire", "advise", *fixed, *options, cwd=folder)
 
 
-def test_the_command(folder: Path) -> None:
-    options = ["--probe=probe.json", "--model=mine:build", "--step=mine:step", "--budget-seconds=0.5"]
-    done = run(folder, *options, "--json", "--optimizer=Lion", "--budget-loss=3%")
+def test_the_command(tmp_path: Path) -> None:
+    options = ["--model=mine:build", "--step=mine:step", "--json", "--optimizer=Lion", "--budget-loss=3%"]
+    done = run(tmp_path, *options)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["best"]["is_lossy"] is True
@@ -533,27 +493,18 @@ def test_the_command(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "step", "share", "message"),
     [
-        (
-            ["--model=mine:nothing", "--step=mine:step"],
-            "--model mine:nothing can't be imported (AttributeError",
-        ),
-        (
-            ["--model=nowhere:build", "--step=mine:step"],
-            "--model nowhere:build can't be imported (ModuleNotFound",
-        ),
-        (["--model=mine:broken", "--step=mine:step"], "mine:broken failed: ValueError: no weights here"),
-        (["--model=mine:number", "--step=mine:step"], "mine:number must return a torch.nn.Module, got 7"),
-        (
-            ["--model=mine:build", "--step=mine:step", "--budget-loss=much"],
-            "--budget-loss must be from 0 to 20%, such as 0.5%, or any; got 'much'",
-        ),
-        (["--model=mine:build", "--step=mine:number"], "mine:number failed: TypeError"),
+        ("mine:nothing", "mine:step", "1%", "--model mine:nothing can't be imported (AttributeError"),
+        ("nowhere:build", "mine:step", "1%", "--model nowhere:build can't be imported (ModuleNotFound"),
+        ("mine:broken", "mine:step", "1%", "mine:broken failed: ValueError: no weights here"),
+        ("mine:number", "mine:step", "1%", "mine:number must return a torch.nn.Module, got 7"),
+        ("mine:build", "mine:step", "much", "--budget-loss must be from 0 to 20%, such as 0.5%, or any; got"),
+        ("mine:build", "mine:number", "1%", "mine:number failed: TypeError"),
     ],
 )
-def test_mistakes_are_one_line(folder: Path, options: list[str], message: str) -> None:
-    done = run(folder, "--probe=probe.json", *options, "--budget-seconds=1")
+def test_mistakes_are_one_line(tmp_path: Path, model: str, step: str, share: str, message: str) -> None:
+    done = run(tmp_path, f"--model={model}", f"--step={step}", f"--budget-loss={share}")
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -561,27 +512,26 @@ def test_mistakes_are_one_line(folder: Path, options: list[str], message: str) -
 
 def test_a_machine_that_was_busy_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [*disturbance(0.05, 0.010, 0.011), *disturbance(None, 0.010, 0.011)] == []
-    assert [*disturbance(0.45, 0.010, 0.011), *disturbance(None, 0.010, 0.013)] == [
-        "While it measured, other programs took 45% of the machine's processors: on a quiet machine "
-        "predictions are surer.",
-        "While it measured, half of the steps without averaging took 10.0 to 13.0 ms: on a quiet machine "
-        "predictions are surer.",
+    told = [*disturbance(0.45, 0.010, 0.011), *disturbance(None, 0.010, 0.013)]
+    assert [each.removesuffix(": on a quiet machine predictions are surer.") for each in told] == [
+        "While it measured, other programs took 45% of the machine's processors",
+        "While it measured, half of the steps without averaging took 10.0 to 13.0 ms",
     ]
     # Of two machines the busier one; what the group's own processes take there is no disturbance.
-    of_two = [(4.0, 5.0, 10.0), (0.5, 5.0, 10.0), (4.5, 5.0, 10.0)]
-    assert others_share([b"a", b"b", b"a"], of_two) == pytest.approx(0.45)
-    assert others_share([b"a"], [(1.0, math.nan, math.nan)]) is None
+    spent, members = [(4.0, 5.0, 10.0), (0.5, 5.0, 10.0), (4.5, 5.0, 10.0)], InProcessTransport.group(3)
+    shares = run_members(3, lambda rank: others_share("aba"[rank], spent[rank], members[rank]))
+    assert shares == [pytest.approx(0.45)] * 3
     # As Linux tells it, in hundredths of a second: two more busy ones of two processors, and one of a host's.
     stat = tmp_path / "stat"
-    monkeypatch.setattr(processors, "PROC_STAT", stat)
+    monkeypatch.setattr(measure, "PROC_STAT", stat)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
     monkeypatch.setattr(time, "process_time", lambda: 1.0)
     stat.write_text("cpu  100 0 50 800 50 0 0 0 7 7\ncpu0 1 1 1 1\n")
-    use = ProcessorUse()
+    assert processor_seconds() == (1.0, 1.5, 10.0)
     stat.write_text("cpu  250 0 100 1000 100 0 0 100 7 7\ncpu0 1 1 1 1\n")
-    (alone,) = InProcessTransport.group(1)
-    assert use.others_share(alone) == pytest.approx(300 / 550)
+    assert processor_seconds() == (1.0, 4.5, 15.5)
     stat.unlink()
-    assert ProcessorUse().others_share(alone) is None
+    (alone,) = InProcessTransport.group(1)
+    assert others_share("a", processor_seconds(), alone) is None
     advice = replace(advised(predicted("rank 1", 49, 51, 3, 10)), notes=tuple(disturbance(0.45, 1, 1)))
     assert "other programs took 45% of the machine's processors" in told_of(advice)

@@ -7,9 +7,9 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,15 +30,13 @@ logger = logging.getLogger(__name__)
 # The first step with an algorithm compares the processes, and sends what the one before has left; DDP
 # arranges its buckets again after its own first one.
 UNTIMED_STEPS = 2
-# A step that takes longer or shorter by such a share is of a different link.
-CHANGE = 0.2
+CHANGE = 0.2  # a step that takes longer or shorter by such a share is of a different link
 
 # Seconds of a step, and how many of them were waited for messages: NaN if the host can't see it.
 Reading = tuple[float, float]
-# Receives one committed step after the other.
-Course = Generator[None, Reading, Any]
-Log = Callable[[str], object]
 Clock = Callable[[], Reading]
+Course = Generator[None, Reading, Any]  # receives one committed step after the other
+Log = Callable[[str], object]
 
 
 def auto(
@@ -55,16 +53,16 @@ def auto(
 ) -> Auto:
     """Attach to a DDP or FSDP2 model, and choose the algorithm by what the run's own steps take.
 
-    Steps are made and timed with exact averaging, then with 16 bits, then with each algorithm that is
-    expected to lose no more than the budget, unless the first two wait for messages at most `least_gain` of
-    a step. The run goes on with the best by the rule of `thinwire.advise`, on all processes alike. If a step
-    takes for sure a fifth more or less at a later look, or rougher messages no longer win, all are tried
-    again; small messages hardly tell a fast link from a slow one, so such a look makes steps with 16 bits.
-    All steps train the model, and what an algorithm has not sent yet, the next one sends.
+    Steps are timed with exact averaging, then with 16 bits, then with each algorithm that is expected to lose
+    no more than the budget, unless the first two wait for messages at most `least_gain` of a step. The run
+    goes on with the best by the rule of `thinwire.advise`, on all processes alike. If a step takes for sure a
+    fifth more or less at a later look, or rougher messages no longer win, all are tried again; small messages
+    hardly tell a fast link from a slow one, so such a look makes steps with 16 bits. All steps train the
+    model, and what an algorithm has not sent yet, the next one sends.
 
-    To be called on every process, in place of `attach`. Leave `sync.use` alone meanwhile. A state that is
-    saved is that of the algorithm in use; a run that resumes chooses again. Of what is returned, `sync` is
-    the handle, and printing it tells the choice.
+    Call it on every process, in place of `attach`, and leave `sync.use` alone. A saved state is that of the
+    algorithm in use; a run that resumes chooses again. The result's `sync` is the handle; printing the result
+    tells the choice.
 
     Args:
         model: As of `attach`.
@@ -80,8 +78,8 @@ def auto(
             If it raises, that is a warning in the log, and training goes on.
         settings: All else that `attach` takes.
 
-    Cost: (2 + `probe_steps`) steps with each candidate, of which slow ones take their time, and as many with
-    16 bits at a look; a message of 32 bytes from each process after each trial and each look.
+    Cost: (2 + `probe_steps`) steps with each candidate, however slow, and as many with 16 bits at a look; a
+    message of 32 bytes from each process after each trial and each look.
 
     Raises:
         ConfigError: An argument is out of range, or the optimizer is of a different model.
@@ -103,20 +101,17 @@ def auto(
         check_trains(trainer, (each for each in model.parameters() if each.requires_grad))
     sync = attach(model, AllReduce(), **settings)
     engine = engine_of(sync)
+    training = Training.of(model, name, engine.between.size)
     # An accelerator's messages travel while the host has gone on.
     sees_waiting = all(each.device.type == "cpu" for each in model.parameters() if each.requires_grad)
-    return Auto(
-        sync,
-        Training.of(model, name, engine.between.size),
-        rules,
-        optimizer_notes(optimizer),
-        log or logger.info,
-        lambda: (time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan),
-    )
+
+    def clock() -> Reading:
+        return time.perf_counter(), engine.traffic.waiting_seconds if sees_waiting else math.nan
+
+    return Auto(sync, training, rules, optimizer_notes(optimizer), log or logger.info, clock)
 
 
-@dataclass(frozen=True)
-class Rules:
+class Rules(NamedTuple):
     """As of `auto`."""
 
     budget_loss: float
@@ -172,10 +167,10 @@ class Auto:
         together = self._engine.settings.together
         self._groups = [self._engine.transport, *([] if together is None else [together])]
         # All must make the same steps with the same algorithms, or they would wait for each other for ever.
-        described = {name: str(value) for name, value in asdict(rules).items()}
-        described |= {"optimizer": str(training.optimizer), "candidates": "; ".join(names)}
+        described = {name: str(value) for name, value in rules._asdict().items()}
+        described |= {CALL: "auto()", "optimizer": str(training.optimizer), "candidates": "; ".join(names)}
         for group in self._groups:
-            agree(group, {CALL: "auto()", **described}, "auto()")
+            agree(group, described, "auto()")
         if rules.enabled:
             self._course, self._last = self._follow(), clock()
             next(self._course)  # to its first `yield`, which receives the first step
@@ -253,22 +248,21 @@ class Auto:
             readings.append((yield))
         message_bytes = (traffic.message_bytes - bytes_before) / (self.sync.steps - steps_before)
         seconds, waited = zip(*readings, strict=True)
-        low_seconds, step_seconds, high_seconds = quantiles(seconds, n=4, method="inclusive")
         # The slowest process sets the pace, and the one that waits least waits for the network alone: its
         # number is the largest of the negative ones.
-        numbers = [step_seconds, low_seconds, high_seconds, -median(waited)]
+        numbers = [*quantiles(seconds, n=4, method="inclusive"), -median(waited)]
         for group in self._groups:
             everyone = gather_numbers(numbers, group, "auto: what the processes have measured")
             numbers = [max(column) for column in zip(*everyone, strict=True)]
-        step_seconds, low_seconds, high_seconds, negative = numbers
+        low_seconds, step_seconds, high_seconds, negative = numbers
         return Trial(
             name,
             f"thinwire.attach(model, thinwire.{name})",
             step_seconds,
             low_seconds,
             high_seconds,
-            message_bytes=message_bytes,
-            memory_bytes=self._engine.memory_bytes(),
+            message_bytes,
+            self._engine.memory_bytes(),
             is_lossy=not candidate.keeps_16_bits,
             loss=self._losses[name],
             waited_seconds=-negative,

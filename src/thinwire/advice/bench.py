@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import GradBucket
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.loss import Training, published_gap
@@ -33,8 +31,7 @@ from thinwire.advice.variants import (
 from thinwire.algorithms import Algorithm
 from thinwire.channel import Transport, gather_numbers, own_subgroup
 from thinwire.errors import ConfigError, GradientError
-from thinwire.fronts.ddp import BucketFront, front_of, thinwire_hook
-from thinwire.fronts.ddp_model import register
+from thinwire.fronts.ddp import BucketFront, front_of, switched
 from thinwire.fronts.local_sgd import LocalSGD
 from thinwire.sync import Engine, engine_of
 
@@ -66,15 +63,8 @@ class Replicated:
         self.module, self._transport = module, transport
         self._ddp = DistributedDataParallel(module, process_group=group)
         self.model: nn.Module = self._ddp
-        # DDP takes one hook for good: whose turn it is changes behind it.
         self._front: BucketFront | None = None
-        register(self._ddp, self, thinwire_hook)
-
-    def run(self, bucket: GradBucket) -> Future[torch.Tensor]:
-        """As `BucketFront.run`, of the front whose turn it is."""
-        if self._front is None:
-            raise AssertionError("DDP calls no hook outside of a turn")
-        return self._front.run(bucket)
+        switched(self._ddp, lambda: self._front, "advise")
 
     @contextmanager
     def turn_of(self, algorithm: Algorithm | None) -> Iterator[Engine | None]:
@@ -117,21 +107,27 @@ class Bench:
             self.baseline if code == BASELINE else code: variant for code, variant in priced().items()
         }
         self.losses = expected_losses(training)
-        self.timed = {name: Timed() for name in self.variants}
         self.alone = Timed()
+        self.ways: list[tuple[str, LocalVariant | None, Timed]]
+        self.ways = [(name, None, Timed()) for name in self.variants]
         # Distances, delays and outer rates change nothing in how long an averaging of everything takes.
         self.averagings: dict[tuple[type[LocalSGD], Algorithm | None], Timed] = {}
-        self.local = [
-            (each, self.averagings.setdefault((each.front, each.options.get("algorithm")), Timed()))
-            for each in LOCAL_VARIANTS
-            if self._is_allowed(each)
-        ]
+        for local in LOCAL_VARIANTS:
+            try:
+                # With all its settings: a model may have fewer layers than fragments.
+                self._front_of(local.front, every_steps=local.every_steps, **local.options)
+            except (ConfigError, GradientError):
+                continue
+            alike = local.front, local.options.get("algorithm")
+            self.ways.append((local.name, local, self.averagings.setdefault(alike, Timed())))
 
     def run(self, budget_seconds: float, transport: Transport, progress: Callable[[str], None]) -> None:
         """Make as many rounds as the time allows, equally many on all processes."""
         turns = [partial(self._turn, self.alone, None)]
         turns += [
-            partial(self._turn, self.timed[name], each.algorithm) for name, each in self.variants.items()
+            partial(self._turn, timed, self.variants[name].algorithm)
+            for name, local, timed in self.ways
+            if local is None
         ]
         turns += [partial(self._local_turn, timed, *alike) for alike, timed in self.averagings.items()]
         start, num_rounds, told, done = time.perf_counter(), MIN_ROUNDS, "", 0
@@ -151,18 +147,21 @@ class Bench:
 
     def predictions(self, network: Network) -> list[Prediction]:
         """Return what each way of averaging would take, as this process has measured it."""
-        members = self.training.members
-
-        def prediction(
-            name: str, timed: Timed, seconds: Quartiles, local: LocalVariant | None = None
-        ) -> Prediction:
-            # In the first step processes compare settings as well.
-            last, every_steps = timed.timelines[-1], 1 if local is None else local.every_steps
-            # All processes of a replica send over one link.
-            wire_bytes = (self.subject.shards or 1) * last.wire_bytes(members) / every_steps
-            return Prediction(
+        members, shards = self.training.members, self.subject.shards
+        alone = slowest_of([each.seconds for each in self.alone.timelines], members)
+        found = []
+        for name, local, timed in self.ways:
+            if local is None:
+                steps = [each.step_seconds(network) for each in timed.timelines]
+                seconds, every_steps = slowest_of(steps, members), 1
+            else:
+                seconds, every_steps = local_seconds(local, timed, network, alone), local.every_steps
+            # In the first step processes compare settings as well. All of a replica send over one link.
+            last = timed.timelines[-1]
+            wire_bytes = (shards or 1) * last.wire_bytes(members) / every_steps
+            prediction = Prediction(
                 name,
-                code_of(name, local, is_sharded=self.subject.shards is not None),
+                code_of(name, local, is_sharded=shards is not None),
                 *seconds,
                 message_bytes=last.message_bytes(members) / every_steps,
                 memory_bytes=timed.memory_bytes,
@@ -174,69 +173,47 @@ class Bench:
                 loss=self.losses[name],
                 published=published_gap(name, self.training),
             )
-
-        found = []
-        for name, timed in self.timed.items():
-            steps = [each.step_seconds(network) for each in timed.timelines]
-            found.append(prediction(name, timed, slowest_of(steps, members)))
-        alone = slowest_of([each.seconds for each in self.alone.timelines], members)
-        for local, timed in self.local:
-            found.append(prediction(local.name, timed, local_seconds(local, timed, network, alone), local))
+            found.append(prediction)
         return found
 
     def _turn(self, timed: Timed, algorithm: Algorithm | None) -> None:
         """Time some steps with an algorithm, or without averaging."""
         model = self.subject.model
         with self.subject.turn_of(algorithm) as engine:
-            for number in range(UNTIMED_STEPS + TIMED_STEPS):
-                model.zero_grad()
-                self.stopwatch.start()
-                self.one_step(model)
-                timeline = self.stopwatch.timeline()
-                # Hooks are called in a backward pass only.
-                if engine is not None and not timeline.sent:
-                    raise ConfigError(
-                        "one_step(model) must run a backward pass on the model that it is given, through all "
-                        "of its parameters"
-                    )
-                if number >= UNTIMED_STEPS:
-                    timed.timelines.append(timeline)
+            found = self._timelines(model.zero_grad, lambda: self.one_step(model))
             if engine is not None:
                 timed.memory_bytes, timed.residual_bytes = engine.memory_bytes(), engine.residual_bytes()
+        # Hooks are called in a backward pass only.
+        if algorithm is not None and not all(each.sent for each in found):
+            needs = "one_step(model) must run a backward pass on the model that it is given"
+            raise ConfigError(f"{needs}, through all of its parameters")
+        timed.timelines += found
         # Without gradients, so that what inner optimizers take is no time at all.
         model.zero_grad(set_to_none=True)
 
     def _local_turn(self, timed: Timed, kind: type[LocalSGD], algorithm: Algorithm | None) -> None:
         """Average the whole model after every step of an optimizer that changes nothing."""
-        optimizer = self._idle_optimizer()
-        settings: dict[str, Any] = {} if algorithm is None else {"algorithm": algorithm}
-        with kind(
-            self.subject.module, optimizer, every_steps=1, replicas=self.stopwatch.transport, **settings
-        ) as front:
-            for number in range(UNTIMED_STEPS + TIMED_STEPS):
-                # The optimizer finds no gradients, so all that is timed is the averaging after its step.
-                self.stopwatch.start()
-                optimizer.step()
-                timeline = self.stopwatch.timeline()
-                if number >= UNTIMED_STEPS:
-                    timed.timelines.append(timeline)
+        settings = {} if algorithm is None else {"algorithm": algorithm}
+        front, optimizer = self._front_of(kind, every_steps=1, **settings)
+        with front:
+            # The optimizer finds no gradients, so all that is timed is the averaging after its step.
+            timed.timelines += self._timelines(optimizer.zero_grad, optimizer.step)
             timed.memory_bytes, timed.residual_bytes = _kept_bytes(front), engine_of(front).residual_bytes()
 
-    def _is_allowed(self, local: LocalVariant) -> bool:
-        """Return whether the model can be averaged so: it may have fewer layers than fragments."""
-        settings = {"every_steps": local.every_steps, **local.options}
-        try:
-            local.front(
-                self.subject.module, self._idle_optimizer(), replicas=self.stopwatch.transport, **settings
-            )
-        except (ConfigError, GradientError):
-            return False
-        return True
+    def _timelines(self, prepare: Callable[[], None], step: Callable[[], object]) -> list[Timeline]:
+        found = []
+        for _ in range(UNTIMED_STEPS + TIMED_STEPS):
+            prepare()
+            self.stopwatch.start()
+            step()
+            found.append(self.stopwatch.timeline())
+        return found[UNTIMED_STEPS:]
 
-    def _idle_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            [each for each in self.subject.module.parameters() if each.requires_grad], lr=0.0
-        )
+    def _front_of(self, kind: type[LocalSGD], **settings: Any) -> tuple[LocalSGD, torch.optim.Optimizer]:
+        """Return a front that averages the model over the stopwatch, and the optimizer that it follows."""
+        module = self.subject.module
+        optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.0)
+        return kind(module, optimizer, replicas=self.stopwatch.transport, **settings), optimizer
 
 
 def _kept_bytes(front: LocalSGD) -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +21,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.advice.bench import Bench, OneStep, Replicated, mean_over_processes, slowest_of
 from thinwire.advice.loss import Training, optimizer_name, optimizer_notes
-from thinwire.advice.processors import ProcessorUse
-from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, is_within, tied
+from thinwire.advice.result import Advice, Prediction, checked_budget, checked_gain, choose, tied
 from thinwire.advice.timeline import Network, Stopwatch
 from thinwire.advice.variants import OVERFLOWING
 from thinwire.advice.words import cost_of_saving, disturbance, notes_on
-from thinwire.channel import Collective, ProcessGroupTransport, wire_bytes
+from thinwire.channel import (
+    Collective,
+    ProcessGroupTransport,
+    Transport,
+    gather_bytes,
+    gather_numbers,
+    wire_bytes,
+)
 from thinwire.checks import number
 from thinwire.errors import AttachError, ConfigError
 from thinwire.fronts.ddp_model import is_fsdp2, is_sharded
@@ -32,6 +42,8 @@ from thinwire.probe.result import ring_share
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+PROC_STAT = Path("/proc/stat")
 
 
 def advise(
@@ -53,9 +65,8 @@ def advise(
     tells how long each would have been under way, and of as many steps as there are processes the slowest
     sets the pace. With a model on which you called `fully_shard`, the processes of a replica time steps
     together, with FSDP2's own messages between them and none to other replicas; all of them share the link
-    of the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps are those
-    that were measured with small models, by optimizer and number of members (`loss_gaps.json` beside this
-    module): yours may be others.
+    of the one process that was probed, and what is compared with is native HSDP in bf16. Loss gaps were
+    measured with small models, by optimizer and number of members: yours may be others.
 
     Args:
         model: A module, or a `DistributedDataParallel` model, whose module is taken. Or an FSDP2 model, as
@@ -64,7 +75,7 @@ def advise(
             forward and backward. What else it does (an optimizer's step) counts in every prediction.
         probe: Of the network; None to probe the default process group now, which is collective. Of a
             sharded model: of one process on each machine, or of all on machines that hold a replica each.
-        replicas: Of a sharded model, where there is no probe: as of `attach`; the links are probed now.
+        replicas: Of a sharded model, if there is no probe: as of `attach`; the links are probed now.
         budget_seconds: About how long the measuring may take. Ten steps with each algorithm are made in any
             case, of which four are not timed: of a large model, and of a sharded one, they take longer.
         least_gain: What an approximation must win over the fastest of exact and 16-bit averaging to be
@@ -75,9 +86,9 @@ def advise(
             was not measured with, and with None, the largest gap of those that were counts.
         progress: Gets what is being measured, in words.
 
-    To be called on every process of the default process group, or in a group of one (of a sharded model: of
-    one replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do
-    so in every process alike.
+    Call it on every process of the default process group, or in a group of one (of a sharded model: of one
+    replica); the result is the same on all. A module that communicates by itself (SyncBatchNorm) must do so
+    in every process alike.
 
     Cost: a copy of the model (or of this process's shards) and its gradients, and what the algorithm whose
     turn it is keeps between steps, while it runs.
@@ -85,8 +96,8 @@ def advise(
     Raises:
         ConfigError: `one_step` does not run a backward pass, the model is sharded by FSDP1, on several
             devices, the probe does not know the link's rate, or an argument is out of range.
-        AttachError: There is no process group; or the model is all frozen; or a sharded model is none that
-            `attach` takes.
+        AttachError: There is no process group; or the model is all frozen; or `attach` does not take the
+            sharded model.
         GradientError: Gradients are sparse.
     """
     name = None if optimizer is None else optimizer_name(optimizer)
@@ -100,9 +111,10 @@ def advise(
         stopwatch = Stopwatch(link.members, device)
         kind = _sharded().Sharded if is_fsdp2(module) else Replicated
         subject = kind(module, stopwatch.transport, entered)
-        bench, use = Bench(subject, one_step, stopwatch, training), ProcessorUse()
+        bench, before = Bench(subject, one_step, stopwatch, training), processor_seconds()
         bench.run(budget_seconds, transport, progress)
-        others = use.others_share(transport)
+        spent = [now - then for now, then in zip(processor_seconds(), before, strict=True)]
+        others = others_share(gethostname(), spent, transport)
     gradient_bytes = sum(each.nbytes for each in module.parameters() if each.requires_grad)
     inside_seconds = link.inside_seconds(gradient_bytes)
 
@@ -121,7 +133,7 @@ def advise(
     ranked = sorted(predictions(link.seconds), key=lambda each: each.step_seconds)
     # Only the 16-bit type that no gradient is too large for: both send the same.
     advisable = [each for each in ranked if each.name != OVERFLOWING]
-    within = [each for each in advisable if is_within(each, budget_loss)]
+    within = [each for each in advisable if each.is_within(budget_loss)]
     best = choose(advisable, least_gain, budget_loss)
     alone = [each.seconds for each in bench.alone.timelines]
     # Without averaging, too, the slowest of as many processes sets the pace. The spread is that of each.
@@ -248,7 +260,7 @@ def _break_even(
             return link.probe.latency_seconds + seconds
 
         found = predictions(network)
-        compressed = [each for each in found if each.is_lossy and not each.averages_less_often]
+        compressed = [each for each in found if each.compresses]
         fastest = [each for each in compressed if each.name in accepted] or compressed
         baseline = next(each.step_seconds for each in found if each.name == baseline_name)
         return (1 - least_gain) * baseline - min(each.step_seconds for each in fastest)
@@ -263,3 +275,35 @@ def _break_even(
         middle = math.sqrt(low * high)
         low, high = (middle, high) if gain_seconds(middle) > 0 else (low, middle)
     return low
+
+
+def processor_seconds() -> tuple[float, float, float]:
+    """Return the time of this process, and of all processors: busy, and all of it; NaN if nobody tells."""
+    own = time.process_time()
+    try:
+        first_line, _, _ = PROC_STAT.read_text(encoding="ascii").partition("\n")
+    except OSError:  # Linux alone has it
+        return own, math.nan, math.nan
+    # Time that a host of virtual machines gave to others is theirs; that of guests is in `user` already.
+    user, nice, system, idle, waiting, *others = map(int, first_line.split()[1:9])
+    busy, ticks = user + nice + system + sum(others), os.sysconf("SC_CLK_TCK")
+    return own, busy / ticks, (busy + idle + waiting) / ticks
+
+
+def others_share(host: str, spent: Sequence[float], transport: Transport) -> float | None:
+    """Return the share of the processors that others than the group's processes took. Collective.
+
+    Of the machine where it was largest, the same on all; None if the system does not tell.
+    """
+    purpose = "advise: what else the machines did"
+    hosts, everyone = (
+        gather_bytes(host.encode(), transport, purpose),
+        gather_numbers(spent, transport, purpose),
+    )
+    shares = []
+    for machine in set(hosts):
+        of_machine = [numbers for name, numbers in zip(hosts, everyone, strict=True) if name == machine]
+        _, busy, every = of_machine[0]
+        if every > 0:  # NaN fails this, too
+            shares.append(max(0.0, busy - sum(own for own, *_ in of_machine)) / every)
+    return max(shares, default=None)

@@ -53,6 +53,15 @@ class Prediction:
     loss: ExpectedLoss = UNKNOWN_LOSS
     published: LossGap | None = None
 
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients travel rougher than in 16 bits."""
+        return self.is_lossy and not self.averages_less_often
+
+    def is_within(self, budget_loss: float) -> bool:
+        """Return whether it may be advised: without a bound, also what has no known gap."""
+        return not self.is_lossy or self.loss.order <= 100 * budget_loss
+
 
 # Predicted, or measured in the run.
 AnyPrediction = TypeVar("AnyPrediction", bound=Prediction)
@@ -124,7 +133,7 @@ class Advice:
     @property
     def compress(self) -> bool:
         """Whether compressed messages are advised."""
-        return self.best.is_lossy and not self.best.averages_less_often
+        return self.best.compresses
 
     @property
     def nothing_to_win(self) -> bool:
@@ -137,9 +146,7 @@ class Advice:
     @property
     def compressed_bytes(self) -> float:
         """What a process hands over per step with the smallest compressed messages."""
-        return min(
-            each.message_bytes for each in self.predictions if each.is_lossy and not each.averages_less_often
-        )
+        return min(each.message_bytes for each in self.predictions if each.compresses)
 
     @property
     def frontier(self) -> tuple[Prediction, ...]:
@@ -153,7 +160,7 @@ class Advice:
 
     def is_within_budget(self, prediction: Prediction) -> bool:
         """Return whether a way of averaging is exact or 16 bits, or its expected gap is no larger."""
-        return is_within(prediction, self.budget_loss)
+        return prediction.is_within(self.budget_loss)
 
     def ties_of(self, prediction: Prediction) -> list[Prediction]:
         """Return the others that neither time nor loss tells apart from it."""
@@ -185,11 +192,6 @@ def checked_gain(least_gain: object) -> float:
     return gain
 
 
-def is_within(prediction: Prediction, budget_loss: float) -> bool:
-    """Return whether a way of averaging may be advised: without a bound, also what has no known gap."""
-    return not prediction.is_lossy or prediction.loss.order <= 100 * budget_loss
-
-
 def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float = math.inf) -> AnyPrediction:
     """Return what to use: the one rule of `thinwire.advise`, `thinwire.auto` and docs/choosing.md.
 
@@ -197,9 +199,8 @@ def choose(found: Sequence[AnyPrediction], least_gain: float, budget_loss: float
     least; of equal losses what sends the most, that is, the most bits. Exact and 16-bit averaging lose
     nothing. Anything rougher must win more than `least_gain` over the faster of those two.
     """
-    within = sorted(
-        (each for each in found if is_within(each, budget_loss)), key=lambda each: each.step_seconds
-    )
+    within = [each for each in found if each.is_within(budget_loss)]
+    within.sort(key=lambda each: each.step_seconds)
     careful = [each for each in within if not each.is_lossy]
     max_seconds = (1 - least_gain) * careful[0].step_seconds
     # If steps are noisy, quartiles overlap with those of half the speed: a smaller gap is worth less time.

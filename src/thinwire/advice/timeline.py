@@ -13,8 +13,8 @@ import torch
 from thinwire.channel import Collective, Operation, Recording, Transport, Work, message_bytes_of, wire_bytes
 from thinwire.sync.streams import marked
 
+# Seconds of a collective, by the bytes that each process hands over.
 Network = Callable[[Collective, int], float]
-"""Seconds of a collective, by the bytes that each process hands over."""
 
 
 @dataclass(frozen=True)

@@ -96,18 +96,14 @@ def _why_not(advice: Advice) -> str:
     """Return why nothing rougher than 16 bits is advised."""
     best, least_bytes, bytes_16 = advice.best, advice.compressed_bytes, advice.baseline.message_bytes
     if least_bytes >= bytes_16:
-        return (
-            "Nothing to win by compressing: compressed messages of this model are "
-            f"{least_bytes:,.0f} bytes per step, 16 bits {bytes_16:,.0f}."
-        )
+        told = f"compressed messages of this model are {least_bytes:,.0f} bytes per step"
+        return f"Nothing to win by compressing: {told}, 16 bits {bytes_16:,.0f}."
     if advice.nothing_to_win:
-        return (
-            f"Nothing to win: a step takes {1e3 * best.step_seconds:.1f} ms with {best.name}, "
-            f"{1e3 * advice.compute_seconds:.1f} ms without any averaging."
-        )
-    return (
-        f"Do not compress: no approximation wins more than {advice.least_gain:.0%} over {best.name} for sure."
-    )
+        with_best, without = 1e3 * best.step_seconds, 1e3 * advice.compute_seconds
+        told = f"a step takes {with_best:.1f} ms with {best.name}"
+        return f"Nothing to win: {told}, {without:.1f} ms without any averaging."
+    gain = f"{advice.least_gain:.0%} over {best.name}"
+    return f"Do not compress: no approximation wins more than {gain} for sure."
 
 
 def _about_losses(advice: Advice) -> Iterator[str]:
@@ -163,22 +159,18 @@ def notes_on(
 ) -> Iterator[str]:
     """Yield what is uncertain besides the optimizer."""
     if training.is_recurrent:
-        yield (
-            "The model has an RNN: what was not measured with an LSTM has the gap of transformers, which may "
-            "be less."
-        )
-    predicted_processes = training.members * shards * processes
+        yield "The model has an RNN: what no LSTM was tried with has the gap of transformers, perhaps less."
+    members, predicted_processes = training.members, training.members * shards * processes
     if processes > 1:
         yield (
-            f"Predicted for {training.members} machines of {processes} processes, which average inside of "
-            "each machine first: bytes are those that leave a machine. What stays inside is counted by the "
-            "rate that pairs of its processes were probed with, as if nothing hid it; the work on messages, "
-            "of which each process has its part, as if each had all (docs/machines.md)."
+            f"Predicted for {members} machines of {processes} processes, which average inside of each one "
+            "first: bytes are those that leave a machine. What stays inside counts as if nothing hid it, and "
+            "each process's work on messages as if it had all of them, not a part (docs/machines.md)."
         )
     if shards > 1:
         yield (
-            f"Predicted for {training.members} replicas of {shards} shards, {predicted_processes} processes; "
-            f"the {shards} of a replica share one link to the others."
+            f"Predicted for {members} replicas of {shards} shards, {predicted_processes} processes; the "
+            f"{shards} of a replica share one link to the others."
         )
     # One replica alone may ask about any network: that is what the command does.
     if num_processes not in (shards, predicted_processes):
@@ -203,15 +195,13 @@ def _notes_on_probe(probe: Probe, num_processes: int, device: torch.device) -> I
         yield f"The probe is of other machines ({few}): their links, and the arithmetic of this one, {here}."
     # A network that this very job has just probed is no surprise.
     if len(places) == 1 and num_processes != probe.world_size:
-        yield (
-            f"All processes of the probe ran on one machine, {places[0]}; for a training on several, probe "
-            "between those."
-        )
+        here_alone = f"All processes of the probe ran on one machine, {places[0]}"
+        yield f"{here_alone}; for a training on several, probe between those."
     if probe.doubt:
         yield f"The probe is doubtful: {probe.doubt}."
     if probe.timings and probe.timings[-1].median_seconds < 2 * probe.latency_seconds:
+        largest = f"The largest message of the probe, {probe.timings[-1].message_bytes:,} bytes,"
         yield (
-            f"The largest message of the probe, {probe.timings[-1].message_bytes:,} bytes, took less than "
-            "twice as long as one of nothing: the link's rate is uncertain; probe with a larger "
-            "budget_seconds."
+            f"{largest} took less than twice as long as one of nothing: the link's rate is uncertain; probe "
+            "with a larger budget_seconds."
         )

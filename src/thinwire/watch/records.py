@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, NamedTuple, TypedDict, cast
 
 from thinwire.errors import ConfigError
 from thinwire.json_records import Amount, Count, Processes, Seconds, Whole, parsed, read_record, value_of
@@ -100,15 +100,8 @@ class LogRecord(TypedDict):
 KINDS = {"run": RunRecord, "plan": PlanRecord, "step": StepRecord, "norms": NormsRecord, "log": LogRecord}
 
 
-@dataclass(frozen=True)
-class Point:
-    """A number that was logged.
-
-    Attributes:
-        step: After which step.
-        seconds: Of training, since it began.
-        value: The number.
-    """
+class Point(NamedTuple):
+    """A number that was logged: after which step, and seconds of training."""
 
     step: int
     seconds: float

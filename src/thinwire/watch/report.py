@@ -24,7 +24,7 @@ from thinwire.watch.records import RESERVED, PlanRecord, Run, printable
 
 # A page is to be read, and drawing takes time.
 MAX_NAMES, MAX_PLANS = 12, 20
-MAX_NAME_LENGTH = 36
+HALF_NAME_LENGTH = 18
 WIDTH_INCHES, ROW_INCHES = 9.0, 2.9
 SMOOTHED_PARTS = 40
 # Matplotlib writes these; the page's style sheet says what they are, in light and dark.
@@ -107,6 +107,7 @@ def _summary(run: Run, color: int, names: Sequence[str]) -> dict[str, Any]:
         sum(each[name] for each in run.steps)
         for name in ("steps", "message_bytes", "inside_bytes", "gradient_bytes")
     )
+    logged = {name: [point.value for point in run.points(name)] for name in names}
     # With `host_check=False` the host does not learn of them; a sum of some would pass for all.
     known = [count for each in run.steps if (count := each["nonfinite_steps"]) is not None]
     machines = f" on {run.machines} machines" if run.machines < run.processes else ""
@@ -128,14 +129,9 @@ def _summary(run: Run, color: int, names: Sequence[str]) -> dict[str, Any]:
         "step_megabytes": sent / steps / 1e6,
         "inside_megabytes": inside / steps / 1e6,
         "compression_ratio": compression_ratio(uncompressed, sent),
-        "last": {name: _last(run, name) for name in names},
+        # The mean of the last twentieth.
+        "last": {name: fmean(each[-max(1, len(each) // 20) :]) for name, each in logged.items() if each},
     }
-
-
-def _last(run: Run, name: str) -> float | None:
-    """Return the mean of the last twentieth."""
-    values = [point.value for point in run.points(name)]
-    return fmean(values[-max(1, len(values) // 20) :]) if values else None
 
 
 def _routes(run: Run, plan: PlanRecord) -> list[dict[str, Any]]:
@@ -168,7 +164,10 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> str | None:
                     axes.plot(at, _smoothed(values), color=color, linewidth=1.8)
                 else:
                     axes.plot(at, values, "o-", color=color, markersize=4, linewidth=1.8)
-            axes.set(xlabel=across, ylabel=_shortened(name.replace("_", " ")))
+            label = name.replace("_", " ")
+            if len(label) > 2 * HALF_NAME_LENGTH:
+                label = f"{label[:HALF_NAME_LENGTH]}…{label[-HALF_NAME_LENGTH:]}"
+            axes.set(xlabel=across, ylabel=label)
         text = io.StringIO()
         # Without the date: the same runs make the same page.
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
@@ -205,11 +204,6 @@ def _for_a_page(svg: str) -> str:
     for color, variable in VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
     return svg
-
-
-def _shortened(name: str) -> str:
-    half = MAX_NAME_LENGTH // 2
-    return name if len(name) <= MAX_NAME_LENGTH else f"{name[:half]}…{name[-half:]}"
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

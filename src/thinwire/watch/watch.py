@@ -231,20 +231,16 @@ class Watch:
         growth = self._alarm.growth_after(_residual_in_steps(stats), self._watched.steps)
         if growth is not None:
             worst = max(stats.relative_error, key=stats.relative_error.__getitem__)
-            logger.warning(
+            warning = (
                 "step %d: the residual has grown %.1f-fold against what a step sends while the number of "
                 "steps doubled, twice in succession: the error memory goes on growing, most that of %s. "
-                "Compress less, or lower the learning rate",
-                self._watched.steps,
-                growth,
-                worst,
+                "Compress less, or lower the learning rate"
             )
+            logger.warning(warning, self._watched.steps, growth, worst)
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         """Write a record; if that fails in training, stop watching with a warning."""
-        if (
-            self._writer is None
-        ):  # an earlier error has ended the watching; the training loop still calls `log`
+        if self._writer is None:  # an error has ended the watching; the training loop still calls `log`
             return
         try:
             self._writer.write(kind, self._watched.steps, values)
