@@ -1,4 +1,4 @@
-"""What is counted of each collective, and how long the host has waited."""
+"""What is counted and noted of each collective, and how long the host has waited."""
 
 from __future__ import annotations
 
@@ -7,39 +7,36 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from thinwire.channel import CollectiveTraffic, InProcessTransport, Metered, Traffic, Work, run_members
+from thinwire.channel import (
+    CollectiveTraffic,
+    InProcessTransport,
+    Metered,
+    Note,
+    Recording,
+    Traffic,
+    Transport,
+    Work,
+    run_members,
+)
 from thinwire.channel.transport import Collective
 from thinwire.errors import CommunicationError
 
 Counts: TypeAlias = dict[Collective, CollectiveTraffic]
 
 
-def sent_by_all_collectives(num_members: int) -> list[Traffic]:
-    members = InProcessTransport.group(num_members)
-
-    def body(rank: int) -> Traffic:
-        metered = Metered(members[rank])
-        assert (metered.rank, metered.size) == (rank, num_members)
-        assert metered.control_device == torch.device("cpu")
-        mean, total, copied = torch.full((6,), float(rank)), torch.ones(3, dtype=torch.int64), torch.zeros(5)
-        rows = torch.empty(num_members, 7, dtype=torch.uint8)
-        exchanged = torch.empty(num_members, 2, dtype=torch.float16)
-        for work in (
-            metered.mean(mean, "a mean"),
-            metered.all_reduce(total, "a sum"),
-            metered.all_reduce(total.clone(), "a maximum", operation="max"),
-            metered.all_gather(rows, torch.full((7,), rank, dtype=torch.uint8), "a gather"),
-            metered.all_to_all(exchanged, torch.full_like(exchanged, rank), "an exchange"),
-            metered.broadcast(copied, 0, "a copy"),
-        ):
-            work.wait()
-        assert mean.tolist() == [(num_members - 1) / 2] * 6
-        assert total.tolist() == [num_members] * 3
-        assert rows[:, 0].tolist() == list(range(num_members))
-        assert exchanged[:, 0].tolist() == list(range(num_members))
-        return metered.traffic
-
-    return run_members(num_members, body)
+def send_all_kinds(transport: Transport) -> None:
+    """To be called on all members, which may be one."""
+    rows = torch.empty(transport.size, 7, dtype=torch.uint8)
+    exchanged = torch.empty(transport.size, 2, dtype=torch.float16)
+    for work in (
+        transport.mean(torch.zeros(6), "a mean"),
+        transport.all_reduce(torch.ones(3, dtype=torch.int64), "a sum"),
+        transport.all_reduce(torch.ones(3, dtype=torch.int64), "a maximum", operation="max"),
+        transport.all_gather(rows, torch.zeros(7, dtype=torch.uint8), "a gather"),
+        transport.all_to_all(exchanged, torch.zeros_like(exchanged), "an exchange"),
+        transport.broadcast(torch.zeros(5), 0, "a copy"),
+    ):
+        work.wait()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,9 @@ def sent_by_all_collectives(num_members: int) -> list[Traffic]:
 )
 def test_counts_by_collective(num_members: int, expected: Counts) -> None:
     """Messages as of an all-reduce that puts as much on the wire: of 4 members, 3/2 of its bytes."""
-    for traffic in sent_by_all_collectives(num_members):
+    members = [Metered(member) for member in InProcessTransport.group(num_members)]
+    run_members(num_members, lambda rank: send_all_kinds(members[rank]))
+    for traffic in (member.traffic for member in members):
         assert dict(traffic.by_collective) == expected
         assert traffic.messages == 6
         assert traffic.message_bytes == sum(each.message_bytes for each in expected.values())
@@ -120,3 +119,18 @@ def test_what_could_not_be_sent_is_not_counted() -> None:
     assert not metered.traffic.by_collective
     metered.all_reduce(torch.zeros(2), "a test").wait()
     assert metered.traffic.messages == 1
+
+
+def test_every_collective_is_noted() -> None:
+    members = [Recording(member) for member in InProcessTransport.group(2)]
+    run_members(2, lambda rank: send_all_kinds(members[rank]))
+    expected = [
+        Note("all_reduce", (6,), torch.float32, "a mean"),
+        Note("all_reduce", (3,), torch.int64, "a sum"),
+        Note("all_reduce", (3,), torch.int64, "a maximum"),
+        Note("all_gather", (7,), torch.uint8, "a gather"),
+        Note("all_to_all", (2, 2), torch.float16, "an exchange"),
+        Note("broadcast", (5,), torch.float32, "a copy"),
+    ]
+    assert [member.notes for member in members] == [expected, expected]
+    assert [note.handed_bytes for note in expected] == [24, 24, 24, 7, 8, 20]

@@ -12,19 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from channel.every_collective import check_every_collective, tensor_of
 from pool import Pool
 from thinwire.channel import ProcessGroupTransport, checked_group, process_group
 from thinwire.channel.process_group import ProcessGroupWork, named_failure, own_subgroup
 from thinwire.errors import AttachError, CommunicationError, ConfigError
-
-FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGER = [torch.uint8, torch.int32, torch.int64]
-# Zero-length: parameters without elements, members without a share.
-LENGTHS = [0, 1, 5]
-
-
-def tensor_of(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
 
 def test_every_collective_carries_every_type(pool2: Pool) -> None:
@@ -57,47 +49,9 @@ def test_among_four(pool4: Pool) -> None:
 
 def _every_collective() -> tuple[int, int]:
     transport = ProcessGroupTransport()
-    rank, size = transport.rank, transport.size
-    assert (rank, size) == (dist.get_rank(), dist.get_world_size())
-    assert transport.control_device == torch.device("cpu")
-    for numel in LENGTHS:
-        for dtype in [*FLOATING, *INTEGER]:
-            brought = torch.stack([tensor_of(other, dtype, numel) for other in range(size)])
-            total, largest = brought[rank].clone(), brought[rank].clone()
-            transport.all_reduce(total, "a sum").wait()
-            transport.all_reduce(largest, "a maximum", operation="max").wait()
-            assert torch.equal(total, brought.double().sum(0).to(dtype)), (dtype, numel)
-            assert torch.equal(largest, brought.double().amax(0).to(dtype)), (dtype, numel)
-            if dtype in FLOATING:
-                mean = brought[rank].clone()
-                transport.mean(mean, "a mean").wait()
-                torch.testing.assert_close(mean, brought.double().mean(0).to(dtype))
-        for dtype in [*FLOATING, *INTEGER, torch.bool]:
-            own = tensor_of(rank, dtype, numel)
-            rows = torch.empty(size, numel, dtype=dtype)
-            transport.all_gather(rows, own, "a gather").wait()
-            expected = torch.stack([tensor_of(other, dtype, numel) for other in range(size)])
-            assert torch.equal(rows, expected), (dtype, numel)
-
-            exchanged = torch.empty(size, numel, dtype=dtype)
-            transport.all_to_all(exchanged, tensor_of(rank, dtype, size, numel), "an exchange").wait()
-            expected = torch.stack([tensor_of(other, dtype, size, numel)[rank] for other in range(size)])
-            assert torch.equal(exchanged, expected), (dtype, numel)
-
-            copied = own.clone()
-            transport.broadcast(copied, size - 1, "a copy").wait()
-            assert torch.equal(copied, tensor_of(size - 1, dtype, numel)), (dtype, numel)
-    return os.getpid(), size
-
-
-def test_the_mean_does_not_overflow_where_the_sum_would(pool2: Pool) -> None:
-    assert pool2.run(_large_mean) == [[60_000.0], [60_000.0]]
-
-
-def _large_mean() -> list[float]:
-    tensor = torch.full((1,), 60_000.0, dtype=torch.float16)
-    ProcessGroupTransport().mean(tensor, "a test").wait()
-    return tensor.tolist()
+    assert (transport.rank, transport.size) == (dist.get_rank(), dist.get_world_size())
+    check_every_collective(transport)
+    return os.getpid(), transport.size
 
 
 def test_ranks_are_those_of_the_group(pool4: Pool) -> None:
@@ -114,19 +68,6 @@ def _in_a_group_of_two() -> tuple[int, int, list[int], list[int]] | None:
     transport.broadcast(copied, 1, "a copy").wait()
     transport.all_gather(rows, torch.tensor([dist.get_rank()]), "a gather").wait()
     return transport.rank, transport.size, copied.tolist(), rows.view(-1).tolist()
-
-
-def test_several_are_under_way_and_end_in_any_order(pool2: Pool) -> None:
-    assert pool2.run(_several_under_way) == [[1.0, 11.0, 21.0]] * 2
-
-
-def _several_under_way() -> list[float]:
-    transport = ProcessGroupTransport()
-    tensors = [torch.tensor([10.0 * number + transport.rank]) for number in range(3)]
-    works = [transport.all_reduce(tensor, f"message {n}") for n, tensor in enumerate(tensors)]
-    for work in reversed(works):
-        work.wait()
-    return [(tensor.item() + 1) / 2 for tensor in tensors]
 
 
 def test_then_gives_a_future_of_what_is_made_of_the_result(pool2: Pool) -> None:
