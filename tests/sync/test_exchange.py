@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Requests
-from thinwire.channel import InProcessTransport, Note, Recording, Transport, Work, run_members
-from thinwire.errors import CommunicationError, ConfigError
+from thinwire.channel import InProcessTransport, Note, Recording, Transport, run_members
+from thinwire.errors import ConfigError
 from thinwire.sync.exchange import Exchange
 
 BUCKETS = ("first", "second", "third")
@@ -321,40 +321,3 @@ def test_a_request_behind_the_gate_is_refused() -> None:
     exchange = at_commit(bucket())
     with pytest.raises(ConfigError, match=r"asked for Mean\(.* behind its Commit, expected its end"):
         exchange.tasks[0].commit()
-
-
-class Failing(InProcessTransport):
-    """Its n-th message is lost."""
-
-    fail_at = 0
-    num_sent = 0
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        self.num_sent += 1
-        return _Lost() if self.num_sent == self.fail_at else super().mean(tensor, purpose)
-
-
-class _Lost:
-    def wait(self) -> None:
-        raise CommunicationError("the peer has gone")
-
-
-@pytest.mark.parametrize("fail_at", [1, 2, 3])
-def test_a_failed_collective_is_raised_from_the_round_that_waits_for_it(fail_at: int) -> None:
-    def bucket() -> Requests:
-        yield Mean(torch.zeros(1))
-        yield Mean(torch.zeros(1))
-        yield healthy()
-        pytest.fail("it has passed the gate")
-
-    (transport,) = Failing.group(1)
-    assert isinstance(transport, Failing)
-    transport.fail_at = fail_at
-    exchange = Exchange(transport, "step 0")
-    for name in BUCKETS[:2]:
-        exchange.start(bucket(), name)
-    if fail_at == 3:
-        assert exchange.advance()
-    with pytest.raises(CommunicationError, match="the peer has gone"):
-        exchange.advance()
-    exchange.close()
