@@ -10,6 +10,7 @@ import torch
 from thinwire.channel import (
     CollectiveTraffic,
     InProcessTransport,
+    Message,
     Metered,
     Note,
     Recording,
@@ -96,7 +97,7 @@ def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("thinwire.channel.metered.time.perf_counter", lambda: clock.now)
 
     class Failing(InProcessTransport):
-        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        def start(self, message: Message) -> Work:
             return clock
 
     (alone,) = Failing.group(1)
@@ -109,8 +110,10 @@ def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_could_not_be_sent_is_not_counted() -> None:
     class Broken(InProcessTransport):
-        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-            raise CommunicationError("the peer has gone")
+        def start(self, message: Message) -> Work:
+            if message.operation == "mean":
+                raise CommunicationError("the peer has gone")
+            return super().start(message)
 
     (alone,) = Broken.group(1)
     metered = Metered(alone)

@@ -15,7 +15,7 @@ from torch.futures import Future
 from channel.every_collective import check_every_collective, tensor_of
 from pool import Pool
 from thinwire.channel import ProcessGroupTransport, checked_group, process_group
-from thinwire.channel.process_group import ProcessGroupWork, named_failure, own_subgroup
+from thinwire.channel.process_group import ProcessGroupWork, future_of, named_failure, own_subgroup
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 
@@ -36,7 +36,8 @@ def _in_pieces() -> tuple[int, bool, int, int]:
         transport, own = ProcessGroupTransport(), torch.full((9,), dist.get_rank())
         rows = torch.empty(2, 9, dtype=torch.int64)
         with patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered:
-            future = transport.all_gather(rows, own, "a gather").then(lambda: rows.sum().item())
+            work = transport.all_gather(rows, own, "a gather")
+            future = future_of(work, lambda: rows.sum().item())
         is_there = future.wait() == 9
         with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
             transport.all_to_all(rows, rows.clone(), "an exchange").wait()
@@ -77,7 +78,7 @@ def test_then_gives_a_future_of_what_is_made_of_the_result(pool2: Pool) -> None:
 def _then() -> float:
     transport = ProcessGroupTransport()
     tensor = torch.tensor([float(transport.rank)])
-    return transport.all_reduce(tensor, "a test").then(lambda: tensor.item() + 6).wait()
+    return future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait()
 
 
 def failing_work(words: str) -> ProcessGroupWork:
@@ -93,7 +94,8 @@ def test_a_failure_is_named_with_what_was_under_way() -> None:
     with pytest.raises(CommunicationError, match=words) as caught:
         failing_work("connection closed by peer").wait()
     assert isinstance(caught.value.__cause__, RuntimeError)
-    future = failing_work("connection closed by peer").then(lambda: pytest.fail("there is no result"))
+    work = failing_work("connection closed by peer")
+    future = future_of(work, lambda: pytest.fail("there is no result"))
     with pytest.raises(Exception, match=words):  # torch hands on what a callback raises in a type of its own
         future.wait()
 

@@ -9,7 +9,7 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from pool import Pool
 from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
 from thinwire.algorithms import Algorithm, AllReduce, BucketPlan, Commit, Diagnosis, Mean
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Collective, InProcessTransport, Work
+from thinwire.channel import InProcessTransport, Message, Work
 from thinwire.channel.metered import Wrapped
 from thinwire.plan import Route
 from thinwire.simulation import Simulation
@@ -610,10 +610,8 @@ class Announcing(Wrapped):
 
     key = ""
 
-    def send(
-        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
-    ) -> Work:
-        return AnnouncedWork(start(), self)
+    def start(self, message: Message) -> Work:
+        return AnnouncedWork(super().start(message), self)
 
 
 @dataclass

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
-from thinwire.channel.transport import Operation, Transport, Work
+from thinwire.channel.transport import Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
 
-OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 WHY_IN_A_FIXED_GROUP = (
     "A process has died, stalled or sent another message; or it had fewer batches (uneven batches: train "
@@ -41,17 +41,36 @@ class GroupTransport(Transport):
 
     why = WHY_IN_A_FIXED_GROUP  # may have failed what a backend calls failed
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.all_gather`."""
+    def start(self, message: Message) -> ProcessGroupWork:
+        """As `Transport.start`."""
+        tensor, output, operation = message.tensor, message.output, message.operation
+        what = f"{tensor.numel()} × {tensor.dtype}"
+        if message.collective == "all_reduce":
+            kind = "maximum" if operation == "max" else "average"
+            return self.started(
+                f"{message.purpose}: the {kind} of {what}", lambda: self.reduce(tensor, operation)
+            )
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
-        own, rows = as_bytes(tensor), as_bytes(output).view(self.size, -1)
-        return self.started(f"{purpose}: the gather of {_shown(tensor)}", lambda: self._gathered(rows, own))
+        sent, received = as_bytes(tensor), as_bytes(output)
+        if message.collective == "all_gather":
+            rows = received.view(self.size, -1)
+            return self.started(
+                f"{message.purpose}: the gather of {what}", lambda: self._gathered(rows, sent)
+            )
+        if message.collective == "all_to_all":
+            return self.started(
+                f"{message.purpose}: the exchange of {what}", lambda: self._exchanged(received, sent)
+            )
+        where = f"{message.purpose}: the copy of {what} from process {message.source} of the group"
+        return self.started(where, lambda: self.copy(sent, message.source))
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.all_to_all`."""
-        received, sent = as_bytes(output), as_bytes(tensor)
-        where = f"{purpose}: the exchange of {_shown(tensor)}"
-        return self.started(where, lambda: self._exchanged(received, sent))
+    @abstractmethod
+    def reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+        """Start an all-reduce."""
+
+    @abstractmethod
+    def copy(self, tensor: torch.Tensor, source: int) -> object:
+        """Start a broadcast."""
 
     @abstractmethod
     def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
@@ -153,28 +172,20 @@ class ProcessGroupTransport(GroupTransport):
             )
         return torch.device("cuda", index)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum"
-    ) -> ProcessGroupWork:
-        """As `Transport.all_reduce`."""
-        return self._reduced(tensor, purpose, OPERATIONS[operation])
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.mean`; NCCL divides what it reads anyway, which saves a pass over the message."""
-        if not self._is_nccl(tensor.device):
-            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
-            return self.all_reduce(tensor, purpose)
+    def reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+        """As `GroupTransport.reduce`; NCCL divides what it reads anyway, which saves a pass."""
+        kind = OPERATIONS[operation]
         # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
-        return self._reduced(tensor, purpose, dist.ReduceOp.SUM if self.size == 1 else dist.ReduceOp.AVG)
+        if operation == "mean" and self._is_nccl(tensor.device) and self.size > 1:
+            kind = dist.ReduceOp.AVG
+        elif operation == "mean":
+            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
+        return dist.all_reduce(tensor, kind, self.group, async_op=True)
 
-    def _reduced(
-        self, tensor: torch.Tensor, purpose: str, operation: dist.ReduceOp.RedOpType
-    ) -> ProcessGroupWork:
-        kind = "maximum" if operation == dist.ReduceOp.MAX else "average"
-        return self.started(
-            f"{purpose}: the {kind} of {_shown(tensor)}",
-            lambda: dist.all_reduce(tensor, operation, self.group, async_op=True),
-        )
+    def copy(self, tensor: torch.Tensor, source: int) -> object:
+        """As `GroupTransport.copy`."""
+        global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
+        return dist.broadcast(tensor, global_source, self.group, async_op=True)
 
     def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         """As `GroupTransport.gather`."""
@@ -202,7 +213,7 @@ class ProcessGroupTransport(GroupTransport):
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """As `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
-        where = f"{purpose}: the average of a part of {_shown(flat)}"
+        where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._is_nccl(flat.device) and len(set(lengths)) == 1:
             return self.started(
@@ -221,16 +232,8 @@ class ProcessGroupTransport(GroupTransport):
             return super().gather_parts(flat, lengths, purpose)
         own = flat.split_with_sizes(list(lengths))[self.rank]
         return self.started(
-            f"{purpose}: the gather of {_shown(flat)}",
+            f"{purpose}: the gather of {flat.numel()} × {flat.dtype}",
             lambda: dist.all_gather_into_tensor(flat, own, self.group, async_op=True),
-        )
-
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
-        """As `Transport.broadcast`."""
-        global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
-        return self.started(
-            f"{purpose}: the copy of {_shown(tensor)} from process {source} of the group",
-            lambda: dist.broadcast(as_bytes(tensor), global_source, self.group, async_op=True),
         )
 
     def is_gloo(self, device: torch.device) -> bool:
@@ -294,16 +297,18 @@ class ProcessGroupWork(NamedTuple):
         with named_failure(self.where, self.why):
             self.work.wait()
 
-    def then(self, result: Callable[[], Result]) -> Future[Result]:
-        """Return a future of what `result` makes of the finished collective."""
 
-        def finished(done: Future[object]) -> Result:
-            # Torch calls back for a failure, too; it is `value` that raises it.
-            with named_failure(self.where):
-                done.value()
-            return result()
+def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
+    """Return a future of what `result` makes of a process group's finished collective."""
+    assert isinstance(work, ProcessGroupWork)
 
-        return cast("Future[Result]", self.work.get_future().then(finished))
+    def finished(done: Future[object]) -> Result:
+        # Torch calls back for a failure, too; it is `value` that raises it.
+        with named_failure(work.where):
+            done.value()
+        return result()
+
+    return cast("Future[Result]", work.work.get_future().then(finished))
 
 
 class _MeanOfRows(NamedTuple):
@@ -323,10 +328,6 @@ class _MeanOfRows(NamedTuple):
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _shown(tensor: torch.Tensor) -> str:
-    return f"{tensor.numel()} × {tensor.dtype}"
 
 
 @contextmanager

@@ -26,13 +26,17 @@ class ReconfigurableTransport(GroupTransport):
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self.rank, self.size = group, rank, size
 
-    def all_reduce(
-        self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum"
-    ) -> ProcessGroupWork:
-        """As `Transport.all_reduce`."""
+    def reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+        """As `GroupTransport.reduce`."""
         options = AllreduceOptions()
         options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
-        return self.started(purpose, lambda: self._group.allreduce([tensor], options))
+        return self._group.allreduce([tensor.div_(self.size) if operation == "mean" else tensor], options)
+
+    def copy(self, tensor: torch.Tensor, source: int) -> object:
+        """As `GroupTransport.copy`."""
+        options = BroadcastOptions()
+        options.rootRank = source
+        return self._group.broadcast([tensor], options)
 
     def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         """As `GroupTransport.gather`."""
@@ -43,12 +47,6 @@ class ReconfigurableTransport(GroupTransport):
         """As `GroupTransport.exchange`."""
         work: dist.Work = self._group.alltoall_base(received, sent, sizes, sizes, AllToAllOptions())
         return work
-
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
-        """As `Transport.broadcast`."""
-        options = BroadcastOptions()
-        options.rootRank = source
-        return self.started(purpose, lambda: self._group.broadcast([as_bytes(tensor)], options))
 
     def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
         """Send a tensor to one member, which calls `receive`."""

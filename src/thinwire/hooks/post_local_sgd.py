@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from thinwire.algorithms import AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
-from thinwire.channel import ProcessGroupTransport, agree, checked_group
+from thinwire.channel import ProcessGroupTransport, agree, checked_group, future_of
 from thinwire.channel.process_group import own_subgroup
 from thinwire.checks import true_or_false, whole_count
 from thinwire.errors import ConfigError
@@ -211,7 +211,7 @@ def averaged(
     message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
     work = transport.mean(message, purpose)
     # The closure keeps the message, which the backend reads and writes until then.
-    return work.then(lambda: flat if message is flat else flat.copy_(message))
+    return future_of(work, lambda: flat if message is flat else flat.copy_(message))
 
 
 def _agree(state: PostLocalSGDState, wire_dtype: WireDtype | None, device: torch.device) -> None:
