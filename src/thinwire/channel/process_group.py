@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -43,78 +43,76 @@ class GroupTransport(Transport):
 
     def start(self, message: Message) -> ProcessGroupWork:
         """As `Transport.start`."""
-        tensor, output, operation = message.tensor, message.output, message.operation
-        what = f"{tensor.numel()} × {tensor.dtype}"
+        tensor, what = message.tensor, f"{message.tensor.numel()} × {message.tensor.dtype}"
         if message.collective == "all_reduce":
-            kind = "maximum" if operation == "max" else "average"
-            return self.started(
-                f"{message.purpose}: the {kind} of {what}", lambda: self.reduce(tensor, operation)
+            what = f"the {'maximum' if message.operation == 'max' else 'average'} of {what}"
+            return self._started(
+                f"{message.purpose}: {what}", partial(self._reduce, tensor, message.operation)
             )
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
-        sent, received = as_bytes(tensor), as_bytes(output)
+        sent, received = _as_bytes(tensor), _as_bytes(message.output)
+        start: Callable[[], object]
         if message.collective == "all_gather":
-            rows = received.view(self.size, -1)
-            return self.started(
-                f"{message.purpose}: the gather of {what}", lambda: self._gathered(rows, sent)
-            )
-        if message.collective == "all_to_all":
-            return self.started(
-                f"{message.purpose}: the exchange of {what}", lambda: self._exchanged(received, sent)
-            )
-        where = f"{message.purpose}: the copy of {what} from process {message.source} of the group"
-        return self.started(where, lambda: self.copy(sent, message.source))
+            what, start = f"the gather of {what}", partial(self._gathered, received.view(self.size, -1), sent)
+        elif message.collective == "all_to_all":
+            what, start = f"the exchange of {what}", partial(self._exchanged, received, sent)
+        else:
+            what = f"the copy of {what} from process {message.source} of the group"
+            start = partial(self._copy, sent, message.source)
+        return self._started(f"{message.purpose}: {what}", start)
 
     @abstractmethod
-    def reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
         """Start an all-reduce."""
 
     @abstractmethod
-    def copy(self, tensor: torch.Tensor, source: int) -> object:
+    def _copy(self, tensor: torch.Tensor, source: int) -> object:
         """Start a broadcast."""
 
     @abstractmethod
-    def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
+    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         """Start an all-gather into tensors by rank."""
 
     @abstractmethod
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int]) -> dist.Work:
-        """Start an all-to-all of so many bytes to and from each member; of equal parts if none are said."""
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
+    ) -> dist.Work:
+        """Start an all-to-all of so many bytes from and to each member; of equal parts if none are said."""
 
     @abstractmethod
-    def is_gloo(self, device: torch.device) -> bool:
+    def _is_gloo(self, device: torch.device) -> bool:
         """Return whether Gloo carries a device's tensors."""
 
-    def started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
+    def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
         """Return what `start` has started; always asynchronous: a caller waits where it needs the result."""
         with named_failure(where, self.why):
             return ProcessGroupWork(cast("dist.Work | Pieces", start()), where, self.why)
 
     def _num_pieces(self, sent: torch.Tensor) -> int:
-        if self.size != 2 or not self.is_gloo(sent.device):
+        if self.size != 2 or not self._is_gloo(sent.device):
             return 1
         return max(1, min(MAX_PIECES, sent.nbytes // PIECE_BYTES))
 
     def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
         num_pieces = self._num_pieces(own)
         if num_pieces == 1:
-            return self.gather(list(rows), own)
+            return self._gather(list(rows), own)
         parts = zip(*(each.tensor_split(num_pieces) for each in (own, *rows)), strict=True)
-        return Pieces([self.gather(list(into), piece) for piece, *into in parts])
+        return Pieces([self._gather(list(into), piece) for piece, *into in parts])
 
     def _exchanged(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work | Pieces:
         num_pieces = self._num_pieces(sent)
         if num_pieces == 1:
-            return self.exchange(received, sent, [])
+            return self._exchange(received, sent, [], [])
         # Between two: each has a row for the other one, and its own only changes places.
         other, into, rows = 1 - self.rank, received.view(2, -1), sent.view(2, -1)
         into[self.rank].copy_(rows[self.rank])
+        works = []
         parts = zip(into[other].tensor_split(num_pieces), rows[other].tensor_split(num_pieces), strict=True)
-        return Pieces(
-            [
-                self.exchange(to, piece, [piece.numel() * (each == other) for each in range(2)])
-                for to, piece in parts
-            ]
-        )
+        for to, piece in parts:
+            sizes = [piece.numel() * (each == other) for each in range(2)]
+            works.append(self._exchange(to, piece, sizes, sizes))
+        return Pieces(works)
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -172,9 +170,9 @@ class ProcessGroupTransport(GroupTransport):
             )
         return torch.device("cuda", index)
 
-    def reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
-        """As `GroupTransport.reduce`; NCCL divides what it reads anyway, which saves a pass."""
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
         kind = OPERATIONS[operation]
+        # NCCL divides what it reads anyway, which saves a pass over the message.
         # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
         if operation == "mean" and self._is_nccl(tensor.device) and self.size > 1:
             kind = dist.ReduceOp.AVG
@@ -182,13 +180,11 @@ class ProcessGroupTransport(GroupTransport):
             tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
         return dist.all_reduce(tensor, kind, self.group, async_op=True)
 
-    def copy(self, tensor: torch.Tensor, source: int) -> object:
-        """As `GroupTransport.copy`."""
+    def _copy(self, tensor: torch.Tensor, source: int) -> object:
         global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
         return dist.broadcast(tensor, global_source, self.group, async_op=True)
 
-    def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        """As `GroupTransport.gather`."""
+    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         return cast(dist.Work, dist.all_gather(rows, own, self.group, async_op=True))
 
     def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
@@ -198,10 +194,6 @@ class ProcessGroupTransport(GroupTransport):
         # name where there is one: there the older one warns.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int]) -> dist.Work:
-        """As `GroupTransport.exchange`."""
-        return self._exchange(received, sent, sizes, sizes)
 
     def _exchange(
         self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
@@ -216,14 +208,14 @@ class ProcessGroupTransport(GroupTransport):
         where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._is_nccl(flat.device) and len(set(lengths)) == 1:
-            return self.started(
+            return self._started(
                 where,
                 lambda: dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, self.group, async_op=True),
             )
         received, to_go = flat.new_empty(self.size, len(own)), [flat.itemsize * length for length in lengths]
         # As bytes, which Gloo exchanges of every type.
-        to, sent, to_come = as_bytes(received), as_bytes(flat), [own.nbytes] * self.size
-        work = self.started(where, lambda: self._exchange(to, sent, to_come, to_go))
+        to, sent, to_come = _as_bytes(received), _as_bytes(flat), [own.nbytes] * self.size
+        work = self._started(where, lambda: self._exchange(to, sent, to_come, to_go))
         return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
@@ -231,13 +223,12 @@ class ProcessGroupTransport(GroupTransport):
         if not self._is_nccl(flat.device) or len(set(lengths)) > 1:
             return super().gather_parts(flat, lengths, purpose)
         own = flat.split_with_sizes(list(lengths))[self.rank]
-        return self.started(
+        return self._started(
             f"{purpose}: the gather of {flat.numel()} × {flat.dtype}",
             lambda: dist.all_gather_into_tensor(flat, own, self.group, async_op=True),
         )
 
-    def is_gloo(self, device: torch.device) -> bool:
-        """As `GroupTransport.is_gloo`."""
+    def _is_gloo(self, device: torch.device) -> bool:
         return self.backend_for(device) == "gloo"
 
     def _is_nccl(self, device: torch.device) -> bool:
@@ -325,7 +316,7 @@ class _MeanOfRows(NamedTuple):
         self.mean.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
     return tensor.view(-1).view(torch.uint8)
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from thinwire.channel.process_group import OPERATIONS, GroupTransport, ProcessGroupWork, as_bytes
+from thinwire.channel.process_group import OPERATIONS, GroupTransport, ProcessGroupWork, _as_bytes
 from thinwire.channel.transport import Operation
 
 
@@ -26,36 +26,33 @@ class ReconfigurableTransport(GroupTransport):
     def __init__(self, group: Any, rank: int, size: int) -> None:
         self._group, self.rank, self.size = group, rank, size
 
-    def reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
-        """As `GroupTransport.reduce`."""
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
         options = AllreduceOptions()
         options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
         return self._group.allreduce([tensor.div_(self.size) if operation == "mean" else tensor], options)
 
-    def copy(self, tensor: torch.Tensor, source: int) -> object:
-        """As `GroupTransport.copy`."""
+    def _copy(self, tensor: torch.Tensor, source: int) -> object:
         options = BroadcastOptions()
         options.rootRank = source
         return self._group.broadcast([tensor], options)
 
-    def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        """As `GroupTransport.gather`."""
+    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         work: dist.Work = self._group.allgather([rows], [own], AllgatherOptions())
         return work
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int]) -> dist.Work:
-        """As `GroupTransport.exchange`."""
-        work: dist.Work = self._group.alltoall_base(received, sent, sizes, sizes, AllToAllOptions())
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
+    ) -> dist.Work:
+        work: dist.Work = self._group.alltoall_base(received, sent, to_come, to_go, AllToAllOptions())
         return work
 
     def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
         """Send a tensor to one member, which calls `receive`."""
-        return self.started(purpose, lambda: self._group.send([as_bytes(tensor)], to, 0))
+        return self._started(purpose, lambda: self._group.send([_as_bytes(tensor)], to, 0))
 
     def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
         """Receive what one member sends."""
-        return self.started(purpose, lambda: self._group.recv([as_bytes(tensor)], source, 0))
+        return self._started(purpose, lambda: self._group.recv([_as_bytes(tensor)], source, 0))
 
-    def is_gloo(self, device: torch.device) -> bool:
-        """As `GroupTransport.is_gloo`."""
+    def _is_gloo(self, device: torch.device) -> bool:
         return bool(self._group.getBackendName() == "torchft-gloo")
