@@ -1,14 +1,11 @@
-"""What is counted and noted of each collective, and how long the host has waited."""
+"""What is counted and noted of messages, and how long the host has waited."""
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import pytest
 import torch
 
 from thinwire.channel import (
-    CollectiveTraffic,
     InProcessTransport,
     Message,
     Metered,
@@ -19,10 +16,7 @@ from thinwire.channel import (
     Work,
     run_members,
 )
-from thinwire.channel.transport import Collective
 from thinwire.errors import CommunicationError
-
-Counts: TypeAlias = dict[Collective, CollectiveTraffic]
 
 
 def send_all_kinds(transport: Transport) -> None:
@@ -41,37 +35,14 @@ def send_all_kinds(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_members", "expected"),
-    [
-        (
-            4,
-            {
-                "all_reduce": CollectiveTraffic(3, 24 + 24 + 24, 3 * 36),  # a ring: 2 · 3/4
-                "all_gather": CollectiveTraffic(1, 14, 21),  # those of three others
-                "all_to_all": CollectiveTraffic(1, 8, 12),  # all rows but its own
-                "broadcast": CollectiveTraffic(1, 20, 20),
-            },
-        ),
-        (
-            1,
-            {
-                "all_reduce": CollectiveTraffic(3, 72),
-                "all_gather": CollectiveTraffic(1, 3),
-                "all_to_all": CollectiveTraffic(1, 2),
-                "broadcast": CollectiveTraffic(1, 20),
-            },
-        ),
-    ],
-    ids=["four members", "one"],
+    ("num_members", "message_bytes"), [(4, 24 + 24 + 24 + 14 + 8 + 20), (1, 24 + 24 + 24 + 3 + 2 + 20)]
 )
-def test_counts_by_collective(num_members: int, expected: Counts) -> None:
-    """Messages as of an all-reduce that puts as much on the wire: of 4 members, 3/2 of its bytes."""
+def test_counts_messages_and_bytes(num_members: int, message_bytes: int) -> None:
+    """As of an all-reduce that puts as much on the wire: of 4 members, 3/2 of its bytes."""
     members = [Metered(member) for member in InProcessTransport.group(num_members)]
     run_members(num_members, lambda rank: send_all_kinds(members[rank]))
     for traffic in (member.traffic for member in members):
-        assert dict(traffic.by_collective) == expected
-        assert traffic.messages == 6
-        assert traffic.message_bytes == sum(each.message_bytes for each in expected.values())
+        assert (traffic.messages, traffic.message_bytes) == (6, message_bytes)
 
 
 def test_counts_go_on_where_another_transport_takes_over() -> None:
@@ -79,7 +50,7 @@ def test_counts_go_on_where_another_transport_takes_over() -> None:
     for _ in range(2):
         (alone,) = InProcessTransport.group(1)
         Metered(alone, traffic).mean(torch.zeros(2), "a test").wait()
-    assert dict(traffic.by_collective) == {"all_reduce": CollectiveTraffic(2, 16)}
+    assert (traffic.messages, traffic.message_bytes) == (2, 16)
 
 
 class Clock:
@@ -119,7 +90,7 @@ def test_what_could_not_be_sent_is_not_counted() -> None:
     metered = Metered(alone)
     with pytest.raises(CommunicationError, match="the peer has gone"):
         metered.mean(torch.zeros(2), "a test")
-    assert not metered.traffic.by_collective
+    assert metered.traffic.messages == 0
     metered.all_reduce(torch.zeros(2), "a test").wait()
     assert metered.traffic.messages == 1
 

@@ -22,7 +22,6 @@ from thinwire.channel.machines import (
     ranks_by_machine,
 )
 from thinwire.channel.metered import (
-    CollectiveTraffic,
     Metered,
     Note,
     Recording,
@@ -42,7 +41,6 @@ from thinwire.channel.transport import Collective, Message, Transport, Work
 __all__ = [
     "CALL",
     "Collective",
-    "CollectiveTraffic",
     "Description",
     "InProcessTransport",
     "Layout",

@@ -75,56 +75,26 @@ def message_bytes_of(collective: Collective, handed_bytes: int, members: int) ->
 
 
 @dataclass
-class CollectiveTraffic:
-    """What one kind of collective has carried.
-
-    Attributes:
-        messages: Calls.
-        message_bytes: Bytes of the messages, counted as of an all-reduce; see `message_bytes_of`.
-        wire_bytes: Bytes that have left this member, and reached it; see `wire_bytes`.
-    """
-
-    messages: int = 0
-    message_bytes: int = 0
-    wire_bytes: int = 0
-
-
-@dataclass
 class Traffic:
     """What went through a transport, and perhaps through others that count in the same place.
 
     Attributes:
+        messages: All collectives.
+        message_bytes: Bytes of all messages, counted as of an all-reduce; see `message_bytes_of`.
         waiting_seconds: Time the host was blocked until results had come back.
         machine_bytes: Of the messages of all processes of this machine, if they share them; not read back.
         planned_machine_bytes: The same of steps in which processes did not tell each other, by the plan.
         counted_bytes: Of the messages of this process, how many are in these.
         inside_bytes: What this process has sent to others of its machine for that.
-        by_collective: What each kind of collective has carried, of those that were used.
     """
 
+    messages: int = 0
+    message_bytes: int = 0
     waiting_seconds: float = 0.0
     machine_bytes: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     planned_machine_bytes: int = 0
     counted_bytes: int = 0
     inside_bytes: int = 0
-    by_collective: dict[Collective, CollectiveTraffic] = field(default_factory=dict)
-
-    @property
-    def messages(self) -> int:
-        """All collectives."""
-        return sum(each.messages for each in self.by_collective.values())
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of all messages, counted as of an all-reduce."""
-        return sum(each.message_bytes for each in self.by_collective.values())
-
-    def count(self, collective: Collective, handed_bytes: int, members: int) -> None:
-        """Add a message."""
-        counted = self.by_collective.setdefault(collective, CollectiveTraffic())
-        counted.messages += 1
-        counted.message_bytes += message_bytes_of(collective, handed_bytes, members)
-        counted.wire_bytes += wire_bytes(collective, handed_bytes, members)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -147,7 +117,8 @@ class Metered(Wrapped):
         """As `Transport.start`."""
         handed_bytes, work = message.tensor.nbytes, super().start(message)
         # Only now: what could not be sent has cost nothing.
-        self.traffic.count(message.collective, handed_bytes, self.size)
+        self.traffic.messages += 1
+        self.traffic.message_bytes += message_bytes_of(message.collective, handed_bytes, self.size)
         return _TimedWork(work, self.traffic)
 
 
