@@ -24,7 +24,7 @@ from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Message, Work
 from thinwire.channel.in_process import wait_for
-from thinwire.channel.reconfigurable import ReconfigurableTransport
+from thinwire.channel.process_group import ReconfigurableTransport
 from thinwire.elastic import (
     DiLoCo,
     InProcessGroup,

@@ -1,4 +1,4 @@
-"""The transport of a real process group: all that Thinwire calls of `torch.distributed`."""
+"""The transports of real process groups: all that Thinwire calls of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
@@ -253,6 +254,52 @@ class ProcessGroupTransport(GroupTransport):
             if message.device.type != "cpu":  # there it has only been queued so far
                 torch.accelerator.synchronize(message.device)
             return (time.perf_counter() - start) / 2
+
+
+class ReconfigurableTransport(GroupTransport):
+    """Carries tensors over a process group by its own methods, which `torch.distributed` does not know of.
+
+    It is of one configuration: when the members change, take a new one.
+    """
+
+    why = (
+        "A member has died, stood still for longer than the timeout, was cut off, or has broken the "
+        "averaging off because a message of its own failed"
+    )
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group, self.rank, self.size = group, rank, size
+
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+        options = AllreduceOptions()
+        options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
+        return self._group.allreduce([tensor.div_(self.size) if operation == "mean" else tensor], options)
+
+    def _copy(self, tensor: torch.Tensor, source: int) -> object:
+        options = BroadcastOptions()
+        options.rootRank = source
+        return self._group.broadcast([tensor], options)
+
+    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
+        work: dist.Work = self._group.allgather([rows], [own], AllgatherOptions())
+        return work
+
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
+    ) -> dist.Work:
+        work: dist.Work = self._group.alltoall_base(received, sent, to_come, to_go, AllToAllOptions())
+        return work
+
+    def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
+        """Send a tensor to one member, which calls `receive`."""
+        return self._started(purpose, lambda: self._group.send([_as_bytes(tensor)], to, 0))
+
+    def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
+        """Receive what one member sends."""
+        return self._started(purpose, lambda: self._group.recv([_as_bytes(tensor)], source, 0))
+
+    def _is_gloo(self, device: torch.device) -> bool:
+        return bool(self._group.getBackendName() == "torchft-gloo")
 
 
 class Pieces(NamedTuple):
