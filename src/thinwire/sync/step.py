@@ -292,7 +292,10 @@ class Step:
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
-        said = places.sum_of(~is_healthy, [uncounted, remembers], purpose)
+        device = places.inside.control_device
+        said = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
+        said[0] = ~is_healthy.to(device)
+        places.inside.all_reduce(said, purpose).wait()
         traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
         traffic.counted_bytes += uncounted
         return said[0] == 0, said[2]
