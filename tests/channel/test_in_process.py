@@ -11,12 +11,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from thinwire.channel import InProcessTransport, run_members
+from channel.every_collective import check_every_collective
+from thinwire.channel import InProcessTransport, Metered, Recording, Transport, run_members
 from thinwire.errors import CommunicationError
-
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-every_gathered_dtype = pytest.mark.parametrize("dtype", [*DTYPES, torch.bool], ids=str)
 
 
 def test_members_run_in_the_order_of_ranks_until_they_wait() -> None:
@@ -75,67 +72,11 @@ def test_a_group_of_one_needs_no_threads() -> None:
     assert run_members(1, body) == [(threading.get_ident(), 3.0)]
 
 
-@every_dtype
-@pytest.mark.parametrize("numel", [0, 1, 5])
-def test_all_reduce(dtype: torch.dtype, numel: int) -> None:
-    members = InProcessTransport.group(3)
-
-    def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        total = torch.arange(numel).to(dtype) + rank
-        largest = torch.arange(numel).to(dtype) * (rank if rank < 2 else 0)
-        works = [
-            members[rank].all_reduce(total, "a sum"),
-            members[rank].all_reduce(largest, "a maximum", operation="max"),
-        ]
-        for work in reversed(works):  # in any order
-            work.wait()
-        return total, largest
-
-    for total, largest in run_members(3, body):
-        assert total.dtype == largest.dtype == dtype
-        assert total.tolist() == [3 * each + 3 for each in range(numel)]
-        assert largest.tolist() == list(range(numel))
-
-
-def test_the_mean_does_not_overflow_where_the_sum_would() -> None:
-    members = InProcessTransport.group(2)
-
-    def body(rank: int) -> float:
-        tensor = torch.full((1,), 60_000.0, dtype=torch.float16)
-        members[rank].mean(tensor, "a test").wait()
-        return tensor.item()
-
-    assert run_members(2, body) == [60_000.0, 60_000.0]
-
-
-@every_gathered_dtype
-@pytest.mark.parametrize("numel", [0, 1, 4])
-def test_all_gather_all_to_all_and_broadcast(dtype: torch.dtype, numel: int) -> None:
-    members = InProcessTransport.group(3)
-
-    def tensor_of(rank: int, seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(10 * rank + seed)
-        return torch.randint(0, 200, (3, numel), generator=generator).to(dtype)
-
-    def body(rank: int) -> list[torch.Tensor]:
-        gathered, exchanged = torch.empty(2, 3, numel, dtype=dtype)
-        copied = tensor_of(rank, 2)
-        brought = [tensor_of(rank, 0)[0].clone(), tensor_of(rank, 1)]
-        works = [
-            members[rank].all_gather(gathered, brought[0], "a gather"),
-            members[rank].all_to_all(exchanged, brought[1], "an exchange"),
-            members[rank].broadcast(copied, 1, "a copy"),
-        ]
-        for work in works:
-            work.wait()
-        assert torch.equal(brought[0], tensor_of(rank, 0)[0])
-        assert torch.equal(brought[1], tensor_of(rank, 1))
-        return [gathered, exchanged, copied]
-
-    for rank, (gathered, exchanged, copied) in enumerate(run_members(3, body)):
-        assert torch.equal(gathered, torch.stack([tensor_of(other, 0)[0] for other in range(3)]))
-        assert torch.equal(exchanged, torch.stack([tensor_of(other, 1)[rank] for other in range(3)]))
-        assert torch.equal(copied, tensor_of(1, 2))
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("wrapped", [lambda transport: transport, Recording, Metered])
+def test_every_collective_carries_every_type(size: int, wrapped: Callable[[Transport], Transport]) -> None:
+    members = InProcessTransport.group(size)
+    run_members(size, lambda rank: check_every_collective(wrapped(members[rank])))
 
 
 def test_several_groups_at_once() -> None:
@@ -186,7 +127,7 @@ def test_the_first_error_is_raised_and_those_who_wait_learn_why(guilty: int) -> 
 
 
 def test_a_member_may_catch_the_error_and_go_on() -> None:
-    members, alone = InProcessTransport.group(2), InProcessTransport.group(2)
+    members = InProcessTransport.group(2)
 
     def body(rank: int) -> str:
         try:
@@ -197,7 +138,6 @@ def test_a_member_may_catch_the_error_and_go_on() -> None:
         return "ended"
 
     assert run_members(2, body) == ["told", "ended"]
-    assert [transport.size for transport in alone] == [2, 2]
 
 
 @pytest.mark.parametrize(

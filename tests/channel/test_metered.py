@@ -1,77 +1,48 @@
-"""What is counted of each collective, and how long the host has waited."""
+"""What is counted and noted of messages, and how long the host has waited."""
 
 from __future__ import annotations
-
-from typing import TypeAlias
 
 import pytest
 import torch
 
-from thinwire.channel import CollectiveTraffic, InProcessTransport, Metered, Traffic, Work, run_members
-from thinwire.channel.transport import Collective
+from thinwire.channel import (
+    InProcessTransport,
+    Message,
+    Metered,
+    Note,
+    Recording,
+    Traffic,
+    Transport,
+    Work,
+    run_members,
+)
 from thinwire.errors import CommunicationError
 
-Counts: TypeAlias = dict[Collective, CollectiveTraffic]
 
-
-def sent_by_all_collectives(num_members: int) -> list[Traffic]:
-    members = InProcessTransport.group(num_members)
-
-    def body(rank: int) -> Traffic:
-        metered = Metered(members[rank])
-        assert (metered.rank, metered.size) == (rank, num_members)
-        assert metered.control_device == torch.device("cpu")
-        mean, total, copied = torch.full((6,), float(rank)), torch.ones(3, dtype=torch.int64), torch.zeros(5)
-        rows = torch.empty(num_members, 7, dtype=torch.uint8)
-        exchanged = torch.empty(num_members, 2, dtype=torch.float16)
-        for work in (
-            metered.mean(mean, "a mean"),
-            metered.all_reduce(total, "a sum"),
-            metered.all_reduce(total.clone(), "a maximum", operation="max"),
-            metered.all_gather(rows, torch.full((7,), rank, dtype=torch.uint8), "a gather"),
-            metered.all_to_all(exchanged, torch.full_like(exchanged, rank), "an exchange"),
-            metered.broadcast(copied, 0, "a copy"),
-        ):
-            work.wait()
-        assert mean.tolist() == [(num_members - 1) / 2] * 6
-        assert total.tolist() == [num_members] * 3
-        assert rows[:, 0].tolist() == list(range(num_members))
-        assert exchanged[:, 0].tolist() == list(range(num_members))
-        return metered.traffic
-
-    return run_members(num_members, body)
+def send_all_kinds(transport: Transport) -> None:
+    """To be called on all members, which may be one."""
+    rows = torch.empty(transport.size, 7, dtype=torch.uint8)
+    exchanged = torch.empty(transport.size, 2, dtype=torch.float16)
+    for work in (
+        transport.mean(torch.zeros(6), "a mean"),
+        transport.all_reduce(torch.ones(3, dtype=torch.int64), "a sum"),
+        transport.all_reduce(torch.ones(3, dtype=torch.int64), "a maximum", operation="max"),
+        transport.all_gather(rows, torch.zeros(7, dtype=torch.uint8), "a gather"),
+        transport.all_to_all(exchanged, torch.zeros_like(exchanged), "an exchange"),
+        transport.broadcast(torch.zeros(5), 0, "a copy"),
+    ):
+        work.wait()
 
 
 @pytest.mark.parametrize(
-    ("num_members", "expected"),
-    [
-        (
-            4,
-            {
-                "all_reduce": CollectiveTraffic(3, 24 + 24 + 24, 3 * 36),  # a ring: 2 · 3/4
-                "all_gather": CollectiveTraffic(1, 14, 21),  # those of three others
-                "all_to_all": CollectiveTraffic(1, 8, 12),  # all rows but its own
-                "broadcast": CollectiveTraffic(1, 20, 20),
-            },
-        ),
-        (
-            1,
-            {
-                "all_reduce": CollectiveTraffic(3, 72),
-                "all_gather": CollectiveTraffic(1, 3),
-                "all_to_all": CollectiveTraffic(1, 2),
-                "broadcast": CollectiveTraffic(1, 20),
-            },
-        ),
-    ],
-    ids=["four members", "one"],
+    ("num_members", "message_bytes"), [(4, 24 + 24 + 24 + 14 + 8 + 20), (1, 24 + 24 + 24 + 3 + 2 + 20)]
 )
-def test_counts_by_collective(num_members: int, expected: Counts) -> None:
-    """Messages as of an all-reduce that puts as much on the wire: of 4 members, 3/2 of its bytes."""
-    for traffic in sent_by_all_collectives(num_members):
-        assert dict(traffic.by_collective) == expected
-        assert traffic.messages == 6
-        assert traffic.message_bytes == sum(each.message_bytes for each in expected.values())
+def test_counts_messages_and_bytes(num_members: int, message_bytes: int) -> None:
+    """As of an all-reduce that puts as much on the wire: of 4 members, 3/2 of its bytes."""
+    members = [Metered(member) for member in InProcessTransport.group(num_members)]
+    run_members(num_members, lambda rank: send_all_kinds(members[rank]))
+    for traffic in (member.traffic for member in members):
+        assert (traffic.messages, traffic.message_bytes) == (6, message_bytes)
 
 
 def test_counts_go_on_where_another_transport_takes_over() -> None:
@@ -79,7 +50,7 @@ def test_counts_go_on_where_another_transport_takes_over() -> None:
     for _ in range(2):
         (alone,) = InProcessTransport.group(1)
         Metered(alone, traffic).mean(torch.zeros(2), "a test").wait()
-    assert dict(traffic.by_collective) == {"all_reduce": CollectiveTraffic(2, 16)}
+    assert (traffic.messages, traffic.message_bytes) == (2, 16)
 
 
 class Clock:
@@ -97,7 +68,7 @@ def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("thinwire.channel.metered.time.perf_counter", lambda: clock.now)
 
     class Failing(InProcessTransport):
-        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
+        def start(self, message: Message) -> Work:
             return clock
 
     (alone,) = Failing.group(1)
@@ -110,13 +81,30 @@ def test_waiting_is_timed_even_where_it_fails(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_could_not_be_sent_is_not_counted() -> None:
     class Broken(InProcessTransport):
-        def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-            raise CommunicationError("the peer has gone")
+        def start(self, message: Message) -> Work:
+            if message.operation == "mean":
+                raise CommunicationError("the peer has gone")
+            return super().start(message)
 
     (alone,) = Broken.group(1)
     metered = Metered(alone)
     with pytest.raises(CommunicationError, match="the peer has gone"):
         metered.mean(torch.zeros(2), "a test")
-    assert not metered.traffic.by_collective
+    assert metered.traffic.messages == 0
     metered.all_reduce(torch.zeros(2), "a test").wait()
     assert metered.traffic.messages == 1
+
+
+def test_every_collective_is_noted() -> None:
+    members = [Recording(member) for member in InProcessTransport.group(2)]
+    run_members(2, lambda rank: send_all_kinds(members[rank]))
+    expected = [
+        Note("all_reduce", (6,), torch.float32, "a mean"),
+        Note("all_reduce", (3,), torch.int64, "a sum"),
+        Note("all_reduce", (3,), torch.int64, "a maximum"),
+        Note("all_gather", (7,), torch.uint8, "a gather"),
+        Note("all_to_all", (2, 2), torch.float16, "an exchange"),
+        Note("broadcast", (5,), torch.float32, "a copy"),
+    ]
+    assert [member.notes for member in members] == [expected, expected]
+    assert [note.handed_bytes for note in expected] == [24, 24, 24, 7, 8, 20]

@@ -12,19 +12,12 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from channel.every_collective import check_every_collective, tensor_of
 from pool import Pool
 from thinwire.channel import ProcessGroupTransport, checked_group, process_group
-from thinwire.channel.process_group import ProcessGroupWork, named_failure, own_subgroup
+from thinwire.channel.process_group import ProcessGroupWork, future_of, named_failure, own_subgroup
 from thinwire.errors import AttachError, CommunicationError, ConfigError
-
-FLOATING = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGER = [torch.uint8, torch.int32, torch.int64]
-# Zero-length: parameters without elements, members without a share.
-LENGTHS = [0, 1, 5]
-
-
-def tensor_of(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    return torch.randint(0, 50, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+from training import error_of
 
 
 def test_every_collective_carries_every_type(pool2: Pool) -> None:
@@ -44,7 +37,8 @@ def _in_pieces() -> tuple[int, bool, int, int]:
         transport, own = ProcessGroupTransport(), torch.full((9,), dist.get_rank())
         rows = torch.empty(2, 9, dtype=torch.int64)
         with patch.object(dist, "all_gather", wraps=dist.all_gather) as gathered:
-            future = transport.all_gather(rows, own, "a gather").then(lambda: rows.sum().item())
+            work = transport.all_gather(rows, own, "a gather")
+            future = future_of(work, lambda: rows.sum().item())
         is_there = future.wait() == 9
         with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanged:
             transport.all_to_all(rows, rows.clone(), "an exchange").wait()
@@ -57,47 +51,9 @@ def test_among_four(pool4: Pool) -> None:
 
 def _every_collective() -> tuple[int, int]:
     transport = ProcessGroupTransport()
-    rank, size = transport.rank, transport.size
-    assert (rank, size) == (dist.get_rank(), dist.get_world_size())
-    assert transport.control_device == torch.device("cpu")
-    for numel in LENGTHS:
-        for dtype in [*FLOATING, *INTEGER]:
-            brought = torch.stack([tensor_of(other, dtype, numel) for other in range(size)])
-            total, largest = brought[rank].clone(), brought[rank].clone()
-            transport.all_reduce(total, "a sum").wait()
-            transport.all_reduce(largest, "a maximum", operation="max").wait()
-            assert torch.equal(total, brought.double().sum(0).to(dtype)), (dtype, numel)
-            assert torch.equal(largest, brought.double().amax(0).to(dtype)), (dtype, numel)
-            if dtype in FLOATING:
-                mean = brought[rank].clone()
-                transport.mean(mean, "a mean").wait()
-                torch.testing.assert_close(mean, brought.double().mean(0).to(dtype))
-        for dtype in [*FLOATING, *INTEGER, torch.bool]:
-            own = tensor_of(rank, dtype, numel)
-            rows = torch.empty(size, numel, dtype=dtype)
-            transport.all_gather(rows, own, "a gather").wait()
-            expected = torch.stack([tensor_of(other, dtype, numel) for other in range(size)])
-            assert torch.equal(rows, expected), (dtype, numel)
-
-            exchanged = torch.empty(size, numel, dtype=dtype)
-            transport.all_to_all(exchanged, tensor_of(rank, dtype, size, numel), "an exchange").wait()
-            expected = torch.stack([tensor_of(other, dtype, size, numel)[rank] for other in range(size)])
-            assert torch.equal(exchanged, expected), (dtype, numel)
-
-            copied = own.clone()
-            transport.broadcast(copied, size - 1, "a copy").wait()
-            assert torch.equal(copied, tensor_of(size - 1, dtype, numel)), (dtype, numel)
-    return os.getpid(), size
-
-
-def test_the_mean_does_not_overflow_where_the_sum_would(pool2: Pool) -> None:
-    assert pool2.run(_large_mean) == [[60_000.0], [60_000.0]]
-
-
-def _large_mean() -> list[float]:
-    tensor = torch.full((1,), 60_000.0, dtype=torch.float16)
-    ProcessGroupTransport().mean(tensor, "a test").wait()
-    return tensor.tolist()
+    assert (transport.rank, transport.size) == (dist.get_rank(), dist.get_world_size())
+    check_every_collective(transport)
+    return os.getpid(), transport.size
 
 
 def test_ranks_are_those_of_the_group(pool4: Pool) -> None:
@@ -116,19 +72,6 @@ def _in_a_group_of_two() -> tuple[int, int, list[int], list[int]] | None:
     return transport.rank, transport.size, copied.tolist(), rows.view(-1).tolist()
 
 
-def test_several_are_under_way_and_end_in_any_order(pool2: Pool) -> None:
-    assert pool2.run(_several_under_way) == [[1.0, 11.0, 21.0]] * 2
-
-
-def _several_under_way() -> list[float]:
-    transport = ProcessGroupTransport()
-    tensors = [torch.tensor([10.0 * number + transport.rank]) for number in range(3)]
-    works = [transport.all_reduce(tensor, f"message {n}") for n, tensor in enumerate(tensors)]
-    for work in reversed(works):
-        work.wait()
-    return [(tensor.item() + 1) / 2 for tensor in tensors]
-
-
 def test_then_gives_a_future_of_what_is_made_of_the_result(pool2: Pool) -> None:
     assert pool2.run(_then) == [7.0, 7.0]
 
@@ -136,7 +79,7 @@ def test_then_gives_a_future_of_what_is_made_of_the_result(pool2: Pool) -> None:
 def _then() -> float:
     transport = ProcessGroupTransport()
     tensor = torch.tensor([float(transport.rank)])
-    return transport.all_reduce(tensor, "a test").then(lambda: tensor.item() + 6).wait()
+    return future_of(transport.all_reduce(tensor, "a test"), lambda: tensor.item() + 6).wait()
 
 
 def failing_work(words: str) -> ProcessGroupWork:
@@ -152,7 +95,8 @@ def test_a_failure_is_named_with_what_was_under_way() -> None:
     with pytest.raises(CommunicationError, match=words) as caught:
         failing_work("connection closed by peer").wait()
     assert isinstance(caught.value.__cause__, RuntimeError)
-    future = failing_work("connection closed by peer").then(lambda: pytest.fail("there is no result"))
+    work = failing_work("connection closed by peer")
+    future = future_of(work, lambda: pytest.fail("there is no result"))
     with pytest.raises(Exception, match=words):  # torch hands on what a callback raises in a type of its own
         future.wait()
 
@@ -167,15 +111,14 @@ def test_only_what_a_backend_raises_is_renamed() -> None:
 
 def test_a_message_that_the_backend_refuses_is_named(pool2: Pool) -> None:
     for told in pool2.run(_refused):
-        assert told.startswith("step 3: the average of 2 × torch.int16 failed: Invalid scalar type. ")
+        assert "Error: step 3: the average of 2 × torch.int16 failed: Invalid scalar type. " in told
         assert "the backend can't carry this type" in told
 
 
 def _refused() -> str:
-    failing = patch.object(dist, "all_reduce", side_effect=RuntimeError("Invalid scalar type"))
-    with failing, pytest.raises(CommunicationError) as caught:
-        ProcessGroupTransport().all_reduce(torch.zeros(2, dtype=torch.int16), "step 3")
-    return str(caught.value)
+    message = torch.zeros(2, dtype=torch.int16)
+    with patch.object(dist, "all_reduce", side_effect=RuntimeError("Invalid scalar type")):
+        return error_of(lambda: ProcessGroupTransport().all_reduce(message, "step 3"))
 
 
 # Groups with GPUs, of which there is none here
@@ -282,9 +225,7 @@ def test_a_size_that_does_not_divide_the_group_is_refused(pool2: Pool) -> None:
 
 
 def _uneven_subgroups() -> str:
-    with pytest.raises(ConfigError) as caught:
-        own_subgroup(3, None)
-    return str(caught.value)
+    return error_of(lambda: own_subgroup(3, None))
 
 
 def test_without_a_process_group_it_says_what_to_call() -> None:
@@ -295,18 +236,13 @@ def test_without_a_process_group_it_says_what_to_call() -> None:
 
 
 def test_what_is_no_group_is_refused(pool2: Pool) -> None:
-    for not_a_group, not_a_member in pool2.run(_no_groups):
+    told = pool2.run(_no_groups)
+    for not_a_group, _ in told:
         assert "process_group must be a torch.distributed process group or None, got 'gloo'" in not_a_group
-        assert not_a_member is None or "not a member" in not_a_member
-    assert [told is None for _, told in pool2.run(_no_groups)] == [True, False]
+    assert told[0][1] == ""
+    assert "not a member" in told[1][1]
 
 
-def _no_groups() -> tuple[str, str | None]:
+def _no_groups() -> tuple[str, str]:
     only_first: Any = dist.new_group([0])
-    with pytest.raises(AttachError) as caught:
-        checked_group("gloo")
-    try:
-        ProcessGroupTransport(only_first)
-    except AttachError as error:
-        return str(caught.value), str(error)
-    return str(caught.value), None
+    return error_of(lambda: checked_group("gloo")), error_of(lambda: ProcessGroupTransport(only_first))

@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
-import torch
 from hypothesis import strategies as st
 
-from thinwire.channel import Work, run_members
+from thinwire.channel import Message, Work, run_members
 from thinwire.channel.in_process import wait_for
 from thinwire.channel.metered import Wrapped
 from thinwire.elastic import InProcessGroup, InProcessLighthouse
@@ -56,10 +55,10 @@ class Faulty(Wrapped):
         super().__init__(inner.transport)
         self.words, self.place, self.error = words, place, error
 
-    def send(self, collective: Any, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]) -> Work:
-        work = start()
-        self.place -= self.words in purpose
-        return Cut(work, self.error) if self.words in purpose and self.place == 0 else work
+    def start(self, message: Message) -> Work:
+        work = super().start(message)
+        self.place -= self.words in message.purpose
+        return Cut(work, self.error) if self.words in message.purpose and self.place == 0 else work
 
 
 class Cut:

@@ -22,9 +22,9 @@ from elastic.in_turns import InTurns, Killed, Reached, Turn, clean_lives
 from thinwire import Nesterov, Streaming, Watch
 from thinwire.algorithms import AllReduce, PowerSGD, Quantize, TopK
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import InProcessTransport, Work
+from thinwire.channel import InProcessTransport, Message, Work
 from thinwire.channel.in_process import wait_for
-from thinwire.channel.reconfigurable import ReconfigurableTransport
+from thinwire.channel.process_group import ReconfigurableTransport
 from thinwire.elastic import (
     DiLoCo,
     InProcessGroup,
@@ -429,13 +429,15 @@ HANDED_OVER = "what a member that leaves has not transmitted"
 def test_a_residual_is_handed_over_in_parts_of_a_limited_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has the whole timeout: else a large model could not be handed over on a slow link."""
     sent: list[int] = []
-    broadcast = InProcessTransport.broadcast
+    start = InProcessTransport.start
 
-    def noted(self: InProcessTransport, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        sent.extend([tensor.nbytes] * (purpose == HANDED_OVER and self.rank == source))
-        return broadcast(self, tensor, source, purpose)
+    def noted(self: InProcessTransport, message: Message) -> Work:
+        sent.extend(
+            [message.tensor.nbytes] * (message.purpose == HANDED_OVER and self.rank == message.source)
+        )
+        return start(self, message)
 
-    monkeypatch.setattr(InProcessTransport, "broadcast", noted)
+    monkeypatch.setattr(InProcessTransport, "start", noted)
     in_one = Run([0, 0, 0], steps=4, ends={1: (2, "leave")})
     residual_bytes = sum(error.nbytes for error in in_one.fronts[0]._engine.memory[ERROR].values())
     assert sent == [residual_bytes]

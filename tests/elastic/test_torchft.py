@@ -23,7 +23,7 @@ from elastic.job import PATIENCE_SECONDS, Job
 from launcher import EXAMPLES, assert_compressed_and_agreed, run_python
 from stand_ins import stand_ins
 from thinwire.channel import process_group
-from thinwire.channel.reconfigurable import ReconfigurableTransport
+from thinwire.channel.process_group import ReconfigurableTransport
 from thinwire.elastic import TorchftGroup, torchft_group
 from thinwire.errors import CommunicationError, ConfigError, LeftError, MissingExtraError, StateError
 from thinwire.lifeline import LAUNCHER_VARIABLE

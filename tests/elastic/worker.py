@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from thinwire.algorithms import Quantize
-from thinwire.channel import Work
+from thinwire.channel import Message, Work
 from thinwire.channel.metered import Wrapped
 from thinwire.elastic import DiLoCo, Steps, TorchftGroup, torchft_group
 
@@ -32,12 +31,12 @@ class Deadly(Wrapped):
         super().__init__(inner.transport)
         self.words, self.place = words, place
 
-    def send(self, collective: Any, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]) -> Work:
-        self.place -= self.words in purpose
-        if self.place == 0 and self.words in purpose:
-            start()
+    def start(self, message: Message) -> Work:
+        self.place -= self.words in message.purpose
+        work = super().start(message)
+        if self.place == 0 and self.words in message.purpose:
             os.kill(os.getpid(), signal.SIGKILL)
-        return start()
+        return work
 
 
 def die_at_second_call() -> None:

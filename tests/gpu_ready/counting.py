@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
 )
 
-from thinwire.channel.transport import Operation, Transport, Work
+from thinwire.channel.transport import Message, Transport, Work
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import Backend
 from thinwire.kernels.triton import launcher
@@ -195,31 +195,16 @@ class Alike(Transport):
     size, rank = 2, 0
     control_device = torch.device("cpu")
 
-    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """As `Transport.all_reduce`."""
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        tensor, output = message.tensor, message.output
         with _disable_current_modes():
-            if operation == "sum":
+            if message.collective == "all_reduce" and message.operation == "sum":
                 tensor.mul_(self.size)
-        return Done()
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.mean`."""
-        return Done()
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_gather`."""
-        with _disable_current_modes():
-            output.copy_(tensor.expand_as(output))
-        return Done()
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_to_all`."""
-        with _disable_current_modes():
-            output.copy_(tensor[self.rank].expand_as(output))
-        return Done()
-
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """As `Transport.broadcast`."""
+            elif message.collective == "all_gather":
+                output.copy_(tensor.expand_as(output))
+            elif message.collective == "all_to_all":
+                output.copy_(tensor[self.rank].expand_as(output))
         return Done()
 
 

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gpu_ready.counting import tensors_in
-from thinwire.channel.transport import Operation, Transport, Work
+from thinwire.channel.transport import Message, Transport, Work
 
 MAIN, NCCL = 0, 99
 
@@ -151,35 +151,18 @@ class SimulatedNCCL(Transport):
     def __init__(self, device: Device, *, forgets: bool) -> None:
         self.device, self.forgets = device, forgets
 
-    def _sent(self, name: str, read: list[torch.Tensor], written: list[torch.Tensor]) -> Work:
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        tensor, output, read = message.tensor, message.output, list[torch.Tensor]()
+        if output is not tensor:
+            read = [tensor]
+            with _disable_current_modes():
+                output.copy_(tensor.expand_as(output))
         self.device.wait(self.device.recorded(), NCCL)
         with self.device.on(NCCL):
-            self.device.run(name, read, written)
-            return _Sent(self, self.device.recorded(), [*read, *written])
-
-    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """As `Transport.all_reduce`."""
-        return self._sent("all_reduce", [], [tensor])
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.mean`."""
-        return self._sent("mean", [], [tensor])
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_gather`."""
-        with _disable_current_modes():
-            output.copy_(tensor.expand_as(output))
-        return self._sent("all_gather", [tensor], [output])
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_to_all`."""
-        with _disable_current_modes():
-            output.copy_(tensor)
-        return self._sent("all_to_all", [tensor], [output])
-
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """As `Transport.broadcast`."""
-        return self._sent("broadcast", [], [tensor])
+            name = "mean" if message.operation == "mean" else message.collective
+            self.device.run(name, read, [output])
+            return _Sent(self, self.device.recorded(), [*read, output])
 
 
 @dataclass

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from thinwire.algorithms import AllGather, AllToAll, Commit, Jointly, Mean, Requests
-from thinwire.channel import InProcessTransport, Note, Recording, Transport, Work, run_members
-from thinwire.errors import CommunicationError, ConfigError
+from thinwire.channel import InProcessTransport, Note, Recording, Transport, run_members
+from thinwire.errors import ConfigError
 from thinwire.sync.exchange import Exchange
 
 BUCKETS = ("first", "second", "third")
@@ -24,9 +24,11 @@ def alone() -> Recording:
     return Recording(InProcessTransport.group(1)[0])
 
 
-def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[Requests] = ()) -> Exchange:
-    """An exchange that has come to its commit, and passed it."""
-    exchange = Exchange(transport, "step 0")
+def at_commit(
+    *buckets: Requests, transport: Transport | None = None, closing: Sequence[Requests] = ()
+) -> Exchange:
+    """An exchange that has come to its commit."""
+    exchange = Exchange(transport or alone(), "step 0")
     for name, requests in zip(BUCKETS, buckets, strict=False):
         exchange.start(requests, name)
     for requests in closing:
@@ -34,10 +36,15 @@ def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[
     while exchange.advance():
         pass
     assert len(exchange.commits) == len(buckets) + len(closing)
+    return exchange
+
+
+def driven(buckets: Sequence[Requests], transport: Transport, closing: Sequence[Requests] = ()) -> None:
+    """Bring an exchange to its commit, and let it pass that."""
+    exchange = at_commit(*buckets, transport=transport, closing=closing)
     assert bool(exchange.is_healthy())
     for task in exchange.tasks:
         task.commit()
-    return exchange
 
 
 def sent(notes: Sequence[Note]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
@@ -135,17 +142,19 @@ def test_a_bucket_that_has_ended_waits_for_the_others() -> None:
     ]  # fmt: skip
 
 
+def noting(calls: list[list[int]], function: Callable[[int], int]) -> Callable[[list[int]], list[int]]:
+    """A function for `Jointly` that notes the items of each call."""
+
+    def called(items: list[int]) -> list[int]:
+        calls.append(list(items))
+        return [function(item) for item in items]
+
+    return called
+
+
 def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> None:
     calls: list[list[int]] = []
-
-    def doubled(items: list[int]) -> list[int]:
-        calls.append(list(items))
-        return [2 * item for item in items]
-
-    def negated(items: list[int]) -> list[int]:
-        calls.append(list(items))
-        return [-item for item in items]
-
+    doubled, negated = noting(calls, lambda item: 2 * item), noting(calls, lambda item: -item)
     answers: list[list[int]] = []
 
     def bucket(items: list[int], function: Callable[[list[Any]], Sequence[Any]]) -> Requests:
@@ -162,11 +171,8 @@ def test_requests_of_one_function_are_computed_in_one_call_for_all_buckets() -> 
 
 def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
     """The next one is not there yet."""
-    calls: list[int] = []
-
-    def counted(items: list[int]) -> list[int]:
-        calls.append(len(items))
-        return items
+    calls: list[list[int]] = []
+    counted = noting(calls, int)
 
     def bucket() -> Requests:
         yield Jointly(counted, [1, 2])
@@ -174,7 +180,7 @@ def test_what_is_computed_before_the_first_message_is_of_one_bucket() -> None:
         yield healthy()
 
     driven([bucket(), bucket()], alone())
-    assert calls == [2, 2]
+    assert calls == [[1, 2], [1, 2]]
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
@@ -205,20 +211,6 @@ def test_closing_requests_travel_with_the_second_round_and_commit_last(rounds: i
     assert events == ["bucket", "closing"]
 
 
-def test_one_that_is_not_healthy_makes_the_step_so() -> None:
-    def bucket(is_healthy: bool) -> Requests:
-        yield Mean(torch.zeros(1))
-        yield Commit(lambda: torch.tensor(is_healthy))
-        pytest.fail("it has passed the gate")
-
-    exchange = Exchange(alone(), "step 0")
-    exchange.start(bucket(True), "first")
-    exchange.start(bucket(False), "second")
-    assert not exchange.advance()
-    assert not bool(exchange.is_healthy())
-    exchange.close()
-
-
 def test_closing_an_exchange_writes_nothing() -> None:
     closed: list[str] = []
 
@@ -237,68 +229,49 @@ def test_closing_an_exchange_writes_nothing() -> None:
     assert closed == ["started", "closing"]
 
 
-def misshapen_to_all() -> Requests:
-    yield AllToAll(torch.zeros(3, 4))
+def asks(request: Any) -> Requests:
+    yield request
 
 
-def mean_of(tensor: torch.Tensor) -> Requests:
-    yield Mean(tensor)
-
-
-def gather_of(tensor: torch.Tensor) -> Requests:
-    yield AllGather(tensor)
-
-
-def unknown() -> Requests:
-    yield "all of it"  # type: ignore[misc]
-
-
-def unknown_beside_known() -> Requests:
-    yield (Mean(torch.zeros(1)), healthy())  # type: ignore[misc]
-
-
-REFUSED: list[tuple[Callable[[], Requests], str]] = [
-    (
-        lambda: mean_of(torch.zeros(2, dtype=torch.int64)),
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "integers": (
+        lambda: asks(Mean(torch.zeros(2, dtype=torch.int64))),
         r"Mean of torch\.int64, expected a floating type",
     ),
-    (
-        lambda: mean_of(torch.zeros(2, 3)),
+    "matrix": (
+        lambda: asks(Mean(torch.zeros(2, 3))),
         r"Mean of shape \(2, 3\), expected a flat tensor; send tensor",
     ),
-    (lambda: gather_of(torch.zeros(2, 3)), r"AllGather of shape \(2, 3\), expected a flat tensor"),
-    (misshapen_to_all, r"AllToAll of shape \(3, 4\), expected a row for each of the 1 members"),
-    (unknown, r"asked for 'all of it', expected Mean, AllGather or AllToAll.*Jointly or Commit"),
-    (
-        lambda: gather_of(torch.zeros(2).to_sparse()),
+    "matrix to gather": (
+        lambda: asks(AllGather(torch.zeros(2, 3))),
+        r"AllGather of shape \(2, 3\), expected a flat tensor",
+    ),
+    "rows": (
+        lambda: asks(AllToAll(torch.zeros(3, 4))),
+        r"AllToAll of shape \(3, 4\), expected a row for each of the 1 members",
+    ),
+    "unknown": (
+        lambda: asks("all of it"),
+        r"asked for 'all of it', expected Mean, AllGather or AllToAll.*Jointly or Commit",
+    ),
+    "sparse": (
+        lambda: asks(AllGather(torch.zeros(2).to_sparse())),
         r"AllGather of torch\.sparse_coo, expected a dense tensor",
     ),
-    (lambda: gather_of([1.0]), "AllGather of list, expected a dense tensor"),  # type: ignore[arg-type]
-    (lambda: None, "has returned NoneType, expected a generator; yield each request"),  # type: ignore[list-item, return-value]
-    (
+    "a list": (lambda: asks(AllGather([1.0])), "AllGather of list, expected a dense tensor"),  # type: ignore[arg-type]
+    "no generator": (lambda: None, "has returned NoneType, expected a generator; yield each request"),
+    "no function": (
         lambda: (yield Commit(torch.tensor(True))),  # type: ignore[arg-type]
         r"Commit takes a function, got Tensor; write Commit\(lambda: all_finite",
     ),
-    (unknown_beside_known, r"asked for Commit\(.*expected Mean, AllGather or AllToAll, of which several"),
-]
+    "gate in a tuple": (
+        lambda: asks((Mean(torch.zeros(1)), healthy())),
+        r"asked for Commit\(.*expected Mean, AllGather or AllToAll, of which several",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("requests", "words"),
-    REFUSED,
-    ids=[
-        "integers",
-        "matrix",
-        "matrix to gather",
-        "rows",
-        "unknown",
-        "sparse",
-        "a list",
-        "no generator",
-        "no function",
-        "gate in a tuple",
-    ],
-)
+@pytest.mark.parametrize(("requests", "words"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_can_not_be_served_is_refused_before_anything_is_sent(
     requests: Callable[[], Requests], words: str
 ) -> None:
@@ -309,10 +282,8 @@ def test_what_can_not_be_served_is_refused_before_anything_is_sent(
 
 
 def test_an_end_without_commit_is_refused() -> None:
-    exchange = Exchange(alone(), "step 0")
-    exchange.start(mean_of(torch.zeros(1)), "first")
     with pytest.raises(ConfigError, match="has ended without Commit, expected it as the last request"):
-        exchange.advance()
+        at_commit(asks(Mean(torch.zeros(1))))
 
 
 @pytest.mark.parametrize(
@@ -324,25 +295,14 @@ def test_an_end_without_commit_is_refused() -> None:
     ],
 )
 def test_an_answer_at_the_gate_that_is_not_one_bool_is_refused(answer: Any, got: str) -> None:
-    def bucket() -> Requests:
-        yield Commit(lambda: answer)
-
-    exchange = Exchange(alone(), "step 0")
-    exchange.start(bucket(), "first")
-    assert not exchange.advance()
     with pytest.raises(ConfigError, match=f"has returned {got}, expected a tensor of one bool"):
-        exchange.is_healthy()
+        at_commit(asks(Commit(lambda: answer))).is_healthy()
 
 
-def test_answers_at_the_gate_may_be_of_no_or_one_dimension() -> None:
-    def bucket(answer: torch.Tensor) -> Requests:
-        yield Commit(lambda: answer)
-
-    exchange = Exchange(alone(), "step 0")
-    exchange.start(bucket(torch.tensor(True)), "first")
-    exchange.start(bucket(torch.tensor([False])), "second")
-    assert not exchange.advance()
-    assert not bool(exchange.is_healthy())
+def test_one_that_is_not_healthy_makes_the_step_so() -> None:
+    """Answers may be of no or one dimension."""
+    answers = torch.tensor(True), torch.tensor([False])
+    assert not bool(at_commit(*(asks(Commit(lambda a=a: a)) for a in answers)).is_healthy())  # type: ignore[misc]
 
 
 def test_a_joint_function_that_returns_too_few_results_is_refused() -> None:
@@ -358,45 +318,6 @@ def test_a_request_behind_the_gate_is_refused() -> None:
         yield healthy()
         yield Mean(torch.zeros(1))
 
-    exchange = Exchange(alone(), "step 0")
-    exchange.start(bucket(), "first")
-    assert not exchange.advance()
+    exchange = at_commit(bucket())
     with pytest.raises(ConfigError, match=r"asked for Mean\(.* behind its Commit, expected its end"):
         exchange.tasks[0].commit()
-
-
-class Failing(InProcessTransport):
-    """Its n-th message is lost."""
-
-    fail_at = 0
-    num_sent = 0
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        self.num_sent += 1
-        return _Lost() if self.num_sent == self.fail_at else super().mean(tensor, purpose)
-
-
-class _Lost:
-    def wait(self) -> None:
-        raise CommunicationError("the peer has gone")
-
-
-@pytest.mark.parametrize("fail_at", [1, 2, 3])
-def test_a_failed_collective_is_raised_from_the_round_that_waits_for_it(fail_at: int) -> None:
-    def bucket() -> Requests:
-        yield Mean(torch.zeros(1))
-        yield Mean(torch.zeros(1))
-        yield healthy()
-        pytest.fail("it has passed the gate")
-
-    (transport,) = Failing.group(1)
-    assert isinstance(transport, Failing)
-    transport.fail_at = fail_at
-    exchange = Exchange(transport, "step 0")
-    for name in BUCKETS[:2]:
-        exchange.start(bucket(), name)
-    if fail_at == 3:
-        assert exchange.advance()
-    with pytest.raises(CommunicationError, match="the peer has gone"):
-        exchange.advance()
-    exchange.close()

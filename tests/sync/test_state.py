@@ -6,7 +6,7 @@ import copy
 import functools
 import io
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from algorithms.test_conformance import assert_same_state
 from catalog import buckets, low_rank_routes, random_gradients, spec
 from thinwire import PowerSGD
-from thinwire.algorithms import BatchedPowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import InProcessTransport, Recording
 from thinwire.errors import StateError
@@ -60,32 +60,37 @@ def test_torch_load_takes_it_with_weights_only(state: dict[str, Any]) -> None:
     assert_same_state(torch.load(file, weights_only=True), state)
 
 
+def loaded(state: dict[str, Any], num_workers: int = 2, algorithm: Algorithm = POWER) -> Simulation:
+    simulation = Simulation(algorithm, buckets(), num_workers=num_workers)
+    for sync in simulation.syncs:
+        sync.load_state_dict(state)
+    return simulation
+
+
 def test_is_a_copy(state: dict[str, Any]) -> None:
+    """When it is saved and when it is loaded."""
+    before = copy.deepcopy(state)
+    for simulation in (trained(), loaded(state)):
+        saved = simulation.state_dicts()[0]
+        simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
+        assert_same_state(saved, before)
+    assert_same_state(state, before)
     simulation = trained()
-    saved = simulation.state_dicts()[0]
-    before = copy.deepcopy(saved)
-    simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
-    assert_same_state(saved, before)
-    simulation.syncs[0].load_state_dict(saved)
-    simulation.syncs[1].load_state_dict(saved)
-    simulation.step(random_gradients(buckets(), num_workers=2, seed=9))
-    assert_same_state(saved, before)
+    for _, tensor in (pair for slot in ("error", "factor") for pair in simulation.state_dicts()[0][slot]):
+        tensor.zero_()
+    assert_same_state(simulation.state_dicts()[0], before)
 
 
 def test_a_loaded_state_can_be_saved_before_the_next_step(state: dict[str, Any]) -> None:
-    fresh = Simulation(POWER, buckets(), num_workers=2)
-    for sync in fresh.syncs:
-        sync.load_state_dict(state)
-    for saved in fresh.state_dicts():
+    for saved in loaded(state).state_dicts():
         assert_same_state(saved, state)
 
 
 def test_loaded_where_no_parameter_is_known_yet_it_can_be_saved_at_once(state: dict[str, Any]) -> None:
-    (transport,) = InProcessTransport.group(1)
-    sync = Engine(POWER, transport)
-    sync.load_state_dict(state)
-    assert_same_state(sync.state_dict(), state)
-    assert sync.state_dict()["parameters"] == state["parameters"]
+    engine = unknowing()
+    engine.load_state_dict(state)
+    assert_same_state(engine.state_dict(), state)
+    assert engine.state_dict()["parameters"] == state["parameters"]
 
 
 def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
@@ -117,10 +122,8 @@ def test_keeps_the_logical_shape_of_a_channels_last_parameter() -> None:
 
 @pytest.mark.parametrize("matrix_rank", [1, 5])
 def test_a_state_of_another_matrix_rank_keeps_the_error(state: dict[str, Any], matrix_rank: int) -> None:
-    other = Simulation(PowerSGD(matrix_rank=matrix_rank), buckets(), num_workers=2)
-    for sync in other.syncs:
-        with pytest.warns(match="of body.weight, conv.weight, head.weight are of another matrix rank"):
-            sync.load_state_dict(state)
+    with pytest.warns(match="of body.weight, conv.weight, head.weight are of another matrix rank"):
+        other = loaded(state, algorithm=PowerSGD(matrix_rank=matrix_rank))
     assert other.step(random_gradients(buckets(), num_workers=2, seed=5))
     saved = other.state_dicts()[0]
     assert dict(saved["factor"])["conv.weight"].shape == (matrix_rank, 54)
@@ -134,23 +137,13 @@ def test_saved_twice_it_is_the_same_twice(num_workers: int) -> None:
     first, second = simulation.state_dicts()[0], simulation.state_dicts()[-1]
     assert first["error"]
     assert first["checksum"] == second["checksum"]
-    resumed = Simulation(POWER, buckets(), num_workers=num_workers)
-    for sync in resumed.syncs:
-        sync.load_state_dict(first)
+    resumed = loaded(first, num_workers)
     assert {state["checksum"] for state in resumed.state_dicts()} == {first["checksum"]}
     for each in (simulation, resumed):
         each.step(random_gradients(buckets(), num_workers=num_workers, seed=7))
     after = simulation.state_dicts()[0]
     assert after["checksum"] != first["checksum"]
     assert after["checksum"] == resumed.state_dicts()[0]["checksum"]
-
-
-def test_what_is_saved_and_what_is_remembered_share_no_memory() -> None:
-    simulation, untouched = trained(), trained()
-    state = simulation.state_dicts()[0]
-    for _, tensor in (*state["error"], *state["factor"]):
-        tensor.zero_()
-    assert_same_state(simulation.state_dicts()[0], untouched.state_dicts()[0])
 
 
 def test_switched_before_the_first_step_after_a_load_factors_of_buckets_are_kept() -> None:
@@ -168,15 +161,6 @@ def test_switched_before_the_first_step_after_a_load_factors_of_buckets_are_kept
     assert len(state["factor"]) == 2
 
 
-def test_the_state_of_another_shape_is_refused_where_parameters_become_known_bucket_by_bucket(
-    state: dict[str, Any],
-) -> None:
-    sync = Engine(POWER, InProcessTransport.group(1)[0])
-    sync.load_state_dict(state)
-    with pytest.raises(StateError, match=r"error of head.weight has shape \(64, 32\).*\(32, 64\)"):
-        sync.average([((spec("head.weight", 32, 64),), torch.zeros(64 * 32))])
-
-
 HUGE = (2**20, 2**20)  # four terabytes
 TOO_LONG = 10**5000  # Python turns no number of more than 4 300 digits into text
 SHARED = torch.zeros(2**20)
@@ -192,6 +176,9 @@ def put(key: str, name: str, value: Any) -> Change:
         state["checksum"] = None
 
     return apply
+
+
+error, factor = partial(put, "error", "head.weight"), partial(put, "factor", "head.weight")
 
 
 def meant(**values: Any) -> Change:
@@ -220,7 +207,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "a long number in a set": (meant(algorithm={TOO_LONG}), "can't be read: Exceeds the limit"),
     "lists in lists in lists": (meant(algorithm=nested(10**5)), "can't be read: maximum recursion depth"),
     "an error that requires a gradient": (
-        put("error", "head.weight", torch.zeros(64, 32, requires_grad=True)),
+        error(torch.zeros(64, 32, requires_grad=True)),
         r"shape \(64, 32\) that requires a gradient",
     ),
     "an earlier version": (lambda s: s.update(version=3), "version 3.*reads version 4"),
@@ -246,15 +233,12 @@ BAD: dict[str, tuple[Change, str]] = {
     "a step of another type": (lambda s: s.update(step="3"), "step.*'3'"),
     "an algorithm of another type": (lambda s: s.update(algorithm=[1]), "algorithm must be text, got list"),
     "errors that are no pairs": (meant(error=3), "error must be a tuple.*int"),
-    "an error that is no tensor": (put("error", "head.weight", 3), "head.weight.*int"),
-    "an integer error": (
-        put("error", "head.weight", torch.zeros(64, 32, dtype=torch.int64)),
-        "head.weight.*int64",
-    ),
+    "an error that is no tensor": (error(3), "head.weight.*int"),
+    "an integer error": (error(torch.zeros(64, 32, dtype=torch.int64)), "head.weight.*int64"),
     "an error too many": (put("error", "stranger", torch.ones(2)), "stranger"),
-    "another shape": (put("error", "head.weight", torch.ones(32, 64)), r"\(32, 64\).*\(64, 32\)"),
+    "another shape": (error(torch.ones(32, 64)), r"\(32, 64\).*\(64, 32\)"),
     "an error that is not finite": (
-        put("error", "head.weight", torch.full((64, 32), torch.nan)),
+        error(torch.full((64, 32), torch.nan)),
         "error of head.weight is not finite",
     ),
     "a factor of another model": (put("factor", "enc.weight", torch.ones(2, 64)), "factor of enc.weight"),
@@ -262,27 +246,15 @@ BAD: dict[str, tuple[Change, str]] = {
         put("factor", "head.weight … tail", torch.ones(2, 64)),
         "factor of head.weight … tail",
     ),
-    "a factor of three dimensions": (
-        put("factor", "head.weight", torch.ones(1, 2, 3)),
-        r"factor of head.weight.*\(1, 2, 3\)",
-    ),
-    "an error in 8 bits": (
-        put("error", "head.weight", torch.zeros(64, 32).to(torch.float8_e4m3fn)),
-        "head.weight.*float8_e4m3fn",
-    ),
-    "a sparse error": (
-        put("error", "head.weight", torch.zeros(64, 32).to_sparse()),
-        "layout torch.sparse_coo",
-    ),
-    "an error without values": (put("error", "head.weight", torch.zeros(64, 32, device="meta")), "on meta"),
+    "a factor of three dimensions": (factor(torch.ones(1, 2, 3)), r"factor of head.weight.*\(1, 2, 3\)"),
+    "an error in 8 bits": (error(torch.zeros(64, 32).to(torch.float8_e4m3fn)), "head.weight.*float8_e4m3fn"),
+    "a sparse error": (error(torch.zeros(64, 32).to_sparse()), "layout torch.sparse_coo"),
+    "an error without values": (error(torch.zeros(64, 32, device="meta")), "on meta"),
     "a huge error that stores one number": (
         meant(parameters=(("wide", HUGE),), error=(("wide", torch.zeros(1).expand(HUGE)),), factor=()),
         "expanded",
     ),
-    "a huge factor that stores one number": (
-        put("factor", "head.weight", torch.zeros(1).expand(HUGE)),
-        "expanded",
-    ),
+    "a huge factor that stores one number": (factor(torch.zeros(1).expand(HUGE)), "expanded"),
     "many errors that share one memory": (
         meant(
             parameters=tuple((f"p{i}", (2**20,)) for i in range(17_000)),
@@ -292,19 +264,19 @@ BAD: dict[str, tuple[Change, str]] = {
         "share memory",
     ),
     "an error above the range of the model's memory": (
-        put("error", "head.weight", torch.full((64, 32), 1e39, dtype=torch.float64)),
+        error(torch.full((64, 32), 1e39, dtype=torch.float64)),
         r"error of head.weight has 1e\+39, which is beyond torch.float32",
     ),
     "a factor above the range of the model's memory": (
-        put("factor", "head.weight", torch.full((2, 32), -1e300, dtype=torch.float64)),
+        factor(torch.full((2, 32), -1e300, dtype=torch.float64)),
         r"factor of head.weight has 1e\+300",
     ),
     "a factor that is not finite": (
-        put("factor", "head.weight", torch.full((2, 32), torch.inf)),
+        factor(torch.full((2, 32), torch.inf)),
         "factor of head.weight is not finite",
     ),
-    "a factor without rows": (put("factor", "head.weight", torch.ones(0, 32)), r"shape \(0, 32\)"),
-    "a factor of another width": (put("factor", "head.weight", torch.ones(2, 33)), r"shape \(2, 33\)"),
+    "a factor without rows": (factor(torch.ones(0, 32)), r"shape \(0, 32\)"),
+    "a factor of another width": (factor(torch.ones(2, 33)), r"shape \(2, 33\)"),
     "a bucket's factor that is too narrow": (
         put("factor", "head.weight … body.weight", torch.ones(1, 5)),
         r"shape \(1, 5\)",
@@ -320,29 +292,37 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 
 
+def unknowing() -> Engine:
+    """What learns its parameters bucket by bucket, as the hooks do."""
+    return Engine(POWER, InProcessTransport.group(1)[0])
+
+
 def test_what_is_expanded_is_refused_where_no_parameter_is_known_yet(state: dict[str, Any]) -> None:
-    """As the hooks load it; from a file of a few KB, within a moment."""
-    bad = copy.deepcopy(state)
-    BAD["a huge error that stores one number"][0](bad)
+    """From a file of a few KB, within a moment."""
+    BAD["a huge error that stores one number"][0](state)
     file = io.BytesIO()
-    torch.save(bad, file)
+    torch.save(state, file)
     assert len(file.getvalue()) < 17_000
     file.seek(0)
-    sync = Engine(POWER, InProcessTransport.group(1)[0])
+    engine = unknowing()
     with pytest.raises(StateError, match="expanded"):
-        sync.load_state_dict(torch.load(file, weights_only=True))
-    assert sync.steps == 0
+        engine.load_state_dict(torch.load(file, weights_only=True))
+    assert engine.steps == 0
 
 
-def test_an_error_above_the_models_range_is_refused_where_it_becomes_known_bucket_by_bucket(
-    state: dict[str, Any],
-) -> None:
-    bad = copy.deepcopy(state)
-    BAD["an error above the range of the model's memory"][0](bad)
-    sync = Engine(POWER, InProcessTransport.group(1)[0])
-    sync.load_state_dict(bad)
+def test_an_error_above_the_models_range_is_refused_where_it_becomes_known(state: dict[str, Any]) -> None:
+    BAD["an error above the range of the model's memory"][0](state)
+    engine = unknowing()
+    engine.load_state_dict(state)
     with pytest.raises(StateError, match=r"1e\+39, which is beyond torch.float32"):
-        sync.average([((spec("head.weight", 64, 32),), torch.zeros(64 * 32))])
+        engine.average([((spec("head.weight", 64, 32),), torch.zeros(64 * 32))])
+
+
+def test_the_state_of_another_shape_is_refused_where_parameters_become_known(state: dict[str, Any]) -> None:
+    engine = unknowing()
+    engine.load_state_dict(state)
+    with pytest.raises(StateError, match=r"error of head.weight has shape \(64, 32\).*\(32, 64\)"):
+        engine.average([((spec("head.weight", 32, 64),), torch.zeros(64 * 32))])
 
 
 @pytest.mark.parametrize(("change", "message"), BAD.values(), ids=BAD.keys())

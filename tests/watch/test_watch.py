@@ -28,7 +28,7 @@ from pool import Pool
 from thinwire import ConfigError, MissingExtraError, PowerSGD, Watch, powersgd
 from thinwire.algorithms import Algorithm, AllReduce
 from thinwire.algorithms.error_feedback import ERROR
-from thinwire.channel import Collective, InProcessTransport, Work
+from thinwire.channel import InProcessTransport, Message, Work
 from thinwire.channel.metered import Wrapped
 from thinwire.simulation import Simulation
 from thinwire.sync import Engine, GradientSync, engine_of
@@ -515,10 +515,8 @@ class Announcing(Wrapped):
 
     key = ""
 
-    def send(
-        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
-    ) -> Work:
-        return AnnouncedWork(start(), self)
+    def start(self, message: Message) -> Work:
+        return AnnouncedWork(super().start(message), self)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.channel import Collective, Operation, Recording, Transport, Work, message_bytes_of, wire_bytes
+from thinwire.channel import Collective, Message, Recording, Transport, Work, message_bytes_of, wire_bytes
 from thinwire.sync.streams import marked
 
 # Seconds of a collective, by the bytes that each process hands over.
@@ -114,26 +114,14 @@ class Echo(Transport):
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0
 
-    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """As `Transport.all_reduce`; the largest of equal numbers is what it was."""
-        if operation == "sum":
-            tensor.mul_(self.size)
-        return _Done()
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.mean`: the mean of equal tensors is each of them."""
-        return _Done()
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_gather`."""
-        output.copy_(tensor.expand_as(output))
-        return _Done()
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_to_all`: each member sends this one the row that it sends the first."""
-        output.copy_(tensor[0].expand_as(output))
-        return _Done()
-
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """As `Transport.broadcast`."""
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        tensor, output = message.tensor, message.output
+        if message.collective == "all_reduce" and message.operation == "sum":
+            tensor.mul_(self.size)  # the mean and the largest of equal ones are what they were
+        elif message.collective == "all_gather":
+            output.copy_(tensor.expand_as(output))
+        elif message.collective == "all_to_all":
+            # All send alike, so what each sends to this one is what this one sends to the first.
+            output.copy_(tensor[0].expand_as(output))
         return _Done()

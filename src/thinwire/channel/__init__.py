@@ -22,7 +22,6 @@ from thinwire.channel.machines import (
     ranks_by_machine,
 )
 from thinwire.channel.metered import (
-    CollectiveTraffic,
     Metered,
     Note,
     Recording,
@@ -30,20 +29,25 @@ from thinwire.channel.metered import (
     message_bytes_of,
     wire_bytes,
 )
-from thinwire.channel.process_group import ProcessGroupTransport, alone, checked_group, own_subgroup
-from thinwire.channel.transport import Collective, Operation, Transport, Work
+from thinwire.channel.process_group import (
+    ProcessGroupTransport,
+    alone,
+    checked_group,
+    future_of,
+    own_subgroup,
+)
+from thinwire.channel.transport import Collective, Message, Transport, Work
 
 __all__ = [
     "CALL",
     "Collective",
-    "CollectiveTraffic",
     "Description",
     "InProcessTransport",
     "Layout",
     "Machines",
+    "Message",
     "Metered",
     "Note",
-    "Operation",
     "ProcessGroupTransport",
     "Recording",
     "Traffic",
@@ -53,6 +57,7 @@ __all__ = [
     "alone",
     "checked_group",
     "copy_from",
+    "future_of",
     "gather_bytes",
     "gather_numbers",
     "gather_stacked",

@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from thinwire.channel.transport import Operation, Transport, Work
+from thinwire.channel.transport import Message, Transport, Work
 from thinwire.errors import CommunicationError
 
 Result = TypeVar("Result")
@@ -236,60 +236,33 @@ class InProcessTransport(Transport):
         """Break off what is under way, for all members: what has not arrived never will."""
         self._room.is_broken = True
 
-    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """As `Transport.all_reduce`."""
-
-        def take(brought: list[torch.Tensor]) -> None:
-            # Each member sums by itself, in the order of ranks: the same bits on all.
-            total = brought[0].clone()
-            for other in brought[1:]:
-                total = total + other if operation == "sum" else torch.maximum(total, other)
-            tensor.copy_(total)
-
-        # A copy: `tensor` is overwritten while others still read this member's values.
-        return self._meet(tensor.clone(), purpose, (operation, tensor.shape, tensor.dtype), take)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_gather`."""
-        kind = ("all_gather", tensor.shape, tensor.dtype)
-        # A copy, here and below: it may change before the last member has come to take it.
-        return self._meet(tensor.clone(), purpose, kind, lambda brought: torch.stack(brought, out=output))
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_to_all`."""
-
-        def take(brought: list[torch.Tensor]) -> None:
-            torch.stack([each[self.rank] for each in brought], out=output)
-
-        return self._meet(tensor.clone(), purpose, ("all_to_all", tensor.shape, tensor.dtype), take)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """As `Transport.broadcast`."""
-        kind = ("broadcast", source, tensor.shape, tensor.dtype)
-        return self._meet(tensor.clone(), purpose, kind, lambda brought: tensor.copy_(brought[source]))
-
-    def _meet(
-        self, brought: torch.Tensor, purpose: str, kind: object, take: Callable[[list[torch.Tensor]], object]
-    ) -> Work:
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        tensor = message.tensor
+        kind = (message.collective, message.operation, message.source, tensor.shape, tensor.dtype)
         # Matched by order alone, as backends do it; but what differs is refused here, where they would hang.
         self._place += 1
-        meetings = self._room.meetings
-        meeting = meetings.setdefault(self._place, _Meeting(self._place, self.size, purpose, kind))
+        new = _Meeting(self._place, self.size, message.purpose, kind)
+        meeting = self._room.meetings.setdefault(self._place, new)
         if meeting.kind != kind:
             raise CommunicationError(
-                f"{purpose}: message {self._place} differs between members: member {self.rank} sends "
+                f"{message.purpose}: message {self._place} differs between members: member {self.rank} sends "
                 f"{kind}, members {sorted(meeting.brought)} send {meeting.kind}. Make the same calls on "
                 "every member"
             )
-        meeting.brought[self.rank] = brought
-        return _InProcessWork(self._room, meeting, take)
+        # A copy: it may be overwritten before the last member has come to read it.
+        copied = tensor.clone()
+        # Before the sum: in half precision that would overflow where the mean does not.
+        meeting.brought[self.rank] = copied.div_(self.size) if message.operation == "mean" else copied
+        return _InProcessWork(self._room, meeting, message, self.rank)
 
 
 @dataclass
 class _InProcessWork:
     room: _Room
     meeting: _Meeting
-    take: Callable[[list[torch.Tensor]], object]
+    message: Message
+    rank: int
     is_taken: bool = False
 
     @property
@@ -307,8 +280,23 @@ class _InProcessWork:
         if not self.meeting.is_complete:
             raise CommunicationError(f"{self.meeting.purpose}: another member has broken it off")
         self.is_taken = True
-        self.take([self.meeting.brought[rank] for rank in range(self.room.size)])
+        self._take([self.meeting.brought[rank] for rank in range(self.room.size)])
         self.meeting.num_taken += 1
         # The last member removes the meeting; until then others still read from it.
         if self.meeting.num_taken == self.room.size:
             del self.room.meetings[self.meeting.place]
+
+    def _take(self, brought: list[torch.Tensor]) -> None:
+        output, message = self.message.output, self.message
+        if message.collective == "all_gather":
+            torch.stack(brought, out=output)
+        elif message.collective == "all_to_all":
+            torch.stack([each[self.rank] for each in brought], out=output)
+        elif message.collective == "broadcast":
+            output.copy_(brought[message.source])
+        else:
+            # Each member sums by itself, in the order of ranks: the same bits on all.
+            total = brought[0].clone()
+            for other in brought[1:]:
+                total = torch.maximum(total, other) if message.operation == "max" else total + other
+            output.copy_(total)

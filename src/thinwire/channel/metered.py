@@ -6,25 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from thinwire.channel.transport import Collective, Operation, Transport, Work
+from thinwire.channel.transport import Collective, Message, Transport, Work
 
 
 class Wrapped(Transport):
-    """Hands messages to `transport`, which may change; a subclass says in `send` what happens besides."""
+    """Hands messages to `transport`, which may change; a subclass does in `start` what it does besides."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
-
-    def send(
-        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
-    ) -> Work:
-        """Start a collective by `start`; `tensor` is what this member hands over."""
-        return start()
 
     @property
     def size(self) -> int:  # type: ignore[override]
@@ -41,30 +34,9 @@ class Wrapped(Transport):
         """As of the transport."""
         return self.transport.control_device
 
-    def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """As `Transport.all_reduce`."""
-        start = partial(self.transport.all_reduce, tensor, purpose, operation=operation)
-        return self.send("all_reduce", tensor, purpose, start)
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.mean`."""
-        # Call the inner transport's own `mean`, which may divide in the same pass.
-        return self.send("all_reduce", tensor, purpose, partial(self.transport.mean, tensor, purpose))
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_gather`."""
-        start = partial(self.transport.all_gather, output, tensor, purpose)
-        return self.send("all_gather", tensor, purpose, start)
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """As `Transport.all_to_all`."""
-        start = partial(self.transport.all_to_all, output, tensor, purpose)
-        return self.send("all_to_all", tensor, purpose, start)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """As `Transport.broadcast`."""
-        start = partial(self.transport.broadcast, tensor, source, purpose)
-        return self.send("broadcast", tensor, purpose, start)
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        return self.transport.start(message)
 
 
 def wire_bytes(collective: Collective, handed_bytes: int, members: int) -> int:
@@ -103,56 +75,26 @@ def message_bytes_of(collective: Collective, handed_bytes: int, members: int) ->
 
 
 @dataclass
-class CollectiveTraffic:
-    """What one kind of collective has carried.
-
-    Attributes:
-        messages: Calls.
-        message_bytes: Bytes of the messages, counted as of an all-reduce; see `message_bytes_of`.
-        wire_bytes: Bytes that have left this member, and reached it; see `wire_bytes`.
-    """
-
-    messages: int = 0
-    message_bytes: int = 0
-    wire_bytes: int = 0
-
-
-@dataclass
 class Traffic:
     """What went through a transport, and perhaps through others that count in the same place.
 
     Attributes:
+        messages: All collectives.
+        message_bytes: Bytes of all messages, counted as of an all-reduce; see `message_bytes_of`.
         waiting_seconds: Time the host was blocked until results had come back.
         machine_bytes: Of the messages of all processes of this machine, if they share them; not read back.
         planned_machine_bytes: The same of steps in which processes did not tell each other, by the plan.
         counted_bytes: Of the messages of this process, how many are in these.
         inside_bytes: What this process has sent to others of its machine for that.
-        by_collective: What each kind of collective has carried, of those that were used.
     """
 
+    messages: int = 0
+    message_bytes: int = 0
     waiting_seconds: float = 0.0
     machine_bytes: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     planned_machine_bytes: int = 0
     counted_bytes: int = 0
     inside_bytes: int = 0
-    by_collective: dict[Collective, CollectiveTraffic] = field(default_factory=dict)
-
-    @property
-    def messages(self) -> int:
-        """All collectives."""
-        return sum(each.messages for each in self.by_collective.values())
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of all messages, counted as of an all-reduce."""
-        return sum(each.message_bytes for each in self.by_collective.values())
-
-    def count(self, collective: Collective, handed_bytes: int, members: int) -> None:
-        """Add a message."""
-        counted = self.by_collective.setdefault(collective, CollectiveTraffic())
-        counted.messages += 1
-        counted.message_bytes += message_bytes_of(collective, handed_bytes, members)
-        counted.wire_bytes += wire_bytes(collective, handed_bytes, members)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -171,13 +113,12 @@ class Metered(Wrapped):
         super().__init__(transport)
         self.traffic = Traffic() if traffic is None else traffic
 
-    def send(
-        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
-    ) -> Work:
-        """As `Wrapped.send`."""
-        handed_bytes, work = tensor.nbytes, start()
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
+        handed_bytes, work = message.tensor.nbytes, super().start(message)
         # Only now: what could not be sent has cost nothing.
-        self.traffic.count(collective, handed_bytes, self.size)
+        self.traffic.messages += 1
+        self.traffic.message_bytes += message_bytes_of(message.collective, handed_bytes, self.size)
         return _TimedWork(work, self.traffic)
 
 
@@ -232,14 +173,13 @@ class Recording(Wrapped):
         self.notes: list[Note] = []
         self._clock = clock
 
-    def send(
-        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
-    ) -> Work:
-        """As `Wrapped.send`; note it, and when it is waited for."""
+    def start(self, message: Message) -> Work:
+        """As `Transport.start`."""
         # Keep only the tensor's shape and type: the tensor itself would hold a gradient's memory.
-        note = Note(collective, tuple(tensor.shape), tensor.dtype, purpose, self._clock())
+        tensor = message.tensor
+        note = Note(message.collective, tuple(tensor.shape), tensor.dtype, message.purpose, self._clock())
         self.notes.append(note)
-        return _NotedWork(start(), note, self._clock)
+        return _NotedWork(super().start(message), note, self._clock)
 
 
 class _NotedWork(NamedTuple):

@@ -1,4 +1,4 @@
-"""The transport of a real process group: all that Thinwire calls of `torch.distributed`."""
+"""The transports of real process groups: all that Thinwire calls of `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import NamedTuple, TypeVar, cast
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.futures import Future
 
-from thinwire.channel.transport import Operation, Transport, Work
+from thinwire.channel.transport import Message, Operation, Transport, Work
 from thinwire.errors import AttachError, CommunicationError, ConfigError
 
 Result = TypeVar("Result")
 
-OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 WHY_IN_A_FIXED_GROUP = (
     "A process has died, stalled or sent another message; or it had fewer batches (uneven batches: train "
@@ -41,61 +42,78 @@ class GroupTransport(Transport):
 
     why = WHY_IN_A_FIXED_GROUP  # may have failed what a backend calls failed
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.all_gather`."""
+    def start(self, message: Message) -> ProcessGroupWork:
+        """As `Transport.start`."""
+        tensor, what = message.tensor, f"{message.tensor.numel()} × {message.tensor.dtype}"
+        if message.collective == "all_reduce":
+            what = f"the {'maximum' if message.operation == 'max' else 'average'} of {what}"
+            return self._started(
+                f"{message.purpose}: {what}", partial(self._reduce, tensor, message.operation)
+            )
         # As bytes: Gloo gathers some types only. Rows are views, so the result lies in `output` at once.
-        own, rows = as_bytes(tensor), as_bytes(output).view(self.size, -1)
-        return self.started(f"{purpose}: the gather of {_shown(tensor)}", lambda: self._gathered(rows, own))
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.all_to_all`."""
-        received, sent = as_bytes(output), as_bytes(tensor)
-        where = f"{purpose}: the exchange of {_shown(tensor)}"
-        return self.started(where, lambda: self._exchanged(received, sent))
+        sent, received = _as_bytes(tensor), _as_bytes(message.output)
+        start: Callable[[], object]
+        if message.collective == "all_gather":
+            what, start = f"the gather of {what}", partial(self._gathered, received.view(self.size, -1), sent)
+        elif message.collective == "all_to_all":
+            what, start = f"the exchange of {what}", partial(self._exchanged, received, sent)
+        else:
+            what = f"the copy of {what} from process {message.source} of the group"
+            start = partial(self._copy, sent, message.source)
+        return self._started(f"{message.purpose}: {what}", start)
 
     @abstractmethod
-    def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+        """Start an all-reduce."""
+
+    @abstractmethod
+    def _copy(self, tensor: torch.Tensor, source: int) -> object:
+        """Start a broadcast."""
+
+    @abstractmethod
+    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         """Start an all-gather into tensors by rank."""
 
     @abstractmethod
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int]) -> dist.Work:
-        """Start an all-to-all of so many bytes to and from each member; of equal parts if none are said."""
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
+    ) -> dist.Work:
+        """Start an all-to-all of so many bytes from and to each member; of equal parts if none are said."""
 
     @abstractmethod
-    def is_gloo(self, device: torch.device) -> bool:
+    def _is_gloo(self, device: torch.device) -> bool:
         """Return whether Gloo carries a device's tensors."""
 
-    def started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
+    def _started(self, where: str, start: Callable[[], object]) -> ProcessGroupWork:
         """Return what `start` has started; always asynchronous: a caller waits where it needs the result."""
         with named_failure(where, self.why):
             return ProcessGroupWork(cast("dist.Work | Pieces", start()), where, self.why)
 
     def _num_pieces(self, sent: torch.Tensor) -> int:
-        if self.size != 2 or not self.is_gloo(sent.device):
+        if self.size != 2 or not self._is_gloo(sent.device):
             return 1
         return max(1, min(MAX_PIECES, sent.nbytes // PIECE_BYTES))
 
     def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
         num_pieces = self._num_pieces(own)
         if num_pieces == 1:
-            return self.gather(list(rows), own)
+            return self._gather(list(rows), own)
         parts = zip(*(each.tensor_split(num_pieces) for each in (own, *rows)), strict=True)
-        return Pieces([self.gather(list(into), piece) for piece, *into in parts])
+        return Pieces([self._gather(list(into), piece) for piece, *into in parts])
 
     def _exchanged(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work | Pieces:
         num_pieces = self._num_pieces(sent)
         if num_pieces == 1:
-            return self.exchange(received, sent, [])
+            return self._exchange(received, sent, [], [])
         # Between two: each has a row for the other one, and its own only changes places.
         other, into, rows = 1 - self.rank, received.view(2, -1), sent.view(2, -1)
         into[self.rank].copy_(rows[self.rank])
+        works = []
         parts = zip(into[other].tensor_split(num_pieces), rows[other].tensor_split(num_pieces), strict=True)
-        return Pieces(
-            [
-                self.exchange(to, piece, [piece.numel() * (each == other) for each in range(2)])
-                for to, piece in parts
-            ]
-        )
+        for to, piece in parts:
+            sizes = [piece.numel() * (each == other) for each in range(2)]
+            works.append(self._exchange(to, piece, sizes, sizes))
+        return Pieces(works)
 
 
 class ProcessGroupTransport(GroupTransport):
@@ -153,31 +171,21 @@ class ProcessGroupTransport(GroupTransport):
             )
         return torch.device("cuda", index)
 
-    def all_reduce(
-        self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum"
-    ) -> ProcessGroupWork:
-        """As `Transport.all_reduce`."""
-        return self._reduced(tensor, purpose, OPERATIONS[operation])
-
-    def mean(self, tensor: torch.Tensor, purpose: str) -> ProcessGroupWork:
-        """As `Transport.mean`; NCCL divides what it reads anyway, which saves a pass over the message."""
-        if not self._is_nccl(tensor.device):
-            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
-            return self.all_reduce(tensor, purpose)
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+        kind = OPERATIONS[operation]
+        # NCCL divides what it reads anyway, which saves a pass over the message.
         # In a group of one, NCCL up to 2.29.6 leaves the last elements of an average unwritten (nccl#1950).
-        return self._reduced(tensor, purpose, dist.ReduceOp.SUM if self.size == 1 else dist.ReduceOp.AVG)
+        if operation == "mean" and self._is_nccl(tensor.device) and self.size > 1:
+            kind = dist.ReduceOp.AVG
+        elif operation == "mean":
+            tensor.div_(self.size)  # before the sum, which could be beyond a 16-bit type's range
+        return dist.all_reduce(tensor, kind, self.group, async_op=True)
 
-    def _reduced(
-        self, tensor: torch.Tensor, purpose: str, operation: dist.ReduceOp.RedOpType
-    ) -> ProcessGroupWork:
-        kind = "maximum" if operation == dist.ReduceOp.MAX else "average"
-        return self.started(
-            f"{purpose}: the {kind} of {_shown(tensor)}",
-            lambda: dist.all_reduce(tensor, operation, self.group, async_op=True),
-        )
+    def _copy(self, tensor: torch.Tensor, source: int) -> object:
+        global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
+        return dist.broadcast(tensor, global_source, self.group, async_op=True)
 
-    def gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
-        """As `GroupTransport.gather`."""
+    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
         return cast(dist.Work, dist.all_gather(rows, own, self.group, async_op=True))
 
     def _gathered(self, rows: torch.Tensor, own: torch.Tensor) -> dist.Work | Pieces:
@@ -187,10 +195,6 @@ class ProcessGroupTransport(GroupTransport):
         # name where there is one: there the older one warns.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return cast(dist.Work, gather(rows.view(-1), own, self.group, async_op=True))
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, sizes: list[int]) -> dist.Work:
-        """As `GroupTransport.exchange`."""
-        return self._exchange(received, sent, sizes, sizes)
 
     def _exchange(
         self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
@@ -202,17 +206,17 @@ class ProcessGroupTransport(GroupTransport):
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """As `Transport.scatter_mean`: NCCL's, or an exchange and a sum."""
-        where = f"{purpose}: the average of a part of {_shown(flat)}"
+        where = f"{purpose}: the average of a part of {flat.numel()} × {flat.dtype}"
         own = flat.split_with_sizes(list(lengths))[self.rank]
         if self._is_nccl(flat.device) and len(set(lengths)) == 1:
-            return self.started(
+            return self._started(
                 where,
                 lambda: dist.reduce_scatter_tensor(own, flat, dist.ReduceOp.AVG, self.group, async_op=True),
             )
         received, to_go = flat.new_empty(self.size, len(own)), [flat.itemsize * length for length in lengths]
         # As bytes, which Gloo exchanges of every type.
-        to, sent, to_come = as_bytes(received), as_bytes(flat), [own.nbytes] * self.size
-        work = self.started(where, lambda: self._exchange(to, sent, to_come, to_go))
+        to, sent, to_come = _as_bytes(received), _as_bytes(flat), [own.nbytes] * self.size
+        work = self._started(where, lambda: self._exchange(to, sent, to_come, to_go))
         return _MeanOfRows(work, received, own)
 
     def gather_parts(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
@@ -220,21 +224,12 @@ class ProcessGroupTransport(GroupTransport):
         if not self._is_nccl(flat.device) or len(set(lengths)) > 1:
             return super().gather_parts(flat, lengths, purpose)
         own = flat.split_with_sizes(list(lengths))[self.rank]
-        return self.started(
-            f"{purpose}: the gather of {_shown(flat)}",
+        return self._started(
+            f"{purpose}: the gather of {flat.numel()} × {flat.dtype}",
             lambda: dist.all_gather_into_tensor(flat, own, self.group, async_op=True),
         )
 
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
-        """As `Transport.broadcast`."""
-        global_source = dist.get_global_rank(self.group, source)  # torch wants the place in the whole job
-        return self.started(
-            f"{purpose}: the copy of {_shown(tensor)} from process {source} of the group",
-            lambda: dist.broadcast(as_bytes(tensor), global_source, self.group, async_op=True),
-        )
-
-    def is_gloo(self, device: torch.device) -> bool:
-        """As `GroupTransport.is_gloo`."""
+    def _is_gloo(self, device: torch.device) -> bool:
         return self.backend_for(device) == "gloo"
 
     def _is_nccl(self, device: torch.device) -> bool:
@@ -259,6 +254,52 @@ class ProcessGroupTransport(GroupTransport):
             if message.device.type != "cpu":  # there it has only been queued so far
                 torch.accelerator.synchronize(message.device)
             return (time.perf_counter() - start) / 2
+
+
+class ReconfigurableTransport(GroupTransport):
+    """Carries tensors over a process group by its own methods, which `torch.distributed` does not know of.
+
+    It is of one configuration: when the members change, take a new one.
+    """
+
+    why = (
+        "A member has died, stood still for longer than the timeout, was cut off, or has broken the "
+        "averaging off because a message of its own failed"
+    )
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group, self.rank, self.size = group, rank, size
+
+    def _reduce(self, tensor: torch.Tensor, operation: Operation) -> object:
+        options = AllreduceOptions()
+        options.reduceOp = OPERATIONS[operation]  # type: ignore[assignment]
+        return self._group.allreduce([tensor.div_(self.size) if operation == "mean" else tensor], options)
+
+    def _copy(self, tensor: torch.Tensor, source: int) -> object:
+        options = BroadcastOptions()
+        options.rootRank = source
+        return self._group.broadcast([tensor], options)
+
+    def _gather(self, rows: list[torch.Tensor], own: torch.Tensor) -> dist.Work:
+        work: dist.Work = self._group.allgather([rows], [own], AllgatherOptions())
+        return work
+
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, to_come: list[int], to_go: list[int]
+    ) -> dist.Work:
+        work: dist.Work = self._group.alltoall_base(received, sent, to_come, to_go, AllToAllOptions())
+        return work
+
+    def send(self, tensor: torch.Tensor, to: int, purpose: str) -> ProcessGroupWork:
+        """Send a tensor to one member, which calls `receive`."""
+        return self._started(purpose, lambda: self._group.send([_as_bytes(tensor)], to, 0))
+
+    def receive(self, tensor: torch.Tensor, source: int, purpose: str) -> ProcessGroupWork:
+        """Receive what one member sends."""
+        return self._started(purpose, lambda: self._group.recv([_as_bytes(tensor)], source, 0))
+
+    def _is_gloo(self, device: torch.device) -> bool:
+        return bool(self._group.getBackendName() == "torchft-gloo")
 
 
 class Pieces(NamedTuple):
@@ -294,16 +335,18 @@ class ProcessGroupWork(NamedTuple):
         with named_failure(self.where, self.why):
             self.work.wait()
 
-    def then(self, result: Callable[[], Result]) -> Future[Result]:
-        """Return a future of what `result` makes of the finished collective."""
 
-        def finished(done: Future[object]) -> Result:
-            # Torch calls back for a failure, too; it is `value` that raises it.
-            with named_failure(self.where):
-                done.value()
-            return result()
+def future_of(work: Work, result: Callable[[], Result]) -> Future[Result]:
+    """Return a future of what `result` makes of a process group's finished collective."""
+    assert isinstance(work, ProcessGroupWork)
 
-        return cast("Future[Result]", self.work.get_future().then(finished))
+    def finished(done: Future[object]) -> Result:
+        # Torch calls back for a failure, too; it is `value` that raises it.
+        with named_failure(work.where):
+            done.value()
+        return result()
+
+    return cast("Future[Result]", work.work.get_future().then(finished))
 
 
 class _MeanOfRows(NamedTuple):
@@ -320,13 +363,9 @@ class _MeanOfRows(NamedTuple):
         self.mean.copy_(torch.sum(self.received, 0, dtype=wide).div_(len(self.received)))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's memory as bytes: every backend carries those, of every type, to the bit."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _shown(tensor: torch.Tensor) -> str:
-    return f"{tensor.numel()} × {tensor.dtype}"
 
 
 @contextmanager

@@ -4,13 +4,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
-Operation: TypeAlias = Literal["sum", "max"]
+Operation: TypeAlias = Literal["sum", "mean", "max"]
 
 Collective: TypeAlias = Literal["all_reduce", "all_gather", "all_to_all", "broadcast"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective, as one member sends it.
+
+    Attributes:
+        collective: Which one.
+        tensor: What this member hands over.
+        output: Where the result comes to lie; of an all-reduce and a broadcast, `tensor` itself.
+        purpose: What for and in which step, for errors.
+        operation: Of an all-reduce.
+        source: Of a broadcast, the rank whose tensor is taken.
+    """
+
+    collective: Collective
+    tensor: torch.Tensor
+    output: torch.Tensor
+    purpose: str
+    operation: Operation = "sum"
+    source: int = 0
 
 
 class Work(Protocol):
@@ -24,9 +46,8 @@ class Transport(ABC):
     """Carries tensors between the members of a group.
 
     All members make the same calls in the same order, from one thread each. Tensors are contiguous, and
-    belong to the transport from the call until `wait` has returned; `purpose` says in errors what they are
-    for, and in which step. Every method that sends may raise `CommunicationError`: from the call if the
-    backend refuses the tensor, from `wait` if the collective fails.
+    belong to the transport from the call until `wait` has returned. Every method that sends may raise
+    `CommunicationError`: the call if the backend refuses the tensor, `wait` if the collective fails.
 
     Attributes:
         size: Members of the group.
@@ -42,26 +63,28 @@ class Transport(ABC):
         return torch.device("cpu")
 
     @abstractmethod
+    def start(self, message: Message) -> Work:
+        """Start a collective, without waiting for it; what the methods below ask for."""
+
     def all_reduce(self, tensor: torch.Tensor, purpose: str, *, operation: Operation = "sum") -> Work:
-        """Replace `tensor` by its sum or its maximum over the members."""
-
-    @abstractmethod
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """Write to row i of `output`, (members, n), the `tensor` of member i: (n,), of any type."""
-
-    @abstractmethod
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
-        """Send row i of `tensor`, of any type, to member i; what that has sent becomes row i of `output`."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
-        """Replace `tensor`, of any type, by that of the member of rank `source`."""
+        """Replace `tensor` by its sum, mean (if floating) or maximum over the members."""
+        return self.start(Message("all_reduce", tensor, tensor, purpose, operation))
 
     def mean(self, tensor: torch.Tensor, purpose: str) -> Work:
         """Replace a floating `tensor` by its mean over the members."""
-        # Before the sum: in half precision that would overflow where the mean does not.
-        tensor.div_(self.size)
-        return self.all_reduce(tensor, purpose)
+        return self.all_reduce(tensor, purpose, operation="mean")
+
+    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """Write to row i of `output`, (members, n), the `tensor` of member i: (n,), of any type."""
+        return self.start(Message("all_gather", tensor, output, purpose))
+
+    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, purpose: str) -> Work:
+        """Send row i of `tensor`, of any type, to member i; what that has sent becomes row i of `output`."""
+        return self.start(Message("all_to_all", tensor, output, purpose))
+
+    def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Work:
+        """Replace `tensor`, of any type, by that of the member of rank `source`."""
+        return self.start(Message("broadcast", tensor, tensor, purpose, source=source))
 
     def scatter_mean(self, flat: torch.Tensor, lengths: Sequence[int], purpose: str) -> Work:
         """Replace this rank's part of `flat` by its mean; parts have these lengths, the others are ruined."""

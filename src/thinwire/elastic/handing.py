@@ -11,7 +11,7 @@ import torch
 
 from thinwire.channel import Transport
 from thinwire.channel.collectives import in_messages
-from thinwire.channel.reconfigurable import ReconfigurableTransport
+from thinwire.channel.process_group import ReconfigurableTransport
 from thinwire.errors import StateError
 
 

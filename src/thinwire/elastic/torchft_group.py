@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from torch._C._distributed_c10d import TCPStore
 
-from thinwire.channel.reconfigurable import ReconfigurableTransport
+from thinwire.channel.process_group import ReconfigurableTransport
 from thinwire.checks import number
 from thinwire.elastic.group import Group
 from thinwire.elastic.handing import receive_state, send_state

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from thinwire.algorithms import AllReduce, Cast
 from thinwire.algorithms.exact import WireDtype, wire_dtype_of
-from thinwire.channel import Layout, ProcessGroupTransport, agree
+from thinwire.channel import Layout, ProcessGroupTransport, agree, future_of
 from thinwire.checks import whole_number
 from thinwire.errors import ConfigError
 from thinwire.fronts.contributors import divide_by_contributors
@@ -159,7 +159,7 @@ def sent_mean(
     message = flat if wire_dtype is None else flat.to(wire_dtype_of(wire_dtype))
     work = transport.mean(message, purpose)
     # The closure keeps the message, which the backend reads and writes until then.
-    return work.then(lambda: flat if message is flat else flat.copy_(message))
+    return future_of(work, lambda: flat if message is flat else flat.copy_(message))
 
 
 def _averaged(
@@ -202,7 +202,7 @@ def _in_8_bits(
             total.add_(_gradients(codes, flat.numel(), scaled_elements or flat.numel()))
         return flat.copy_(total.div_(transport.size))
 
-    return work.then(mean)
+    return future_of(work, mean)
 
 
 def _codes(flat: torch.Tensor, scaled_elements: int) -> torch.Tensor:

@@ -18,7 +18,6 @@ from thinwire.channel import Transport, gather_bytes
 from thinwire.plan import ParameterSpec, Route
 from thinwire.sync.checksum import with_checksum
 from thinwire.sync.state import names_in, tensors_of_all
-from thinwire.tensors.accelerators import sent_to
 
 Specs = tuple[ParameterSpec, ...]
 
@@ -210,14 +209,6 @@ class Places:
                 sent_bytes = sum(route.message_bytes for _, route in routes)
                 detail = f"{whole[label].detail}, by {len(routes)} processes"
                 yield replace(whole[label], message_bytes=sent_bytes, detail=detail)
-
-    def sum_of(self, flag: torch.Tensor, numbers: Sequence[float], purpose: str) -> torch.Tensor:
-        """Return the sums over the machine of a flag and of numbers. Collective inside; not read back."""
-        device = self.inside.control_device
-        said = sent_to(device, torch.tensor([0.0, *numbers], dtype=torch.float64))
-        said[0] = flag.to(device)
-        self.inside.all_reduce(said, purpose).wait()
-        return said
 
     # What this process remembers.
 

@@ -149,11 +149,6 @@ def tensors_of_all(
             yield member, (slot, label, tensor.cpu())
 
 
-def slot_names(state: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a state that hold tensors."""
-    return sorted(state.keys() - KEYS)
-
-
 def checked_state(
     state: object,
     specs: Mapping[str, ParameterSpec] | None,
@@ -204,7 +199,7 @@ def _slots(state: Mapping[str, Any], known: Mapping[str, Slot]) -> list[Slot]:
                 f"the state has a {name} of another kind than this Thinwire's; load an earlier state"
             )
         slots.append(known.get(name, slot))
-    if sorted(slot.name for slot in slots) != slot_names(state):
+    if sorted(slot.name for slot in slots) != sorted(state.keys() - KEYS):
         raise StateError(f"expected a state made by state_dict(), got {shown_kind(state)}")
     return slots
 

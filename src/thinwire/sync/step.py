@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
 
-from thinwire.algorithms import Bucket, Commit
+from thinwire.algorithms import Bucket, Commit, Mean, Memory, Requests
 from thinwire.algorithms.error_feedback import ERROR
 from thinwire.channel import Transport, Work, true_for_all
 from thinwire.errors import CommunicationError, StepError
@@ -18,7 +18,6 @@ from thinwire.sync.lanes import Lane, Lanes
 from thinwire.sync.places import BucketParts, Places, Specs
 from thinwire.sync.precision import full_precision
 from thinwire.sync.streams import Streams, refuse_capture
-from thinwire.sync.unused import keep_unapplied, used_flags
 from thinwire.tensors import accelerators
 
 
@@ -293,7 +292,10 @@ class Step:
         engine, traffic = self._engine, self._engine.traffic
         uncounted = traffic.message_bytes - traffic.counted_bytes
         remembers = any(engine.memory[slot] or engine.unclaimed.get(slot) for slot in engine.algorithm.slots)
-        said = places.sum_of(~is_healthy, [uncounted, remembers], purpose)
+        device = places.inside.control_device
+        said = accelerators.sent_to(device, torch.tensor([0.0, uncounted, remembers], dtype=torch.float64))
+        said[0] = ~is_healthy.to(device)
+        places.inside.all_reduce(said, purpose).wait()
         traffic.machine_bytes = traffic.machine_bytes.to(said.device) + said[1]
         traffic.counted_bytes += uncounted
         return said[0] == 0, said[2]
@@ -360,3 +362,41 @@ class Step:
     def _check_open(self) -> None:
         if not self.is_open:
             raise StepError("this step has ended; begin another one")
+
+
+# Parameters that no process used in a step, such as those of a layer that all have left out: DDP ignores
+# their gradient (`find_unused_parameters=True`), so it goes back to the residual it may have come from.
+
+GLANCE = 64
+
+
+def used_flags(bucket: Bucket) -> torch.Tensor:
+    """Return 1 for each parameter whose gradient on this process is not zero, else 0: fp32.
+
+    Cost: on the CPU, a glance at each gradient that is used; on an accelerator, one read of the bucket in a
+    few launches.
+    """
+    if accelerators.pays_per_launch(bucket.flat.device):
+        # Sum of magnitudes: a maximum is not defined for tensors without elements.
+        return (torch.stack(list(torch._foreach_norm(list(bucket.gradients), 1))) != 0).float()
+    # A used gradient mostly shows at once.
+    used = [bool(each[:GLANCE].any() or each.any()) for each in bucket.gradients]
+    return torch.tensor(used, dtype=torch.float32)
+
+
+def keep_unapplied(buckets: Sequence[Bucket], flags: Sequence[torch.Tensor], memory: Memory) -> Requests:
+    """Find the parameters that nobody used, in one round; their means go back to the residual."""
+    # Take the mean of the flags, not the maximum: the mean travels in a message that is sent anyway.
+    used = yield Mean(torch.cat([each.to(flags[0].device) for each in flags]))
+    yield Commit(lambda: torch.tensor(True))
+    parts = [
+        (bucket, each) for bucket in buckets for each in zip(bucket.specs, bucket.gradients, strict=True)
+    ]
+    for (bucket, (spec, gradient)), used_share in zip(parts, used.tolist(), strict=True):
+        if used_share == 0 and gradient.any():
+            unapplied = gradient.to(spec.memory_dtype)
+            unapplied = unapplied if bucket.loss_scale is None else unapplied / bucket.loss_scale
+            error = memory[ERROR].get(spec.name)
+            # All of the mean on every member: so the mean residual grows by just what is not applied.
+            memory[ERROR][spec.name] = unapplied.clone() if error is None else error.add_(unapplied)
+            gradient.zero_()  # what is kept for later must not be applied now as well

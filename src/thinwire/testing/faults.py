@@ -7,16 +7,15 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
-from thinwire.channel import InProcessTransport, Transport, Work
+from thinwire.channel import InProcessTransport, Message, Transport, Work
 from thinwire.channel.metered import Wrapped
-from thinwire.channel.transport import Collective
 from thinwire.checks import number, whole_number
 from thinwire.errors import ConfigError
 from thinwire.sync import Engine, GradientSync, Synced, engine_of
@@ -180,9 +179,7 @@ class _FaultyTransport(Wrapped):
         self._waiting = list(schedule)
         self._step, self._messages = -1, 0
 
-    def send(
-        self, collective: Collective, tensor: torch.Tensor, purpose: str, start: Callable[[], Work]
-    ) -> Work:
+    def start(self, message: Message) -> Work:
         """Let what is due strike first."""
         # The first message of another step.
         if self._engine.steps != self._step:
@@ -193,14 +190,14 @@ class _FaultyTransport(Wrapped):
         self._messages += 1
         for fault in due:
             self._waiting.remove(fault)
-            if fault.kind == "non-finite" and not tensor.is_floating_point():
+            if fault.kind == "non-finite" and not message.tensor.is_floating_point():
                 raise ConfigError(
-                    f"message {fault.after_messages} of step {fault.step} is of {tensor.dtype}, which holds "
-                    "nothing that is not finite; schedule the fault after another number of messages"
+                    f"message {fault.after_messages} of step {fault.step} is of {message.tensor.dtype}, "
+                    "which is always finite; schedule the fault after another number of messages"
                 )
             self.struck.append(fault)
-            _suffer(fault, tensor)
-        return start()
+            _suffer(fault, message.tensor)
+        return super().start(message)
 
 
 def _suffer(fault: Fault, message: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from members import Member, run
 from thinwire import Nesterov, Streaming, Warmup
 from thinwire.algorithms import Algorithm, AllReduce, Cast, PowerSGD, Quantize
 from thinwire.channel.metered import Wrapped
-from thinwire.channel.transport import Collective, Work
+from thinwire.channel.transport import Collective, Message, Work
 from thinwire.errors import CommunicationError
 from thinwire.fronts.local_sgd.division import fragments_of, layer_of
 from thinwire.fronts.local_sgd.model import AveragedModel
@@ -181,9 +181,9 @@ class Watched(Wrapped):
         super().__init__(transport)
         self.look = look
 
-    def send(self, collective: Collective, tensor: Tensor, purpose: str, start: Callable[[], Work]) -> Work:
-        self.look.sent.append((self.look.step, collective))
-        return WatchedWork(start(), self.look, collective)
+    def start(self, message: Message) -> Work:
+        self.look.sent.append((self.look.step, message.collective))
+        return WatchedWork(super().start(message), self.look, message.collective)
 
 
 @dataclass
