@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import plots
 import thinwire
 from in_lab import leave_job, run_in_lab
-from lstm import new_lstm
+from models import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.advice.variants import BASELINE, LOCAL_VARIANTS, LocalVariant, priced

@@ -24,9 +24,9 @@ from torch._C._distributed_c10d import GradBucket, HashStore
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import peers
+from models import SHAPE_SETS, Shape
 from pages import markdown_table, page, save
 from progress import Progress
-from shapes import SHAPE_SETS, Shape
 from thinwire import PowerSGD, Quantize
 from thinwire.algorithms import BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport

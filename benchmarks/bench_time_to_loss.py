@@ -32,7 +32,7 @@ import peers
 import plots
 import thinwire
 from in_lab import UNSHAPED, leave_job, run_in_lab
-from lstm import new_lstm
+from models import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.algorithms import Algorithm

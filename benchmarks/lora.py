@@ -24,13 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from in_lab import leave_job
-from known_methods import LOCAL, PER_STEP
 from pages import ROOT
 from progress import Progress
-from thinwire.demo.model import batch_generator, fixed_batches, load_text, sample_batch
+from thinwire.demo.model import fixed_batches
 from thinwire.launch import LocalJob, join_local_job
-
-__all__ = ["PROCESSES", "RATE", "fine_tuned"]
+from trainings import LOCAL, PER_STEP, text, windows
 
 PROCESSES = 2
 CONTEXT_LENGTH, BATCH = 64, 8
@@ -46,7 +44,7 @@ def fine_tuned(method: str, steps: int, seed: int) -> tuple[float, float]:
     """Fine-tune in processes of their own; return the held-out loss, and fp32's bytes over those sent.
 
     Args:
-        method: Of `known_methods`.
+        method: Of `PER_STEP` or `LOCAL`.
         steps: Of the Trainer.
         seed: Of the adapters' start and the batches.
 
@@ -86,17 +84,12 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 def train_base() -> None:
     """Train the model that is fine-tuned on the standard library's sources; keep it."""
     torch.manual_seed(0)
-    model, text = new_base(), load_text().train
+    model = new_base()
     optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_RATE)
     with Progress(BASE_STEPS) as progress:
         for step in range(BASE_STEPS):
             progress.show(step, "the model that is fine-tuned")
-            batch = sample_batch(
-                text,
-                batch_size=BASE_BATCH,
-                context_length=CONTEXT_LENGTH,
-                generator=batch_generator(seed=0, step=step, process_rank=0),
-            )
+            batch = windows(text().train, BASE_BATCH, CONTEXT_LENGTH, seed=0, step=step)
             optimizer.param_groups[0]["lr"] = BASE_RATE * (1 + math.cos(math.pi * step / BASE_STEPS)) / 2
             optimizer.zero_grad()
             torch.autograd.backward(loss_of(model, *batch))
@@ -177,15 +170,15 @@ def work(arguments: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         loss = heldout_loss(adapted, heldout)
         averaged = callback.sync if callback.local is None else callback.local
-        arguments.out.write_text(json.dumps([loss, averaged.stats().compression_ratio]))
+        leave_job([loss, averaged.stats().compression_ratio], arguments.out)
     leave_job()
 
 
 @torch.no_grad()
-def heldout_loss(model: nn.Module, text: Tensor) -> float:
+def heldout_loss(model: nn.Module, heldout: Tensor) -> float:
     model.eval()
     batches: Iterator[tuple[Tensor, Tensor]] = fixed_batches(
-        text, batches=HELDOUT_BATCHES, batch_size=16, context_length=CONTEXT_LENGTH
+        heldout, batches=HELDOUT_BATCHES, batch_size=16, context_length=CONTEXT_LENGTH
     )
     return float(torch.stack([loss_of(model, *batch) for batch in batches]).mean())
 
