@@ -9,14 +9,14 @@ import argparse
 import math
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import product
 from statistics import median, quantiles
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from models import SHAPE_SETS, Shape
 from pages import markdown_table, page, save
 from progress import Progress
 from thinwire import PowerSGD, Quantize
-from thinwire.algorithms import BatchedPowerSGD
+from thinwire.algorithms import Algorithm, BatchedPowerSGD
 from thinwire.channel import ProcessGroupTransport
 from thinwire.kernels import dispatch
 from thinwire.plan import ParameterSpec
@@ -61,54 +61,41 @@ class OneBucket:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
-class Contender(ABC):
+class Contender(Protocol):
     """Something that is done to a bucket of gradients once per step."""
 
-    @abstractmethod
     def step(self) -> None:
         """What is timed."""
 
-    @abstractmethod
     def compression_ratio(self) -> float:
         """Uncompressed over compressed, warm-up included where it counts that."""
 
-    @abstractmethod
     def memory_bytes(self) -> int:
         """Kept from step to step, beyond the gradients."""
 
 
-class Copy(Contender):
+class Copy:
     """One `copy_` of the gradients: the unit of everything that touches them all."""
 
     def __init__(self, bucket: OneBucket) -> None:
-        self.flat = bucket.flat
-        self.target = torch.empty_like(bucket.flat)
+        self.flat, self.target = bucket.flat, torch.empty_like(bucket.flat)
 
     def step(self) -> None:
         self.target.copy_(self.flat)
 
-    def compression_ratio(self) -> float:
-        return 1.0
 
-    def memory_bytes(self) -> int:
-        return 0
+class Thinwire:
+    """One of our algorithms as DDP drives it, with Numba's passes or by PyTorch's products only."""
 
-
-class Thinwire(Contender):
-    """`thinwire.PowerSGD` as DDP drives it, by PyTorch's products only."""
-
-    compiled = False
-    algorithm: type[PowerSGD] | type[BatchedPowerSGD] = PowerSGD
-
-    def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
+    def __init__(self, bucket: OneBucket, algorithm: Algorithm, *, compiled: bool) -> None:
         self.flat = bucket.flat
+        self.backends = (dispatch.NUMBA, dispatch.TORCH) if compiled else (dispatch.TORCH,)
         gradients = enumerate(bucket.gradients())
         self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
-        algorithm = self.algorithm(matrix_rank=matrix_rank)
         self.engine = Engine(algorithm, ProcessGroupTransport(), self.specs)
 
     def step(self) -> None:
-        dispatch.backends = (dispatch.NUMBA, dispatch.TORCH) if self.compiled else (dispatch.TORCH,)
+        dispatch.backends = self.backends
         self.engine.average([(self.specs, self.flat)])
 
     def compression_ratio(self) -> float:
@@ -119,45 +106,7 @@ class Thinwire(Contender):
         return storage_bytes([tensor for tensors in slots for tensor in tensors.values()])
 
 
-class ThinwireCompiled(Thinwire):
-    """The same with the compiled passes."""
-
-    compiled = True
-
-
-class Batched(Thinwire):
-    """The whole bucket as one square matrix."""
-
-    algorithm = BatchedPowerSGD
-
-
-class BatchedCompiled(Batched):
-    """The same with the compiled passes."""
-
-    compiled = True
-
-
-class FewBits(Contender):
-    """`thinwire.Quantize`, whatever the matrix rank."""
-
-    def __init__(self, bucket: OneBucket, bits: int, *, compiled: bool) -> None:
-        self.flat, self.compiled = bucket.flat, compiled
-        gradients = enumerate(bucket.gradients())
-        self.specs = tuple(ParameterSpec.of(f"parameter {index}", each) for index, each in gradients)
-        self.engine = Engine(Quantize(bits=bits), ProcessGroupTransport(), self.specs)
-
-    def step(self) -> None:
-        dispatch.backends = (dispatch.NUMBA, dispatch.TORCH) if self.compiled else (dispatch.TORCH,)
-        self.engine.average([(self.specs, self.flat)])
-
-    def compression_ratio(self) -> float:
-        return self.engine.stats().compression_ratio
-
-    def memory_bytes(self) -> int:
-        return 0
-
-
-class PyTorch(Contender):
+class PyTorch:
     """PyTorch's `powerSGD_hook`."""
 
     def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
@@ -180,7 +129,7 @@ class PyTorch(Contender):
         return storage_bytes(tensor for tensors in kept for tensor in tensors.values())
 
 
-class Epfml(Contender):
+class Epfml:
     """The reference implementation. The residual stays in the gradients: the backward pass adds to it."""
 
     def __init__(self, bucket: OneBucket, matrix_rank: int) -> None:
@@ -197,27 +146,31 @@ class Epfml(Contender):
 
     def memory_bytes(self) -> int:
         inner = self.aggregator._powersgd
-        return storage_bytes([inner._ps_buffer, inner._qs_buffer]) + 4 * sum(
-            gradient.numel() for gradient in self.gradients
-        )
+        residual = 4 * sum(gradient.numel() for gradient in self.gradients)
+        return storage_bytes([inner._ps_buffer, inner._qs_buffer]) + residual
 
 
+def ours(bucket: OneBucket, rank: int, of_rank: Callable[[int], Algorithm], compiled: bool) -> Contender:
+    return Thinwire(bucket, of_rank(rank), compiled=compiled)
+
+
+# By the matrix rank; few bits, which are only there by name, have none.
+OURS: dict[str, Callable[[int], Algorithm]] = {
+    "Thinwire": lambda matrix_rank: PowerSGD(matrix_rank=matrix_rank),
+    "batched": lambda matrix_rank: BatchedPowerSGD(matrix_rank=matrix_rank),
+    **{f"{bits} bits": lambda _, bits=bits: Quantize(bits=bits) for bits in (8, 4, 3, 2, 1)},  # type: ignore[misc]
+}
 # Not with PyTorch's last: a process that ends while its callbacks are being torn down is aborted.
 CONTENDERS: dict[str, Callable[[OneBucket, int], Contender]] = {
     "PyTorch": PyTorch,
     "epfml": Epfml,
-    "Thinwire": Thinwire,
-    "Thinwire, Numba": ThinwireCompiled,
-    "batched": Batched,
-    "batched, Numba": BatchedCompiled,
+    **{
+        f"{name}{', Numba' if compiled else ''}": partial(ours, of_rank=of_rank, compiled=compiled)
+        for name, of_rank in OURS.items()
+        for compiled in (False, True)
+    },
 }
-FEW_BITS: dict[str, Callable[[OneBucket, int], Contender]] = {
-    f"{bits} bits{', Numba' if compiled else ''}": lambda bucket, matrix_rank, bits=bits, compiled=compiled: (  # type: ignore[misc]
-        FewBits(bucket, bits, compiled=compiled)
-    )
-    for bits in (8, 4, 3, 2, 1)
-    for compiled in (False, True)
-}
+BY_NAME_ONLY = tuple(name for name in CONTENDERS if "bits" in name)
 LAYERWISE = {"batched": "Thinwire", "batched, Numba": "Thinwire, Numba"}
 
 
@@ -253,7 +206,7 @@ def measure(
     bucket = OneBucket(shapes, torch.empty_like(fresh))
     copy = Copy(bucket)
     contenders = {name: make(bucket, matrix_rank) for name, make in CONTENDERS.items()}
-    every = [copy, *contenders.values()]
+    every: list[Contender | Copy] = [copy, *contenders.values()]
     for _ in range(UNTIMED_STEPS):
         for contender in every:
             step_ms(contender, bucket, fresh)
@@ -274,7 +227,7 @@ def measure(
     )
 
 
-def step_ms(contender: Contender, bucket: OneBucket, fresh: torch.Tensor) -> float:
+def step_ms(contender: Contender | Copy, bucket: OneBucket, fresh: torch.Tensor) -> float:
     """Refill the gradients, then time one step."""
     bucket.flat.copy_(fresh)
     synchronize(fresh.device)
@@ -304,7 +257,7 @@ def time_table(measurements: Sequence[Measurement]) -> str:
 
 def ratio_table(measurements: Sequence[Measurement]) -> str:
     """Ratios of medians."""
-    ours = [name for name in CONTENDERS if name.startswith("Thinwire") or name in FEW_BITS]
+    ours = [name for name in CONTENDERS if name.startswith("Thinwire") or name in BY_NAME_ONLY]
     others = [name for name in CONTENDERS if name in ("PyTorch", "epfml")]
     pairs = [(other, mine) for mine in ours for other in others] + [(mine, "copy") for mine in ours]
     rows = []
@@ -362,28 +315,23 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--only", choices=tuple(SHAPE_SETS), help="one shape set instead of all")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 4], help="matrix ranks")
-    parser.add_argument(
-        "--contenders", choices=(*CONTENDERS, *FEW_BITS), nargs="+", help="some instead of all"
-    )
+    parser.add_argument("--contenders", choices=tuple(CONTENDERS), nargs="+", help="some instead of all")
     parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parsed_arguments()
-    CONTENDERS.update({name: FEW_BITS[name] for name in arguments.contenders or () if name in FEW_BITS})
     for name in tuple(CONTENDERS):
         is_served = "Numba" not in name or (find_spec("numba") is not None and arguments.device == "cpu")
-        if not is_served or name not in (arguments.contenders or CONTENDERS):
+        is_wanted = name in arguments.contenders if arguments.contenders else name not in BY_NAME_ONLY
+        if not (is_served and is_wanted):
             del CONTENDERS[name]
-    if "epfml" not in CONTENDERS:
-        compare(arguments)
-        return
-    with peers.installed(["powersgd"]) as installed:
-        if installed.missing:
-            del CONTENDERS["epfml"]
+    with peers.epfml(is_wanted="epfml" in CONTENDERS) as folder:
+        if folder:
+            sys.path.append(folder)
         else:
-            sys.path.append(installed.path)
+            CONTENDERS.pop("epfml", None)
         compare(arguments)
 
 

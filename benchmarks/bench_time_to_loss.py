@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import count, islice, product
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +28,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-import peers
 import plots
 import thinwire
 from in_lab import UNSHAPED, leave_job, run_in_lab
@@ -36,17 +35,9 @@ from models import new_lstm
 from pages import markdown_table, page, save, save_json
 from progress import Kept, Progress
 from thinwire.algorithms import Algorithm
-from thinwire.demo.model import (
-    GPT,
-    SIZES,
-    GPTConfig,
-    batch_generator,
-    fixed_batches,
-    load_text,
-    next_byte_loss,
-    sample_batch,
-)
-from torchft_diloco import torchft_diloco
+from thinwire.demo.model import GPT, SIZES, GPTConfig, fixed_batches, next_byte_loss
+from torchft_diloco import OUTER_LR, OUTER_MOMENTUM, torchft_diloco
+from trainings import text, windows
 from turns import Contender, take_turns, turns_done
 
 NUM_HOSTS = 2
@@ -62,7 +53,7 @@ SIXTEEN_BIT = 'Cast("bf16")'
 SMALL_BUCKET_MB = 4
 CONSTANT, COSINE = "constant", "cosine"
 KEPT = Kept("time-to-loss")
-DILOCO_EVERY_STEPS, OUTER_LR, OUTER_MOMENTUM = 30, 0.7, 0.9
+DILOCO_EVERY_STEPS = 30
 
 TASKS: dict[str, Callable[[], nn.Module]] = {
     "GPT": lambda: GPT(GPTConfig(layers=3, heads=4, width=128, context_length=CONTEXT_LENGTH)),
@@ -114,15 +105,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class TimedCurve:
-    """A training over a link, for the picture."""
-
-    algorithm: str
-    seconds: list[float]
-    losses: list[float]
-
-
-@dataclass(frozen=True)
 class Way:
     """A way to average.
 
@@ -145,40 +127,24 @@ def each_step(algorithm: Algorithm) -> Way:
     return Way(averaging)
 
 
-def now_and_then(every_steps: int, algorithm: Algorithm) -> Way:
+def now_and_then(every_steps: int, algorithm: Algorithm, outer: thinwire.Nesterov | None = None) -> Way:
     @contextmanager
     def averaging(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
-        with thinwire.LocalSGD(model, optimizer, every_steps=every_steps, algorithm=algorithm):
+        with thinwire.LocalSGD(model, optimizer, every_steps=every_steps, algorithm=algorithm, outer=outer):
             yield model
 
     return Way(averaging, every_steps)
 
 
 def diloco(algorithm: Algorithm) -> Way:
-    @contextmanager
-    def averaging(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
-        with thinwire.DiLoCo(
-            model,
-            optimizer,
-            every_steps=DILOCO_EVERY_STEPS,
-            algorithm=algorithm,
-            outer=thinwire.Nesterov(lr=OUTER_LR, momentum=OUTER_MOMENTUM),
-        ):
-            yield model
-
-    return Way(averaging, DILOCO_EVERY_STEPS)
+    return now_and_then(
+        DILOCO_EVERY_STEPS, algorithm, thinwire.Nesterov(lr=OUTER_LR, momentum=OUTER_MOMENTUM)
+    )
 
 
 @contextmanager
 def torchft(model: nn.Module, optimizer: Optimizer) -> Iterator[nn.Module]:
-    with torchft_diloco(
-        model,
-        optimizer,
-        [model],
-        every_steps=DILOCO_EVERY_STEPS,
-        outer_lr=OUTER_LR,
-        outer_momentum=OUTER_MOMENTUM,
-    ):
+    with torchft_diloco(model, optimizer, [model], every_steps=DILOCO_EVERY_STEPS):
         yield model
 
 
@@ -220,77 +186,11 @@ ALGORITHMS: dict[str, Way] = {
 Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
-class Work:
-    """On each host: some algorithms in turn."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.text = load_text()
-
-    def curve(self, name: str, target: float, most_steps: int, schedule: str) -> Curve:
-        """Train until a loss is reached, or for as many steps."""
-        torch.manual_seed(SEED)
-        model = TASKS[self.setting.task]()
-        optimizer = OPTIMIZERS[self.setting.optimizer][self.setting.task](model)
-        peak = optimizer.param_groups[0]["lr"]
-        curve = Curve(name, [0], [self._loss(model)])
-        with ALGORITHMS[name].averaging(model, optimizer) as called:
-            while curve.steps[-1] < most_steps and curve.losses[-1] > target:
-                for step in range(curve.steps[-1], curve.steps[-1] + EVALUATE_EVERY_STEPS):
-                    share = min(1.0, (step + 1) / WARMUP_STEPS)
-                    if schedule == COSINE:
-                        share *= (1 + math.cos(math.pi * step / most_steps)) / 2
-                    optimizer.param_groups[0]["lr"] = peak * share
-                    train(called, optimizer, self._batch(step))
-                curve.steps.append(step + 1)
-                curve.losses.append(self._loss(model))
-                if dist.get_rank() == 0:
-                    print(name, curve.steps[-1], f"{curve.losses[-1]:.4f}", flush=True)
-        return curve
-
-    def step_ms(self, names: Sequence[str], rounds: int, steps: int, setting: str) -> dict[str, object]:
-        """Time whole steps of algorithms in turns."""
-        contenders, contexts = {}, []
-        for name in names:
-            torch.manual_seed(SEED)
-            model = TASKS[self.setting.task]()
-            optimizer = OPTIMIZERS[self.setting.optimizer][self.setting.task](model)
-            # Kept: a generator's context that nobody holds is closed, and then nothing is averaged.
-            contexts.append(ALGORITHMS[name].averaging(model, optimizer))
-            called = contexts[-1].__enter__()
-            contenders[name] = Contender[Batch](
-                partial(train, called, optimizer),
-                ALGORITHMS[name].period_steps,
-            )
-        numbers = count()
-        found = take_turns(
-            contenders,
-            lambda: self._batch(next(numbers)),
-            rounds=rounds,
-            steps=steps,
-            kept=KEPT,
-            setting=setting,
-        )
-        return {name: asdict(measured) for name, measured in found.items()}
-
-    def _batch(self, step: int) -> Batch:
-        generator = batch_generator(seed=SEED, step=step, process_rank=dist.get_rank())
-        return sample_batch(
-            self.text.train, batch_size=BATCH_SIZE, context_length=CONTEXT_LENGTH, generator=generator
-        )
-
-    @torch.no_grad()
-    def _loss(self, model: nn.Module) -> float:
-        """Held-out, each host on its part, so that all end at the same step."""
-        batches = fixed_batches(
-            self.text.heldout, batches=HELDOUT_BATCHES, batch_size=BATCH_SIZE, context_length=CONTEXT_LENGTH
-        )
-        losses = [
-            next_byte_loss(model, *batch) for batch in islice(batches, dist.get_rank(), None, NUM_HOSTS)
-        ]
-        mean = torch.stack(losses).mean() / NUM_HOSTS
-        dist.all_reduce(mean)
-        return mean.item()
+def new_training(setting: Setting) -> tuple[nn.Module, Optimizer]:
+    """The same on every host, and for every algorithm."""
+    torch.manual_seed(SEED)
+    model = TASKS[setting.task]()
+    return model, OPTIMIZERS[setting.optimizer][setting.task](model)
 
 
 def train(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
@@ -300,27 +200,78 @@ def train(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
     optimizer.step()
 
 
+def batch_of(step: int) -> Batch:
+    return windows(text().train, BATCH_SIZE, CONTEXT_LENGTH, seed=SEED, step=step, rank=dist.get_rank())
+
+
+@torch.no_grad()
+def heldout_loss(model: nn.Module) -> float:
+    """Each host on its part, so that all end at the same step."""
+    batches = fixed_batches(
+        text().heldout, batches=HELDOUT_BATCHES, batch_size=BATCH_SIZE, context_length=CONTEXT_LENGTH
+    )
+    losses = [next_byte_loss(model, *batch) for batch in islice(batches, dist.get_rank(), None, NUM_HOSTS)]
+    mean = torch.stack(losses).mean() / NUM_HOSTS
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+def trained(setting: Setting, name: str, target: float, most_steps: int, schedule: str) -> Curve:
+    """On each host: train until a loss is reached, or for as many steps."""
+    model, optimizer = new_training(setting)
+    peak = optimizer.param_groups[0]["lr"]
+    curve = Curve(name, [0], [heldout_loss(model)])
+    with ALGORITHMS[name].averaging(model, optimizer) as called:
+        while curve.steps[-1] < most_steps and curve.losses[-1] > target:
+            for step in range(curve.steps[-1], curve.steps[-1] + EVALUATE_EVERY_STEPS):
+                share = min(1.0, (step + 1) / WARMUP_STEPS)
+                if schedule == COSINE:
+                    share *= (1 + math.cos(math.pi * step / most_steps)) / 2
+                optimizer.param_groups[0]["lr"] = peak * share
+                train(called, optimizer, batch_of(step))
+            curve.steps.append(step + 1)
+            curve.losses.append(heldout_loss(model))
+            if dist.get_rank() == 0:
+                print(name, curve.steps[-1], f"{curve.losses[-1]:.4f}", flush=True)
+    return curve
+
+
+def timed(setting: Setting, arguments: argparse.Namespace) -> dict[str, object]:
+    """On each host: time whole steps of algorithms in turns."""
+    contenders, contexts = {}, []
+    for name in arguments.algorithms:
+        model, optimizer = new_training(setting)
+        # Kept: a generator's context that nobody holds is closed, and then nothing is averaged.
+        contexts.append(ALGORITHMS[name].averaging(model, optimizer))
+        step = partial(train, contexts[-1].__enter__(), optimizer)
+        contenders[name] = Contender[Batch](step, ALGORITHMS[name].period_steps)
+    numbers = count()
+    found = take_turns(
+        contenders,
+        lambda: batch_of(next(numbers)),
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        kept=KEPT,
+        setting=arguments.setting,
+    )
+    return {name: asdict(measured) for name, measured in found.items()}
+
+
 def work(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    on_host = Work(Setting(arguments.tasks[0], arguments.optimizers[0]))
-    names = arguments.algorithms
+    setting, names = Setting(arguments.tasks[0], arguments.optimizers[0]), arguments.algorithms
     if arguments.part == "curve":
-        found: object = asdict(
-            on_host.curve(names[0], arguments.target, arguments.most_steps, arguments.schedule)
-        )
-    else:
-        found = on_host.step_ms(names, arguments.rounds, arguments.steps, arguments.setting)
-    if dist.get_rank() == 0:
-        arguments.work.write_text(json.dumps(found))
-    leave_job()
+        until = arguments.target, arguments.most_steps, arguments.schedule
+        leave_job(asdict(trained(setting, names[0], *until)), arguments.work)
+    leave_job(timed(setting, arguments), arguments.work)
 
 
 class Lab:
     """Runs parts of the benchmark on the hosts of a lab."""
 
-    def __init__(self, arguments: argparse.Namespace, packages: str, names: Sequence[str]) -> None:
-        self.arguments, self.packages, self.names = arguments, packages, names
+    def __init__(self, arguments: argparse.Namespace, names: Sequence[str]) -> None:
+        self.arguments, self.names = arguments, names
         self.settings = [Setting(*each) for each in product(arguments.tasks, arguments.optimizers)]
         self._timings = [self._timing(*each) for each in product(self.settings, arguments.rates)]
         self._before = self._done_steps()
@@ -335,11 +286,9 @@ class Lab:
             part = ["--part=curve", f"--target={target}", f"--most-steps={self._steps(name)}"]
             schedule = self.arguments.schedule
             curve = self._run(setting, UNSHAPED, [name], part)
+            row = {"setting": str(setting), "seed": SEED, "schedule": schedule, "curve": curve}
             with self.arguments.curves.open("a", encoding="utf-8") as file:
-                file.write(
-                    json.dumps({"setting": str(setting), "seed": SEED, "schedule": schedule, "curve": curve})
-                    + "\n"
-                )
+                file.write(json.dumps(row) + "\n")
         return Curve(**curve)
 
     def times(self, setting: Setting, rate: str) -> dict[str, dict[str, Any]]:
@@ -372,20 +321,11 @@ class Lab:
         return steps + sum(self._steps(name) for setting, name in trained if (setting, name) in curves)
 
     def _run(self, setting: Setting, rate: str, names: Sequence[str], part: Sequence[str]) -> Any:
-        with TemporaryDirectory() as folder:
-            out = Path(folder, "found.json")
-            script = [__file__, f"--work={out}", f"--tasks={setting.task}"]
-            script += [f"--optimizers={setting.optimizer}", f"--schedule={self.arguments.schedule}"]
-            script += [*part, "--algorithms", *names]
-            now = f"{setting}, {names[0] if len(names) == 1 else rate}"
-            run_in_lab(
-                NUM_HOSTS,
-                rate,
-                script,
-                packages=self.packages,
-                meanwhile=lambda: self.progress.show(self._done_steps() - self._before, now),
-            )
-            return json.loads(out.read_text())
+        script = [__file__, f"--tasks={setting.task}", f"--optimizers={setting.optimizer}"]
+        script += [f"--schedule={self.arguments.schedule}", *part, "--algorithms", *names]
+        now = f"{setting}, {names[0] if len(names) == 1 else rate}"
+        show = partial(self.progress.show, now=now)
+        return run_in_lab(NUM_HOSTS, rate, script, meanwhile=lambda: show(self._done_steps() - self._before))
 
 
 def table(curves: Sequence[Curve], times: dict[str, dict[str, Any]]) -> str:
@@ -446,12 +386,12 @@ def main() -> None:
         work(arguments)
         return
     names = [name for name in ALGORITHMS if name in (EXACT, SIXTEEN_BIT, *arguments.algorithms)]
-    with peers.installed(["torchft"] if TORCHFT in names else []) as installed:
-        if installed.missing:
-            names.remove(TORCHFT)
-        lab = Lab(arguments, installed.path, names)
-        with lab.progress:
-            compare(names, lab, arguments)
+    if TORCHFT in names and find_spec("torchft") is None:
+        print("SKIPPED: torchft is not installed, so it is not measured")
+        names.remove(TORCHFT)
+    lab = Lab(arguments, names)
+    with lab.progress:
+        compare(names, lab, arguments)
     KEPT.finish()
 
 
@@ -483,12 +423,8 @@ def compare(names: Sequence[str], lab: Lab, arguments: argparse.Namespace) -> No
         for rate, by_name in times.items():
             seconds = {name: median(each["step_ms"]) / 1e3 for name, each in by_name.items()}
             figures[f"{setting}, {rate}"] = [
-                TimedCurve(
-                    curve.algorithm,
-                    [seconds[curve.algorithm] * each for each in curve.steps],
-                    curve.losses,
-                )
-                for curve in curves
+                (each.algorithm, [seconds[each.algorithm] * step for step in each.steps], each.losses)
+                for each in curves
             ]
         raw.append({"setting": str(setting), "curves": [asdict(curve) for curve in curves], "times": times})
         save_json(raw, "time-to-loss")

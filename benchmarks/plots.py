@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 import matplotlib
 
@@ -15,8 +15,6 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from pages import result_path
-
-__all__ = ["gap_against_bytes", "loss_against_time", "predicted_against_measured", "save_figure", "step_time"]
 
 plt.rcParams |= {
     "svg.fonttype": "none",
@@ -76,17 +74,8 @@ def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, floa
     return save_figure(figure, "advice")
 
 
-class Curve(Protocol):
-    """A training: seconds on the clock and held-out losses."""
-
-    @property
-    def algorithm(self) -> str: ...
-
-    @property
-    def seconds(self) -> list[float]: ...
-
-    @property
-    def losses(self) -> list[float]: ...
+# Algorithm, seconds on the clock, held-out losses.
+Curve: TypeAlias = tuple[str, Sequence[float], Sequence[float]]
 
 
 def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 2) -> list[str]:
@@ -96,11 +85,11 @@ def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 
         rows, columns, figsize=(10, 3 * rows + 0.6), layout="constrained", squeeze=False
     )
     for axes, (title, curves) in zip(grid.flat, figures.items(), strict=False):
-        target = curves[0].losses[-1]
-        for curve in curves:
-            axes.plot(curve.seconds[1:], curve.losses[1:], label=curve.algorithm)
+        target = curves[0][2][-1]
+        for algorithm, seconds, losses in curves:
+            axes.plot(seconds[1:], losses[1:], label=algorithm)
         axes.axhline(target, color="black", linestyle=":", linewidth=1)
-        longest = max(curve.seconds[-1] for curve in curves)
+        longest = max(seconds[-1] for _, seconds, _ in curves)
         axes.set(title=title, xlabel="seconds", xscale="log", ylabel="held-out loss, nats a byte")
         axes.set(xlim=(longest / 300, longest * 1.1), ylim=(target - 0.15, target + 1.0))
     handles, labels = grid.flat[0].get_legend_handles_labels()

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from thinwire.demo.model import GPT, GPTConfig, next_byte_loss
 from thinwire.plan import ParameterSpec
 
-__all__ = ["StackedGPT"]
-
 
 class StackedGPT:
     """Equal models, one for each member of each lane, whose gradients come from one backward pass.

@@ -18,8 +18,8 @@ from torch.optim import SGD, Optimizer
 from in_lab import own_address
 from thinwire.demo.model import GPT
 
-__all__ = ["fragments", "torchft_diloco"]
-
+# Of SGD with Nesterov momentum: ours is compared with the same.
+OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9
 TIMEOUT = timedelta(minutes=10)
 _numbers = count()
 
@@ -41,8 +41,6 @@ def torchft_diloco(
     fragments: Sequence[nn.Module],
     *,
     every_steps: int,
-    outer_lr: float,
-    outer_momentum: float,
     delay_steps: int = 0,
     mix: float = 0.0,
 ) -> Iterator[Any]:
@@ -55,8 +53,6 @@ def torchft_diloco(
         optimizer: Trains it.
         fragments: Modules that have its parameters between them.
         every_steps: Steps from one averaging of a fragment to its next.
-        outer_lr: Of SGD with Nesterov momentum.
-        outer_momentum: Of the same.
         delay_steps: Steps from the sending of a fragment to its use.
         mix: Share of the process's own parameters then.
     """
@@ -90,7 +86,7 @@ def torchft_diloco(
         init_sync=False,  # the models are equal
     )
     outers = [
-        SGD(fragment.parameters(), lr=outer_lr, momentum=outer_momentum, nesterov=True)
+        SGD(fragment.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
         for fragment in fragments
     ]
     try:

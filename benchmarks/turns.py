@@ -17,8 +17,6 @@ import torch.distributed as dist
 from in_lab import interface_sent_bytes
 from progress import Kept
 
-__all__ = ["Contender", "Measured", "take_turns", "turns_done"]
-
 # PyTorch's PowerSGD averages whole gradients for at least two steps, and DDP then rebuilds its buckets.
 UNTIMED_STEPS = 4
 
