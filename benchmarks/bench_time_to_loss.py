@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from itertools import count, islice, product
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -257,7 +257,7 @@ def timed(setting: Setting, arguments: argparse.Namespace) -> dict[str, object]:
     return {name: asdict(measured) for name, measured in found.items()}
 
 
-def work(arguments: argparse.Namespace) -> None:
+def work(arguments: argparse.Namespace) -> NoReturn:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     setting, names = Setting(arguments.tasks[0], arguments.optimizers[0]), arguments.algorithms
@@ -384,7 +384,6 @@ def main() -> None:
     arguments = parsed_arguments()
     if arguments.work is not None:
         work(arguments)
-        return
     names = [name for name in ALGORITHMS if name in (EXACT, SIXTEEN_BIT, *arguments.algorithms)]
     if TORCHFT in names and find_spec("torchft") is None:
         print("SKIPPED: torchft is not installed, so it is not measured")
