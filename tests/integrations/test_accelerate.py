@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from accelerated import error_of, several_processes
+from accelerated import several_processes
 from launcher import (
     EXAMPLES,
     TOLD,
@@ -36,7 +36,7 @@ from thinwire.algorithms import Algorithm
 from thinwire.integrations.accelerate import DDPCommunicationHookType as Hook
 from thinwire.integrations.accelerate import DistributedDataParallelKwargs
 from thinwire.sync import engine_of
-from training import agreed
+from training import agreed, raised_by
 
 AT_ONCE = {"start_powerSGD_iter": 0}
 LAUNCH = [
@@ -190,7 +190,7 @@ def _move_to_thinwire(folder: str) -> tuple[str, int]:
         handler = new_handler()
         accelerator = new_accelerator(handler)
         model, optimizer = prepared(accelerator)
-        refused = error_of(lambda: accelerator.load_state(folder))[1]
+        refused = raised_by(lambda: accelerator.load_state(folder))[1]
         accelerator.save(handler.state_dict(), f"{folder}/custom_checkpoint_0.pkl")
         accelerator.wait_for_everyone()
         accelerator.load_state(folder)
@@ -210,7 +210,7 @@ def _no_hook(folder: str) -> tuple[int, int, str, bool]:
         return (
             hooks,
             len(handler.syncs),
-            error_of(lambda: handler.sync)[0],
+            raised_by(lambda: handler.sync)[0],
             "custom_checkpoint_0.pkl" in files,
         )
 
@@ -226,7 +226,7 @@ def _one_process() -> tuple[str, str, str]:
     try:
         handler = new_handler()
         model = Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(new_model())
-        return type(model).__name__, *error_of(lambda: handler.sync)
+        return type(model).__name__, *raised_by(lambda: handler.sync)
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -446,7 +446,7 @@ def _two_models(folder: str) -> tuple[list[int], tuple[str, str], list[int], tup
         train(accelerator, *first, range(3))
         train(accelerator, *second, range(2))
         steps = [sync.stats().steps for sync in handler.syncs]
-        error = error_of(lambda: handler.sync)
+        error = raised_by(lambda: handler.sync)
         accelerator.save_state(folder)
         accelerator.wait_for_everyone()
     saved = torch.load(Path(folder, "custom_checkpoint_0.pkl"), weights_only=True)
@@ -454,7 +454,7 @@ def _two_models(folder: str) -> tuple[list[int], tuple[str, str], list[int], tup
         handler = new_handler()
         accelerator = new_accelerator(handler)
         third = prepared(accelerator)
-        refused = error_of(lambda: accelerator.load_state(folder))
+        refused = raised_by(lambda: accelerator.load_state(folder))
         fourth = prepared(accelerator)
         accelerator.load_state(folder)
         again = [sync.stats().steps for sync in handler.syncs]
@@ -497,9 +497,9 @@ def test_misuse_is_refused(pool2: Pool) -> None:
 def _misuse() -> tuple[tuple[str, str], tuple[str, str]]:
     with several_processes():
         handler = new_handler()
-        by_hand = error_of(lambda: handler.register_comm_hook(DistributedDataParallel(new_model())))
+        by_hand = raised_by(lambda: handler.register_comm_hook(DistributedDataParallel(new_model())))
         model = new_accelerator(handler).prepare(new_model())
-        shared = error_of(lambda: new_accelerator(handler).prepare(new_model()))
+        shared = raised_by(lambda: new_accelerator(handler).prepare(new_model()))
         del model
         return by_hand, shared
 

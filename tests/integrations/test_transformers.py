@@ -24,13 +24,13 @@ from transformers import (
 )
 
 import thinwire
-from accelerated import error_of, several_processes
+from accelerated import several_processes
 from launcher import EXAMPLES, TOLD, assert_compressed_and_agreed, run_processes
 from pasted import lines_for, run
 from pool import Pool
 from thinwire.integrations.transformers import STATE_NAME, ThinwireCallback, attach
 from thinwire.sync import engine_of
-from training import agreed, flat
+from training import agreed, flat, raised_by
 
 ALGORITHM = thinwire.PowerSGD(matrix_rank=1)
 
@@ -302,7 +302,7 @@ def _chosen(folder: str) -> dict[str, Any]:
         "told": len(told),
         "bytes": [each.message_bytes for each in trials],
         "resumed": (resumed.sync.stats().steps, resumed.auto.is_choosing),
-        "refused": error_of(lambda: attach(new_trainer(folder), averaging, on_nonfinite="zero")),
+        "refused": raised_by(lambda: attach(new_trainer(folder), averaging, on_nonfinite="zero")),
     }
 
 
@@ -325,7 +325,7 @@ def _unfit(folder: str) -> tuple[tuple[str, str], ...]:
             trainer = new_trainer(f"{folder}/{attached}")
             attach(trainer, ALGORITHM)
             path = f"{folder}/{resumed}/checkpoint-3"
-            errors.append(error_of(lambda t=trainer, p=path: t.train(resume_from_checkpoint=p)))
+            errors.append(raised_by(lambda t=trainer, p=path: t.train(resume_from_checkpoint=p)))
             dist.barrier()
     return tuple(errors)
 
@@ -362,7 +362,7 @@ def _search(folder: str) -> tuple[str, str]:
         trainer = new_trainer(folder)
         callback = attach(trainer, ALGORITHM)
         state = TrainerState(is_hyper_param_search=True)
-        return error_of(lambda: callback.on_train_begin(trainer.args, state, trainer.control))
+        return raised_by(lambda: callback.on_train_begin(trainer.args, state, trainer.control))
 
 
 def test_only_weights_are_saved_when_asked(pool2: Pool, tmp_path: Path) -> None:
