@@ -245,7 +245,9 @@ def test_packets_are_late_and_lost_and_keep_their_order(
     options: list[str], seconds: float, most: int
 ) -> None:
     """Late by what was asked for at least, on a busy machine too; the lab itself refuses what is too late."""
-    done = run_lab("--machines=2", *options, code=WAYS)
+    done = undisturbed(
+        lambda: run_lab("--machines=2", *options, code=WAYS), lambda done: done.returncode == 0
+    )
     assert done.returncode == 0, done.stderr
     got = int(re.search(r"got (\d+), in order True", done.stdout)[1])  # type: ignore[index]
     fastest = float(re.search(r"fastest round trip ([\d.]+)", done.stdout)[1])  # type: ignore[index]
@@ -375,7 +377,7 @@ def test_a_signal_is_passed_on_and_nothing_is_left(
 
 
 @real
-@pytest.mark.parametrize("options", [[], ["--latency=40ms"]], ids=["bridge", "relay"])
+@pytest.mark.parametrize("options", [[], ["--latency=500ms"]], ids=["bridge", "relay"])
 def test_killed_outright_it_leaves_nothing(options: list[str]) -> None:
     """Not even what the hosts' processes have started, in sessions of their own."""
     code = "import subprocess; subprocess.Popen(['sleep', '60'], start_new_session=True); " + SLEEP

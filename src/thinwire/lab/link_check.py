@@ -6,11 +6,13 @@ The lab runs this file on two machines: `link_check.py serve`, and `link_check.p
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import sys
 import time
-from statistics import median
+from contextlib import suppress
+from statistics import quantiles
 from threading import Thread
 
 READY = "listening"
@@ -31,7 +33,7 @@ def serve() -> None:
 
 
 def measure(address: str, seconds: float) -> dict[str, float]:
-    """Return the median round trip, and the bits per second that leave this machine's interface."""
+    """Return a round trip's seconds, and the bits per second that leave this machine's interface."""
     round_trip = _round_trip_seconds(address)
     connections = [socket.create_connection((address, PORT)) for _ in range(CONNECTIONS)]
     for connection in connections:
@@ -58,7 +60,8 @@ def _round_trip_seconds(address: str) -> float:
                 found.append(time.monotonic() - sent)
         except TimeoutError:
             pass
-    return median(found) if found else PATIENCE_SECONDS
+    # The lower quartile: a busy computer is late with some, and that is not the link's.
+    return quantiles(found, n=4)[0] if len(found) > 1 else PATIENCE_SECONDS
 
 
 def _send_times(peer: socket.socket) -> None:
@@ -89,6 +92,8 @@ def _sent_bytes() -> int:
 
 
 if __name__ == "__main__":
+    with suppress(PermissionError):  # only root may go before others on a busy computer
+        os.nice(-20)
     if sys.argv[1] == "serve":
         serve()
     else:
