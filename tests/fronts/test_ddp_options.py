@@ -33,15 +33,6 @@ POWER = PowerSGD(matrix_rank=2)
 SMALL_BUCKETS_MB = 0.001
 
 
-def error_of(action: Callable[[], Any]) -> tuple[str, str]:
-    """The error an action raises, PyTorch's too: its type and message."""
-    try:
-        action()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 class TwoTypes(nn.Module):
     """DDP puts each type of parameter into buckets of its own."""
 
