@@ -47,47 +47,29 @@ FIRST_TUNING_SEED = 1_000
 
 @dataclass(frozen=True)
 class Setting:
-    """What runs have in common that are compared.
+    """What runs have in common that are compared."""
 
-    Attributes:
-        members: How many share a step's windows.
-        inner: What trains each model: "AdamW", or "Muon" for the blocks' matrices and AdamW for the rest.
-        model: Its name in `MODELS`.
-        steps: Of the inner optimizer.
-    """
-
-    members: int = 4
-    inner: str = "AdamW"
-    model: str = "0.14 M"
-    steps: int = 2_000
+    members: int = 4  # that share a step's windows
+    inner: str = "AdamW"  # or "Muon" for the blocks' matrices, and AdamW for the rest
+    model: str = "0.14 M"  # of `MODELS`
+    steps: int = 2_000  # of the inner optimizer
 
 
 @dataclass(frozen=True)
 class Lane:
-    """One training.
+    """One training."""
 
-    Attributes:
-        rate: The inner optimizer's peak learning rate.
-        seed: Of the start and the batches.
-    """
-
-    rate: float
-    seed: int
+    rate: float  # the inner optimizer's peak learning rate
+    seed: int  # of the start and the batches
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a training.
+    """What came of a training."""
 
-    Attributes:
-        loss: On held-out text, in nats a byte.
-        times_fewer: Bytes of a bf16 ring over those that were sent (and received).
-        seconds: Of this processor, the lane's share.
-    """
-
-    loss: float
-    times_fewer: float
-    seconds: float
+    loss: float  # on held-out text, in nats a byte
+    times_fewer: float  # bytes of a bf16 ring over those that were sent (and received)
+    seconds: float  # of this processor, the lane's share
 
 
 class Averaging:

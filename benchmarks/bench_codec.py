@@ -74,16 +74,6 @@ class Contender(Protocol):
         """Kept from step to step, beyond the gradients."""
 
 
-class Copy:
-    """One `copy_` of the gradients: the unit of everything that touches them all."""
-
-    def __init__(self, bucket: OneBucket) -> None:
-        self.flat, self.target = bucket.flat, torch.empty_like(bucket.flat)
-
-    def step(self) -> None:
-        self.target.copy_(self.flat)
-
-
 class Thinwire:
     """One of our algorithms as DDP drives it, with Numba's passes or by PyTorch's products only."""
 
@@ -204,16 +194,17 @@ def measure(
     torch.manual_seed(SEED)
     fresh = torch.randn(sum(map(math.prod, shapes)), device=device)
     bucket = OneBucket(shapes, torch.empty_like(fresh))
-    copy = Copy(bucket)
+    target = torch.empty_like(fresh)
     contenders = {name: make(bucket, matrix_rank) for name, make in CONTENDERS.items()}
-    every: list[Contender | Copy] = [copy, *contenders.values()]
+    # One copy of the gradients is the unit of everything that touches them all.
+    steps = [lambda: target.copy_(bucket.flat), *(contender.step for contender in contenders.values())]
     for _ in range(UNTIMED_STEPS):
-        for contender in every:
-            step_ms(contender, bucket, fresh)
+        for step in steps:
+            step_ms(step, bucket, fresh)
     rounds = []
     for number in range(num_rounds):
         progress.show(before + number, f"{shape_set}, matrix rank {matrix_rank}")
-        rounds.append([step_ms(contender, bucket, fresh) for contender in every])
+        rounds.append([step_ms(step, bucket, fresh) for step in steps])
     for name, contender in contenders.items():
         assert contender.compression_ratio() > 3.5, f"{name} compressed {contender.compression_ratio()} times"
     copy_ms, *contenders_ms = zip(*rounds, strict=True)
@@ -227,12 +218,12 @@ def measure(
     )
 
 
-def step_ms(contender: Contender | Copy, bucket: OneBucket, fresh: torch.Tensor) -> float:
+def step_ms(step: Callable[[], object], bucket: OneBucket, fresh: torch.Tensor) -> float:
     """Refill the gradients, then time one step."""
     bucket.flat.copy_(fresh)
     synchronize(fresh.device)
     start_seconds = time.perf_counter()
-    contender.step()
+    step()
     synchronize(fresh.device)
     return 1000 * (time.perf_counter() - start_seconds)
 
@@ -242,17 +233,11 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def time_table(measurements: Sequence[Measurement]) -> str:
-    header = ["gradients", "matrix rank", "copy, ms", *[f"{name}, ms" for name in CONTENDERS]]
-    rows = [
-        [
-            m.label,
-            str(m.matrix_rank),
-            *[f"{min(ms):.0f} / {median(ms):.0f}" for ms in (m.copy_ms, *m.step_ms.values())],
-        ]
-        for m in measurements
-    ]
-    return markdown_table(header, rows)
+def table(
+    measurements: Sequence[Measurement], header: Sequence[str], cells: Callable[[Measurement], Iterable[str]]
+) -> str:
+    rows = [[each.label, str(each.matrix_rank), *cells(each)] for each in measurements]
+    return markdown_table(["gradients", "matrix rank", *header], rows)
 
 
 def ratio_table(measurements: Sequence[Measurement]) -> str:
@@ -260,37 +245,25 @@ def ratio_table(measurements: Sequence[Measurement]) -> str:
     ours = [name for name in CONTENDERS if name.startswith("Thinwire") or name in BY_NAME_ONLY]
     others = [name for name in CONTENDERS if name in ("PyTorch", "epfml")]
     pairs = [(other, mine) for mine in ours for other in others] + [(mine, "copy") for mine in ours]
-    rows = []
-    for m in measurements:
+
+    def cells(m: Measurement) -> list[str]:
         medians = {name: median(ms) for name, ms in {"copy": m.copy_ms, **m.step_ms}.items()}
-        rows.append([m.label, str(m.matrix_rank), *[f"{medians[a] / medians[b]:.1f}" for a, b in pairs]])
-    return markdown_table(["gradients", "matrix rank", *[f"{a} / {b}" for a, b in pairs]], rows)
+        return [f"{medians[a] / medians[b]:.1f}" for a, b in pairs]
+
+    return table(measurements, [f"{a} / {b}" for a, b in pairs], cells)
 
 
 def batched_table(measurements: Sequence[Measurement]) -> str:
     """Ratios round by round, of times that were taken one after the other."""
     pairs = [(name, other) for name, other in LAYERWISE.items() if {name, other} <= CONTENDERS.keys()]
-    rows = []
-    for m in measurements:
-        row = [m.label, str(m.matrix_rank)]
-        for name, other in pairs:
-            ratios = [a / b for a, b in zip(m.step_ms[name], m.step_ms[other], strict=True)]
-            low, middle, high = quantiles(ratios, n=4)
-            row.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
-        rows.append(row)
-    return markdown_table(["gradients", "matrix rank", *[f"{a} / {b}" for a, b in pairs]], rows)
 
+    def cell(m: Measurement, name: str, other: str) -> str:
+        ratios = [a / b for a, b in zip(m.step_ms[name], m.step_ms[other], strict=True)]
+        low, middle, high = quantiles(ratios, n=4)
+        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
-def memory_table(measurements: Sequence[Measurement]) -> str:
-    rows = [
-        [
-            m.label,
-            str(m.matrix_rank),
-            *[f"{100 * kept / m.gradient_bytes:.1f} %" for kept in m.memory_bytes.values()],
-        ]
-        for m in measurements
-    ]
-    return markdown_table(["gradients", "matrix rank", *CONTENDERS], rows)
+    header = [f"{a} / {b}" for a, b in pairs]
+    return table(measurements, header, lambda m: [cell(m, *pair) for pair in pairs])
 
 
 def result_page(measurements: Sequence[Measurement], num_rounds: int, device: str) -> str:
@@ -299,13 +272,21 @@ def result_page(measurements: Sequence[Measurement], num_rounds: int, device: st
         f"On {device}, one thread, fp32, error feedback and warm start on, one process, one bucket with the "
         f"whole model; {num_rounds} rounds of all contenders in turn. epfml makes two of its iterations, "
         "which are one of PyTorch's and ours. Milliseconds per step, minimum / median:",
-        time_table(measurements),
+        table(
+            measurements,
+            ["copy, ms", *[f"{name}, ms" for name in CONTENDERS]],
+            lambda m: [f"{min(ms):.0f} / {median(ms):.0f}" for ms in (m.copy_ms, *m.step_ms.values())],
+        ),
         "Ratios of the medians:",
         ratio_table(measurements),
         "The batched variant beside layer by layer, in the same round, median (quartiles) of the ratios:",
         batched_table(measurements),
         "Memory kept from step to step (error, factors), in % of the gradients:",
-        memory_table(measurements),
+        table(
+            measurements,
+            list(CONTENDERS),
+            lambda m: [f"{100 * kept / m.gradient_bytes:.1f} %" for kept in m.memory_bytes.values()],
+        ),
     )
 
 

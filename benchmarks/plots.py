@@ -28,13 +28,7 @@ plt.rcParams |= {
 def step_time(
     medians_ms: Mapping[str, Mapping[str, float]], title: str, *, baselines: Sequence[str]
 ) -> list[str]:
-    """Step time against link rate, one line an algorithm; ours are solid.
-
-    Args:
-        medians_ms: By link rate, then algorithm.
-        title: Of the figure, and part of its name.
-        baselines: Those that send nothing, at most two.
-    """
+    """Step time against link rate, one line an algorithm; ours are solid, baselines send nothing."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     rates = list(medians_ms)
     algorithms = list(medians_ms[rates[0]])
@@ -54,11 +48,7 @@ def step_time(
 
 
 def predicted_against_measured(steps_ms: Mapping[str, Sequence[tuple[float, float]]]) -> list[str]:
-    """One point a prediction, one colour a setting, and a band of 15 % around the diagonal.
-
-    Args:
-        steps_ms: By setting, (measured, predicted).
-    """
+    """One point a prediction (measured, predicted), one colour a setting, and a band of 15 %."""
     figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     every = [value for points in steps_ms.values() for point in points for value in point]
     ends = [0.8 * min(every), 1.2 * max(every)]
@@ -98,12 +88,7 @@ def loss_against_time(figures: Mapping[str, Sequence[Curve]], *, columns: int = 
 
 
 def gap_against_bytes(gaps: Mapping[str, tuple[float, float, float]], path: Path) -> None:
-    """Loss gap to exact averaging against bytes, one point a method with the 95 % interval of its mean.
-
-    Args:
-        gaps: By method, times fewer bytes than bf16, gap in percent, and half of the interval.
-        path: Where both formats go, without their suffix.
-    """
+    """Loss gap to exact averaging in percent, and half of its interval, against times fewer bytes."""
     figure, axes = plt.subplots(figsize=(9, 4.8), layout="constrained")
     for number, (method, (times_fewer, percent, half)) in enumerate(gaps.items()):
         marker = "os^Dv*"[number // 10 % 6]

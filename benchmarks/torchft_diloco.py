@@ -44,17 +44,10 @@ def torchft_diloco(
     delay_steps: int = 0,
     mix: float = 0.0,
 ) -> Iterator[Any]:
-    """Train with torchft's DiLoCo inside the context. Collective.
+    """Train with torchft's DiLoCo inside the context, a fragment every so many steps. Collective.
 
-    Every one of them has a lighthouse of its own, on the first host: a quorum is of all who talk to one.
-
-    Args:
-        model: The same on all hosts.
-        optimizer: Trains it.
-        fragments: Modules that have its parameters between them.
-        every_steps: Steps from one averaging of a fragment to its next.
-        delay_steps: Steps from the sending of a fragment to its use.
-        mix: Share of the process's own parameters then.
+    Each has its own lighthouse, on the first host: a quorum is of all who talk to one. A fragment is used
+    some steps after it was sent, mixed with a share of the process's own parameters then.
     """
     os.environ.setdefault("RUST_LOG", "error")  # it logs every quorum
     torchft, local_sgd = import_module("torchft"), import_module("torchft.local_sgd")
