@@ -9,7 +9,6 @@ loss's time is its steps times the median step. So a busy machine slows all of t
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -62,17 +61,9 @@ TASKS: dict[str, Callable[[], nn.Module]] = {
 }
 # The best of five each for exact averaging after 300 steps, on another seed; of GPT, as in bench_quality.py.
 # The larger GPT's were not searched for.
-OPTIMIZERS: dict[str, dict[str, Callable[[nn.Module], Optimizer]]] = {
-    "SGD": {
-        "GPT": lambda model: SGD(model.parameters(), lr=0.12, momentum=0.9),
-        "LSTM": lambda model: SGD(model.parameters(), lr=4.0, momentum=0.9),
-        "larger GPT": lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9),
-    },
-    "AdamW": {
-        "GPT": lambda model: AdamW(model.parameters(), lr=2e-3),
-        "LSTM": lambda model: AdamW(model.parameters(), lr=2e-3),
-        "larger GPT": lambda model: AdamW(model.parameters(), lr=1e-3),
-    },
+RATES = {
+    "SGD": {"GPT": 0.12, "LSTM": 4.0, "larger GPT": 0.05},
+    "AdamW": {"GPT": 2e-3, "LSTM": 2e-3, "larger GPT": 1e-3},
 }
 
 
@@ -106,15 +97,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to average.
-
-    Attributes:
-        averaging: A context in which what it yields is trained.
-        period_steps: Steps after which what it does begins again.
-    """
+    """A way to average: a context in which what it yields is trained."""
 
     averaging: Callable[[nn.Module, Optimizer], AbstractContextManager[nn.Module]]
-    period_steps: int = 1
+    period_steps: int = 1  # after which what it does begins again
 
 
 def each_step(algorithm: Algorithm) -> Way:
@@ -169,9 +155,7 @@ ALGORITHMS: dict[str, Way] = {
     SIXTEEN_BIT: each_step(thinwire.Cast("bf16")),
     "PowerSGD(matrix_rank=4)": each_step(thinwire.PowerSGD(matrix_rank=4)),
     "PowerSGD(matrix_rank=8)": each_step(thinwire.PowerSGD(matrix_rank=8)),
-    "Quantize(bits=8)": each_step(thinwire.Quantize(bits=8)),
-    "Quantize(bits=4)": each_step(thinwire.Quantize(bits=4)),
-    "Quantize(bits=2)": each_step(thinwire.Quantize(bits=2)),
+    **{f"Quantize(bits={bits})": each_step(thinwire.Quantize(bits=bits)) for bits in (8, 4, 2)},
     "TopK()": each_step(thinwire.TopK()),
     "LocalSGD(every_steps=10)": now_and_then(10, thinwire.AllReduce()),
     "LocalSGD(every_steps=10), 4 bits": now_and_then(10, thinwire.Quantize(bits=4)),
@@ -189,8 +173,10 @@ Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 def new_training(setting: Setting) -> tuple[nn.Module, Optimizer]:
     """The same on every host, and for every algorithm."""
     torch.manual_seed(SEED)
-    model = TASKS[setting.task]()
-    return model, OPTIMIZERS[setting.optimizer][setting.task](model)
+    model, rate = TASKS[setting.task](), RATES[setting.optimizer][setting.task]
+    if setting.optimizer == "AdamW":
+        return model, AdamW(model.parameters(), lr=rate)
+    return model, SGD(model.parameters(), lr=rate, momentum=0.9)
 
 
 def train(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
@@ -274,6 +260,7 @@ class Lab:
         self.arguments, self.names = arguments, names
         self.settings = [Setting(*each) for each in product(arguments.tasks, arguments.optimizers)]
         self._timings = [self._timing(*each) for each in product(self.settings, arguments.rates)]
+        self._curves = Kept(arguments.curves.stem, arguments.curves.parent)
         self._before = self._done_steps()
         every_steps = len(self.settings) * sum(map(self._steps, names))
         every_steps += len(self._timings) * len(names) * arguments.rounds * arguments.steps
@@ -281,14 +268,12 @@ class Lab:
 
     def curve(self, setting: Setting, name: str, target: float) -> Curve:
         """Train, unless the file of curves has it; add it there."""
-        curve = self._curves().get((str(setting), name))
+        key = self._key(setting, name)
+        curve = self._curves.find(**key)
         if curve is None:
             part = ["--part=curve", f"--target={target}", f"--most-steps={self._steps(name)}"]
-            schedule = self.arguments.schedule
             curve = self._run(setting, UNSHAPED, [name], part)
-            row = {"setting": str(setting), "seed": SEED, "schedule": schedule, "curve": curve}
-            with self.arguments.curves.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            self._curves.add(curve, **key)
         return Curve(**curve)
 
     def times(self, setting: Setting, rate: str) -> dict[str, dict[str, Any]]:
@@ -298,12 +283,9 @@ class Lab:
         found: dict[str, dict[str, Any]] = self._run(setting, rate, self.names, part)
         return found
 
-    def _curves(self) -> dict[tuple[str, str], dict[str, Any]]:
-        keep: Path = self.arguments.curves
-        lines = keep.read_text(encoding="utf-8").splitlines() if keep.exists() else []
-        key = SEED, self.arguments.schedule
-        rows = [row for row in map(json.loads, lines) if (row["seed"], row.get("schedule", CONSTANT)) == key]
-        return {(row["setting"], row["curve"]["algorithm"]): row["curve"] for row in rows}
+    def _key(self, setting: Setting, name: str) -> dict[str, object]:
+        schedule = self.arguments.schedule
+        return {"setting": str(setting), "seed": SEED, "schedule": schedule, "algorithm": name}
 
     def _steps(self, name: str) -> int:
         steps: int = self.arguments.target_steps if name == EXACT else self.arguments.most_steps
@@ -314,11 +296,11 @@ class Lab:
 
     def _done_steps(self) -> int:
         """Return how many steps lie behind: of a training that ended sooner, as many as it was allowed."""
-        curves = self._curves()
-        trained = product(map(str, self.settings), self.names)
+        kept = [key for key, _ in self._curves.all()]
+        trained = [name for each, name in product(self.settings, self.names) if self._key(each, name) in kept]
         turns: int = turns_done(KEPT, self._timings, self.names, self.arguments.rounds)
         steps: int = turns * self.arguments.steps
-        return steps + sum(self._steps(name) for setting, name in trained if (setting, name) in curves)
+        return steps + sum(map(self._steps, trained))
 
     def _run(self, setting: Setting, rate: str, names: Sequence[str], part: Sequence[str]) -> Any:
         script = [__file__, f"--tasks={setting.task}", f"--optimizers={setting.optimizer}"]
@@ -352,22 +334,14 @@ def table(curves: Sequence[Curve], times: dict[str, dict[str, Any]]) -> str:
     return markdown_table([*header, "MB sent per step"], rows)
 
 
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="+", choices=tuple(TASKS), default=["GPT", "LSTM"])
-    parser.add_argument("--optimizers", nargs="+", choices=tuple(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--optimizers", nargs="+", choices=tuple(RATES), default=list(RATES))
     parser.add_argument("--algorithms", nargs="+", choices=tuple(ALGORITHMS), default=list(ALGORITHMS))
     parser.add_argument("--rates", nargs="+", default=["100mbit", "1gbit"])
-    parser.add_argument(
-        "--schedule",
-        choices=(CONSTANT, COSINE),
-        default=CONSTANT,
-        help="of the learning rate: a cosine falls to nothing at the last step that is allowed",
-    )
+    words = "of the learning rate: a cosine falls to nothing at the last step that is allowed"
+    parser.add_argument("--schedule", choices=(CONSTANT, COSINE), default=CONSTANT, help=words)
     parser.add_argument("--target-steps", type=int, default=300, help="of exact")
     parser.add_argument("--most-steps", type=int, default=600, help="of all others")
     parser.add_argument("--rounds", type=int, default=6, help="turns of each when steps are timed")
@@ -395,7 +369,8 @@ def main() -> None:
 
 
 def compare(names: Sequence[str], lab: Lab, arguments: argparse.Namespace) -> None:
-    sizes = [f"{task}: {num_parameters(TASKS[task]()) / 1e6:.1f} M parameters" for task in arguments.tasks]
+    elements = {task: sum(each.numel() for each in TASKS[task]().parameters()) for task in arguments.tasks}
+    sizes = [f"{task}: {number / 1e6:.1f} M parameters" for task, number in elements.items()]
     then = "falls along a cosine to nothing at the last step that is allowed"
     then = then if arguments.schedule == COSINE else "is constant then"
     sections = [
